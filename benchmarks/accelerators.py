@@ -1,11 +1,11 @@
 """What is each accelerator worth that has a plain way beside it? The same work with and without it, in turns.
 
     packed      generation with all weights in oneDNN's layout (generation/packed.py), beside the model's own products
-    projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made first
-    sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside SDPA
-    falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all keys
-    convolution short convolutions with gradients of their own (parts/projections.py), beside autograd's
-    few rows    a step of generation by PyTorch's own products (runtime/matmul.py), beside oneDNN's
+    projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made
+    first sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside
+    SDPA falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all
+    keys convolution short convolutions with gradients of their own (parts/projections.py), beside autograd's few rows
+    a step of generation by PyTorch's own products (runtime/matmul.py), beside oneDNN's
 
 Steps of generation are recorded; ``step_recording.py`` measures what recording is worth. Sets and few rows concern
 processes in which oneDNN makes float32 products, which a command has on processors without AMX. They are measured in a

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
 from generator.text import contents, escaped, html, literal, page, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds
 from kinformer.family.settings import meaning
-from kinformer.lab.drawing.formulas import SLOTS
+from kinformer.lab.drawing.formulas import SLOTS, built_by, described
 
 TITLES = {
     "mixer": "Causal mixers",
@@ -70,21 +68,14 @@ def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
     yield f"(part-{slot}-{kind})=".replace("_", "-") + f"\n## `{kind}`"
     path = config.__module__.replace(".", "/")
     yield f"`{config.__module__}.{config.__qualname__}`, in `src/{path}.py`"
-    shared = [each for each in kinds()[slot].values() if each.__module__ == config.__module__]
-    own = inspect.getdoc(_builds(config))
-    text = own if len(shared) > 1 and own else inspect.cleandoc(sys.modules[config.__module__].__doc__ or "")
+    own = inspect.getdoc(built_by(config))
+    text = described(config)
     yield from prose(text, typeset_formulas=slot in SLOTS)
     if own and own != text:
         yield from prose(own)
     rows = list(_settings(config))
     if rows:
         yield f"```{{table}}\n:class: settings\n\n{table(('setting', 'meaning', 'default', 'type'), rows)}\n```"
-
-
-def _builds(config: type[Config]) -> Any:
-    """The class that a nested config belongs to, or the config itself."""
-    outer, _, inner = config.__qualname__.rpartition(".")
-    return getattr(sys.modules[config.__module__], outer) if inner == "Config" and outer else config
 
 
 def prose(text: str, typeset_formulas: bool = False) -> Iterator[str]:

@@ -26,28 +26,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core import config as kind_table
-from kinformer.lab.commands import (
-    bench,
-    calibrate,
-    check_shards,
-    compare,
-    draw,
-    embed,
-    estimate,
-    export,
-    import_checkpoint,
-    index,
-    pack,
-    preserving,
-    serve,
-    show,
-    stream,
-    trace,
-    verify,
-)
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from typing import Unpack
 
     import numpy as np
@@ -58,9 +38,30 @@ if TYPE_CHECKING:
     from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
     from kinformer.generation.sampling import SamplingOptions
-    from kinformer.lab.runs.run import Run
-    from kinformer.lab.tasks.evaluation import Evaluation
-    from kinformer.lab.tasks.task import Task
+    from kinformer.lab.commands import (
+        bench,
+        calibrate,
+        check_shards,
+        compare,
+        draw,
+        embed,
+        estimate,
+        evaluate,
+        export,
+        import_checkpoint,
+        index,
+        load,
+        open_run,
+        pack,
+        predict,
+        serve,
+        show,
+        stream,
+        tasks,
+        trace,
+        train,
+        verify,
+    )
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
     from kinformer.nn.causal import CausalLayer
@@ -111,13 +112,6 @@ def members() -> list[Member]:
     from kinformer.family.table import members
 
     return members()
-
-
-def tasks() -> list[Task]:
-    """Return the records of the tasks: what a model can be trained for, with name, title, metrics and options."""
-    from kinformer.lab.tasks.table import tasks
-
-    return tasks()
 
 
 def build(
@@ -185,98 +179,6 @@ def layers() -> list[LayerRecord]:
     return layers()
 
 
-@preserving
-def train(
-    member: str,
-    *,
-    out: str | Path,
-    data: str | Path | None = None,
-    recipe: str | None = None,
-    task: str | None = None,
-    set: Mapping[str, object] | None = None,
-    **options: object,
-) -> Run:
-    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
-
-    data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
-    recipe, set: the model ("small" if not given), with overrides such as ``{"layers.*.mixer.num_heads": 8}``.
-    task: one of :func:`tasks` by name; if not given, the member's usual one.
-    options: by the names of the command's flags. With ``minutes`` alone, width, ``length``, ``batch_size``, optimiser
-        and tokenizer are chosen so that the time is well spent. Settings: ``steps`` or ``minutes``, ``length``,
-        ``batch_size``, ``lr``, ``seed``, ... (see ``lab.training.settings.Settings``). Further ones: ``init``,
-        ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``lab.runs.options.TrainOptions``). The
-        task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
-
-    Training seeds PyTorch's global random numbers for dropout and restores them at the end. So one
-    thread of a process trains at a time, and a second call waits. A thread that draws global numbers during training
-    shares them with it; processes share none.
-
-    Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
-    """
-    from kinformer.lab.runs.functions import train
-
-    return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
-
-
-@preserving
-def evaluate(run: str | Path, **options: object) -> Evaluation:
-    """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
-
-    options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
-        (see ``lab.runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
-    """
-    from kinformer.lab.runs.functions import evaluate
-
-    return evaluate(run, options)
-
-
-@preserving
-def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: object) -> list[dict[str, Any]]:
-    """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
-
-        kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
-        [{"text": "A fine film.", "classes": [{"class": "good", "probability": 0.98}, ...]}]
-
-    The run's task decides what an item is and what its dictionary holds: ``classes`` of a text or an image, ``masks``
-    and the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, the ``actions``
-    of an episode.
-
-    run: the run's folder.
-    inputs: a list of texts (or of paths, where items are files); or the path of a file or folder, as for the command.
-    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``set``,
-        ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and the task's own:
-        ``mask``, ``beam``, ``prefixes``, ...
-
-    Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
-    """
-    from kinformer.lab.runs.functions import predict
-
-    return predict(run, inputs, options)
-
-
-@preserving
-def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
-    """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
-
-    run: the run's folder.
-    set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
-    """
-    from kinformer.lab.runs.functions import load
-
-    return load(run, set)
-
-
-def open_run(run: str | Path) -> Run:
-    """Open a run by its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``,
-    ``data``, ``training``, ``metrics`` (of the best validation) and ``model()``.
-
-    run: the run's folder.
-    """
-    from kinformer.lab.runs.run import open_run
-
-    return open_run(run)
-
-
 def generate(
     model: CausalModel | Decoder | Encoder,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
@@ -306,3 +208,17 @@ def generate(
         causal, prompt_tokens, max_new_tokens=max_new_tokens, stop=stop, valid=valid, draft=draft,
         draft_length=draft_length, **sampling,
     )  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    """Return a function of :mod:`kinformer.lab.commands`, which is imported when it is first used."""
+    if name.startswith("_") or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kinformer.lab import commands
+
+    return getattr(commands, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, sorted, for ``dir``."""
+    return sorted(__all__)

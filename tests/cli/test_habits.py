@@ -57,7 +57,7 @@ def test_a_chat_frames_lines_and_refuses_a_run_that_continues_nothing(cli, gpt_r
 
 def test_tasks_and_parts_are_listed_and_every_title_is_whole_in_80_columns(cli):
     listed = json.loads(cli("list", "tasks", "--json")[1])
-    assert [item["name"] for item in listed] == [task.name for task in kinformer.lab.tasks()]
+    assert [item["name"] for item in listed] == [task.name for task in kinformer.tasks()]
     assert "next-token" in cli("list", "tasks")[1]
     parts = json.loads(cli("list", "parts", "--json")[1])
     assert {"rope", "alibi"} <= set(parts["position"]) and "pattern (" in cli("list", "parts")[1]

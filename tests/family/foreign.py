@@ -163,7 +163,7 @@ PARTS = {
 ENTRIES = {
     "kinformer.parts": PARTS,
     "kinformer.members": {"leaky": "MEMBER"},
-    "kinformer.lab.tasks": {"next-byte": "TASK"},
+    "kinformer.tasks": {"next-byte": "TASK"},
 }
 
 

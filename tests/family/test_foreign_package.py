@@ -245,7 +245,7 @@ def test_a_broken_package_is_told_of_once(package):
     with pytest.warns(UserWarning) as warned:
         for _ in range(5):
             kinformer.members()
-            kinformer.lab.tasks()
+            kinformer.tasks()
     assert [str(each.message)[:16] for each in warned] == ["the member 'leak", "the task 'next-b"]
 
 

@@ -8,7 +8,7 @@ import transformers
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.lab.data.sound import CHARACTERS
+from kinformer.inputs.filterbank import CHARACTERS
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.speech.predict import Listener
 from kinformer.lab.tasks.speech.work import CTC, SpeechBatch

@@ -1,14 +1,17 @@
 """States that decay, by head or by channel, in both rules: the chunked kernels against the recurrences."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
 from kinformer.kernels import delta, linear
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.linear import chunked as blocks_module
-from kinformer.kernels.linear import chunked as channels_module
 from kinformer.runtime.errors import KinformerError
+
+blocks_module = import_module("kinformer.kernels.linear.chunked")  # the package has a function of this name
+channels_module = blocks_module
 
 BATCH, HEADS, FEATURES, WIDTH = 2, 2, 5, 4
 SUMMARISE = {"linear": linear.summarise, "delta": delta.summarise_delta}

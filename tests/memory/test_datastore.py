@@ -49,7 +49,7 @@ def test_killed_by_the_system(tmp_path):
     """SIGKILL in the middle of a build: nothing that was flushed is lost."""
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from kinformer.lab.datastore import writer; from tests.memory.stores import write\n"
+        "from kinformer.lab.datastore import store as writer; from tests.memory.stores import write\n"
         "append = writer.Writer.append\n"
         "def mortal(self, keys, tokens):\n"
         "    append(self, keys, tokens)\n"

@@ -119,11 +119,11 @@ def test_mistakes_of_measuring(run):
 
 
 def test_tasks_are_records():
-    records = {task.name: task for task in kinformer.lab.tasks()}
+    records = {task.name: task for task in kinformer.tasks()}
     assert {"next-token", "recall", "algorithm", "mlm", "classify", "listops", "translate"} <= records.keys()
     assert [records[name].metrics[0].name for name in ("next-token", "classify")] == ["bits_per_byte", "accuracy"]
     assert not records["classify"].metrics[0].lower_is_better and records["mlm"].metrics[0].lower_is_better
-    code = "import sys, kinformer; kinformer.lab.tasks(); import kinformer.lab.tasks.table; kinformer.lab.tasks()"
+    code = "import sys, kinformer; kinformer.tasks(); import kinformer.lab.tasks.table; kinformer.tasks()"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -55,7 +55,7 @@ def test_from_python(tmp_path):
     assert found.metrics.keys() == {"mean_squared_error"} and found.units[0].lower_is_better
     assert found.baselines["of_the_mean"] > 0
     assert kinformer.load(tmp_path / "run")(torch.zeros(2, 8)).shape == (2,)
-    assert kinformer.lab.tasks()[-1] is toy_task.TASK
+    assert kinformer.tasks()[-1] is toy_task.TASK
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

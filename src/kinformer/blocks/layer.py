@@ -1,4 +1,4 @@
-"""The sublayers of layers: a mixer or a feed-forward, each in a residual."""
+"""The standard layer of a decoder: sequence mixers, most often one, and a feed-forward."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from kinformer.core.state import State
 from kinformer.runtime.dropout import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
+
+# The sublayers of layers: a mixer or a feed-forward, each in a residual.
 
 R = TypeVar("R")
 
@@ -174,9 +176,7 @@ class LayerConfig(Config):
 
 
 class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
-    """The standard layer of a decoder: sequence mixers, most often one, and a feed-forward.
-
-    The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
+    """The layer: ``mixer``, then any ``further_mixers`` (such as cross-attention), then the feed-forward, each in a
     residual.
 
     A feed-forward that looks at earlier tokens is the last of the ``mixers``, whose states are the layer's. The

@@ -1,4 +1,12 @@
-"""The way to the table of kinds of parts, for parts that are named in Python: core itself knows no kind."""
+"""Configs: frozen, keyword-only dataclasses that build one thing each, to and from plain dicts, with overrides.
+
+A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
+a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
+and wrong types are errors that name the place and the nearest valid names.
+
+A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
+package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
+"""
 
 from __future__ import annotations
 
@@ -15,18 +23,11 @@ from kinformer.runtime.fields import require_ranges
 from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
+# The way to the table of kinds of parts, for parts that are named in Python: core itself knows no kind.
+
 find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
 """Return the table, slot -> kind -> config class; the package puts its own function here."""
 
-
-# Configs: frozen, keyword-only dataclasses that build one thing each, to and from plain dicts, with overrides.
-#
-# A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
-# a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
-# and wrong types are errors that name the place and the nearest valid names.
-#
-# A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
-# package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call

@@ -1,4 +1,20 @@
-"""What later layers read of the first: a channel between the layers of one token, which a stack opens for each pass."""
+"""The one contract of every causal sequence mixer: a chunk and a state in, an output and a state out.
+
+    y, state = mixer(Chunk(x, valid, reset), state)
+
+The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
+gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
+
+    y, end = mixer(Chunk(x), start)
+    left, middle = mixer(Chunk(x[:, :t]), start)
+    right, last = mixer(Chunk(x[:, t:]), middle)
+    assert allclose(y, cat([left, right], 1)) and allclose(end, last)
+
+Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
+length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
+
+Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +31,8 @@ from kinformer.core.state import State, require_rows
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
+
+# What later layers read of the first: a channel between the layers of one token, which a stack opens for each pass.
 
 
 class FirstValues:
@@ -52,25 +70,6 @@ def shares_values(layers: Iterable[nn.Module], kind: str, opens: bool) -> bool:
             "layer the same number of key heads and the same head_dim."
         )
     return bool(shapes)
-
-
-# The one contract of every causal sequence mixer: a chunk and a state in, an output and a state out.
-#
-#     y, state = mixer(Chunk(x, valid, reset), state)
-#
-# The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
-# gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
-#
-#     y, end = mixer(Chunk(x), start)
-#     left, middle = mixer(Chunk(x[:, :t]), start)
-#     right, last = mixer(Chunk(x[:, t:]), middle)
-#     assert allclose(y, cat([left, right], 1)) and allclose(end, last)
-#
-# Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
-# length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
-#
-# Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]``
-# int64.
 
 
 class Chunk(NamedTuple):

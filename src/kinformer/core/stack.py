@@ -1,11 +1,4 @@
-"""Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, redrawn each time.
-
-    x + b F(x) / (1 - p),   b ~ Bernoulli(1 - p) for each sequence;     p_l = p l / (L - 1),   l = 0 .. L - 1
-
-So the expectation of what is added is F(x), which is what is added outside of training. The probability rises linearly
-with depth from 0 in the first layer to p in the last, as in the code of DeiT and Swin (Huang et al. count from the
-input, p l / L), and every sublayer of a layer draws for itself.
-"""
+"""The stack of a model: which layer is applied when, what is stored between, and the states of its uses."""
 
 from __future__ import annotations
 
@@ -26,6 +19,14 @@ from kinformer.runtime.errors import KinformerError
 if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext, StateOptions
     from kinformer.core.state import State
+
+# Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, redrawn each time.
+#
+#     x + b F(x) / (1 - p),   b ~ Bernoulli(1 - p) for each sequence;     p_l = p l / (L - 1),   l = 0 .. L - 1
+#
+# So the expectation of what is added is F(x), which is what is added outside of training. The probability rises
+# linearly with depth from 0 in the first layer to p in the last, as in the code of DeiT and Swin (Huang et al. count
+# from the input, p l / L), and every sublayer of a layer draws for itself.
 
 
 class Droppable(nn.Module):
@@ -69,8 +70,6 @@ def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
                 )
             sublayer.drop_rate = rate
 
-
-# The stack of a model: which layer is applied when, what is stored between, and the states of its uses.
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
 """(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""

@@ -1,4 +1,4 @@
-"""Encoders of images."""
+"""Encoders of images: flat, distilled, in shifted windows, convolutional, and in pyramids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of models: what they read, how their layers are applied, layers, heads. Part of the table of kinds."""
+"""Every kind of part by slot and name: the one explicit table that reads and writes configs (with ``model_kinds``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from functools import cache
 
 from kinformer.core.config import Config
 from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
+
+# Kinds of models: what they read, how their layers are applied, layers, heads. Part of the table of kinds.
 
 
 def models() -> list[type[Config]]:
@@ -158,9 +160,6 @@ def blocks() -> list[type[Config]]:
         LayerNorm,
         RMSNorm,
     ]
-
-
-# Every kind of part by slot and name: the one explicit table that reads and writes configs (with ``model_kinds``).
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:

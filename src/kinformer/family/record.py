@@ -55,10 +55,10 @@ class Member:
     True}``; a budget of minutes chooses the others (see ``lab.runs.minutes``). ``cost``: how the operations of a whole
     sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
     ``use_when``, ``avoid_when``: clauses that say when to take it and when not, by its cost and by what was measured.
-    ``training``: the options of training (``lab.training.settings``) with which the paper trained a recipe, by its name;
-    they hold where nothing else is given. ``task``: what it is usually trained for, where that is neither the next
-    token nor masked tokens. ``layer``: the number of the layer that shows its mechanism in the recipe ``small``, where
-    layers differ.
+    ``training``: the options of training (``lab.training.settings``) with which the paper trained a recipe, by its
+    name; they hold where nothing else is given. ``task``: what it is usually trained for, where that is neither the
+    next token nor masked tokens. ``layer``: the number of the layer that shows its mechanism in the recipe ``small``,
+    where layers differ.
     """
 
     name: str

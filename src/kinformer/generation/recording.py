@@ -404,7 +404,8 @@ class Unchanged:
 # * what the host reads of the data (exits, searches, hashing) or draws at random, and hooks of modules;
 # * leaves of the state that change their shape, or host numbers other than the bounds of reserved slots;
 # * what depends on the length: past slots enter as views of growing length, and the list written down with one of them
-#   must equal that at the most the buffers can hold, except for numbers that count slots. Where the steps of a short past
+#   must equal that at the most the buffers can hold, except for numbers that count slots. Where the steps of a short
+# past
 #   differ, the list begins at the length of now.
 #
 # The first recorded step must also agree with the model's.

@@ -1,4 +1,4 @@
-"""What generation requires of a model and of what it is to continue."""
+"""A session: a model, the state of some sequences, and the next token of each."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, To
 from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
+
+# What generation requires of a model and of what it is to continue.
 
 
 def require_continuing(model: object) -> None:
@@ -310,9 +312,7 @@ _CHECKED_EVERY = 256
 
 
 class Session:
-    """A session: a model, the state of some sequences, and the next token of each.
-
-    A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
+    """A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
     by token.
 
     A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and

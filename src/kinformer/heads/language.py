@@ -124,7 +124,8 @@ class AdaptiveSoftmax(nn.Module):
     """Adaptive softmax (Grave et al. 2017, Efficient Softmax Approximation for GPUs), as Transformer-XL has it.
 
         log p(token of the first cluster) = log softmax([E_0; C] P_0' h + b_0)[token]
-        log p(token of cluster i > 0)     = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
+        log p(token of cluster i > 0)     = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h +
+        b_i)[token]
 
     The clusters' own columns C are read from the last one on, as the authors' code does, so cluster 1 has the last.
     What comes out are log-probabilities, which are logits too: their softmax is what they are the logarithms of.

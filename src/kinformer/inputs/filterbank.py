@@ -20,6 +20,10 @@ LEAST_DEVIATION = 0.1
 PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
 
 
+CHARACTERS = "characters"
+"""The unit of transcripts that are spelled: a symbol is a character, not a word."""
+
+
 class Filterbank:
     """The map of sound with ``rate`` samples a second to features [frames, mels]."""
 

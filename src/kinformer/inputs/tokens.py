@@ -1,4 +1,4 @@
-"""The plain token embedding: token ids to vectors."""
+"""Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kinformer.core.parts import Input, InputConfig
 from kinformer.core.stack import EmbeddingConfig
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import arguments_trusted
+
+# The plain token embedding: token ids to vectors.
 
 
 class Lookup(nn.Embedding):
@@ -31,9 +33,7 @@ class Lookup(nn.Embedding):
 
 
 class Tokens(Input):
-    """Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence.
-
-    The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
+    """The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
 
     ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
     tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token``

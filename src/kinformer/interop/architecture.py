@@ -1,4 +1,4 @@
-"""Settings of a ``config.json``, each checked: a wrong one is one sentence that names the file and the setting."""
+"""A causal architecture of the library transformers: a map of its config and a map of its tensors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Settings of a ``config.json``, each checked: a wrong one is one sentence that names the file and the setting.
 
 
 Settings: TypeAlias = JsonObject
@@ -233,8 +235,6 @@ def parameters(full: Mapping[str, object], place: Path, kind: str | None = None)
     of_kind = parameters.get(kind)
     return {**(of_kind if isinstance(of_kind, Mapping) else {}), **scaling}
 
-
-# A causal architecture of the library transformers: a map of its config and a map of its tensors.
 
 GENERATION = "generation_config.json"
 DEPTH = 10_000

@@ -1,4 +1,9 @@
-"""The tensors of decoders with LayerNorm as the library transformers names them: GPT-NeoX, OPT, BLOOM and MPT."""
+"""Decoders with LayerNorm, as the library transformers saves them: GPT-NeoX (Pythia), OPT, BLOOM and MPT.
+
+GPT-NeoX turns a share of each head by its position and adds attention and feed-forward side by side. OPT has learned
+positions, of which two rows belong to no token. BLOOM and MPT have ALiBi, of which BLOOM leaves out the distance's
+constant per query, which the softmax does not see. MPT has no biases.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,8 @@ from kinformer.interop.architecture import Architecture, Settings, choice, integ
 from kinformer.interop.encoders import ACTIVATIONS
 from kinformer.interop.key_map import BY_HEAD, QKV, SAME, Behind, ConfigData, KeyMap, key
 from kinformer.runtime.errors import KinformerError
+
+# The tensors of decoders with LayerNorm as the library transformers names them: GPT-NeoX, OPT, BLOOM and MPT.
 
 
 def _keys(
@@ -97,12 +104,6 @@ MPT_KEYS = KeyMap(
     prefix="transformer.",
 )
 
-
-# Decoders with LayerNorm, as the library transformers saves them: GPT-NeoX (Pythia), OPT, BLOOM and MPT.
-#
-# GPT-NeoX turns a share of each head by its position and adds attention and feed-forward side by side. OPT has learned
-# positions, of which two rows belong to no token. BLOOM and MPT have ALiBi, of which BLOOM leaves out the distance's
-# constant per query, which the softmax does not see. MPT has no biases.
 
 NEOX: Mapping[str, object] = {
     "vocab_size": 50432,

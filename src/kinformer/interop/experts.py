@@ -1,6 +1,7 @@
-"""The tensors and sizes of mixtures of experts, as the library transformers names them.
+"""Decoders with a mixture of experts, as the library transformers saves them: Mixtral and Qwen3-MoE, which are
+LLaMA-like except for the feed-forward.
 
-Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
+Files hold a matrix of each expert, transformers in memory one tensor of all; both are read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# The tensors and sizes of mixtures of experts, as the library transformers names them.
+#
+# Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
 
 
 MOST = 4096
@@ -111,11 +116,6 @@ def sparse_layers(full: Settings, place: Path) -> list[bool]:
         raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(full["num_hidden_layers"])]
 
-
-# Decoders with a mixture of experts, as the library transformers saves them: Mixtral and Qwen3-MoE, which are
-# LLaMA-like except for the feed-forward.
-#
-# Files hold a matrix of each expert, transformers in memory one tensor of all; both are read.
 
 MIXTRAL: Mapping[str, object] = {
     **MISTRAL,

@@ -1,4 +1,8 @@
-"""Layouts of tensors elsewhere beside ours, each read in both directions."""
+"""A key map: which tensors of a folder are which of ours, and in which layout. It is read in both directions.
+
+A key names modules by their places in the model or in a layer; weight and bias of a module go together. Several of
+their tensors may be one or several of ours (queries, keys and values), and a *layout* says how.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Layouts of tensors elsewhere beside ours, each read in both directions.
 
 
 ConfigData: TypeAlias = dict[str, Any]
@@ -216,12 +222,6 @@ DELTA_FUSED = Blocks(
     (Product("qkvg", True), Product("ba", True)), (Product("qkvb", True), Product("g"), Product("a")), _kernel
 )
 TAPS, TAPS_JOINED = (Taps(there, (Product("qkv", True),), _kernel) for there in (_apart("qkv"), (Product("qkv"),)))
-
-
-# A key map: which tensors of a folder are which of ours, and in which layout. It is read in both directions.
-#
-# A key names modules by their places in the model or in a layer; weight and bias of a module go together. Several of
-# their tensors may be one or several of ours (queries, keys and values), and a *layout* says how.
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The uses that transformers has classes for, and what a model of ours is used for.
+"""The architecture of the library transformers that a model of ours is exactly, and its ``config.json``.
 
-A use ends the name of a class: ``CausalLM`` is that of ``AutoModelForCausalLM``, and of our ``KinformerForCausalLM``.
+Every architecture's settings are computed from our config and then read again by the import. A model *is* an
+architecture if that gives our config back, so export and import cannot disagree.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# The uses that transformers has classes for, and what a model of ours is used for.
+#
+# A use ends the name of a class: ``CausalLM`` is that of ``AutoModelForCausalLM``, and of our
+# ``KinformerForCausalLM``.
 
 
 GENERATE = ("CausalLM", "Seq2SeqLM")
@@ -57,11 +63,6 @@ def model_class_of(use: str) -> str:
     """Return our class for a ``use``."""
     return f"KinformerFor{use}"
 
-
-# The architecture of the library transformers that a model of ours is exactly, and its ``config.json``.
-#
-# Every architecture's settings are computed from our config and then read again by the import. A model *is* an
-# architecture if that gives our config back, so export and import cannot disagree.
 
 ROUTES = routes.ROUTES | encoder_routes.ROUTES | translator_routes.ROUTES | trajectory_routes.ROUTES
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}

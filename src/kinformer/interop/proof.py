@@ -1,4 +1,8 @@
-"""Causal models as the laws of ``interop.proof`` call them: ``logits, cache = model(tokens, cache, valid)``."""
+"""Laws of causal models, checked on any of them: of this library, of transformers, or a module of the user.
+
+A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see
+``interop.proof``). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from torch import Tensor, nn
 
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError, plural
+
+# Causal models as the laws of ``interop.proof`` call them: ``logits, cache = model(tokens, cache, valid)``.
 
 
 class NotJudgedError(KinformerError):
@@ -118,11 +124,6 @@ class Theirs:
 
 Subject: TypeAlias = Plain | Theirs
 
-
-# Laws of causal models, checked on any of them: of this library, of transformers, or a module of the user.
-#
-# A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see
-# ``interop.proof``). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
 
 LENGTHS = (2, 3, 4, 6, 9, 13, 18, 24, 33, 48, 64)
 ROWS = 3

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kinformer.inputs.filterbank import CHARACTERS
 from kinformer.interop.checkpoint import TOKENIZER
 from kinformer.interop.encoder_routes import labels_of
 from kinformer.interop.encoders import ids_of
 from kinformer.interop.images import PREPROCESSOR
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.routes import Padding
-from kinformer.lab.data.sound import CHARACTERS
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, reading, write_json
 from kinformer.runtime.parsing import JsonObject

@@ -1,7 +1,9 @@
-"""Tiles of attention over a band of distances, and the masks of pairs on their edges.
+"""Softmax attention over a band of distances (causal, local, full): tiles of queries with one interval of keys each.
 
-Query i sees key j where -ahead <= i - j <= behind: a tile of queries first .. last sees the slots first - behind ..
-last + ahead, and only pairs at its two slanted edges need a mask.
+The FLOPs for PyTorch's ``FlopCounterMode``, which cannot see inside the operators: counted are the pairs that the tiles
+compute, masked ones on their edges included, two products a pair forward, five backward (the scores again, and one each
+for the gradients of probabilities, queries, keys and values). A ``lookback``, which can only spare work, is ignored:
+formulas hold on the meta device too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from kinformer.kernels.softmax import Attended, Scoring, Visibility, dropout_wor
 from kinformer.runtime.autograd import Context, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.matmul import product_dtype
+
+# Tiles of attention over a band of distances, and the masks of pairs on their edges.
+#
+# Query i sees key j where -ahead <= i - j <= behind: a tile of queries first .. last sees the slots first - behind ..
+# last + ahead, and only pairs at its two slanted edges need a mask.
 
 
 class BandTile(NamedTuple):
@@ -399,14 +406,6 @@ def _differentiate(
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 spare_operators(_forward, _backward)
-
-
-# Softmax attention over a band of distances (causal, local, full): tiles of queries with one interval of keys each.
-#
-# The FLOPs for PyTorch's ``FlopCounterMode``, which cannot see inside the operators: counted are the pairs that the
-# tiles compute, masked ones on their edges included, two products a pair forward, five backward (the scores again, and
-# one each for the gradients of probabilities, queries, keys and values). A ``lookback``, which can only spare work, is
-# ignored: formulas hold on the meta device too.
 
 
 def computed_pairs(call: BandCall) -> int:

@@ -23,6 +23,7 @@ from kinformer.lab.tasks.task import Task
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.testing.subject import require
+from kinformer.testing.verify import Check, Report, examine, named_checks, verdict
 
 if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run
@@ -352,3 +353,46 @@ def _tensors(batch: object) -> list[Tensor]:
                 yield from walk(entry)
 
     return list(walk(batch))
+
+
+TASK_CHECKS: dict[str, Check] = named_checks(
+    Check("record", record),
+    Check("train", train, needs=("record",)),
+    Check("rows", rows, needs=("train",)),
+    Check("objective", objective, needs=("train",)),
+    Check("validation", validation, needs=("train",)),
+    Check("resume", resume, needs=("rows",)),
+    Check("evaluate", evaluate, needs=("train",)),
+    Check("generate", generate, needs=("train",)),
+    Check("predict", predict, needs=("train",)),
+    Check("options", options, needs=("evaluate", "generate", "predict")),
+)
+"""The checks of a task; each takes an open :class:`TaskSubject`."""
+
+
+def verify_task(
+    make: Callable[[], Task],
+    *,
+    member: str = "gpt",
+    train: Mapping[str, object] | None = None,
+    evaluate: Mapping[str, object] | None = None,
+    generate: Mapping[str, object] | None = None,
+    predict: Mapping[str, object] | None = None,
+    unread: Mapping[str, str] | None = None,
+    skip: Mapping[str, str] | None = None,
+) -> Report:
+    """Hold the task that ``make()`` returns against what the trainer and the command line rely on, by tiny runs.
+
+    The recipe tiny of ``member`` is trained. ``train``, ``evaluate``, ``generate`` and ``predict`` are options by name,
+    the task's own among them: those of ``kinformer.train`` (``{"data": ..., "set": ...}``; None leaves out a default of
+    the battery, such as the length), of ``kinformer.evaluate``, of ``kinformer generate`` with ``prompt``, and of
+    ``kinformer.predict`` with ``inputs``, a list of unlike items or a path. ``unread`` maps an option that these runs
+    do not look at to the reason, such as "is for several runs". ``skip`` maps the name of a check to the reason why the
+    task lacks that property.
+
+    Returns the report, or raises the :class:`ContractError` of the first failed check; see
+    :func:`kinformer.testing.verify_mixer`.
+    """
+    subject = TaskSubject(make, member, train or {}, evaluate or {}, generate or {}, predict or {}, unread or {})
+    with subject.open():
+        return verdict(examine(TASK_CHECKS, subject, skip))

@@ -1,4 +1,19 @@
-"""The state of compressive attention: the memory, the compressed memory and their projections."""
+"""Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
+
+    softmax attention over [compressed; memory; own segment so far], distances counted in slots
+
+At the end of each segment its inputs join the memory; what falls out of that at its other end is compressed, ``rate``
+vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. All are inputs as they enter
+the layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no
+gradient of the outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it
+reach the compression: that learns to preserve, measured where it happens,
+
+    auto-encoding   mean |old - expand(compress(old))|^2
+    attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the segment that is over)
+
+old, h, the norm and the projections of this attention (by content alone, before the output product) are constants here.
+The state's ``aux`` accumulates these costs times the tokens of a segment.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +49,8 @@ from kinformer.parts.relative_positions import TransformerXL
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, host_ints
+
+# The state of compressive attention: the memory, the compressed memory and their projections.
 
 
 class CompressiveState(NamedTuple):
@@ -307,23 +324,7 @@ class _Call(NamedTuple):
 
 
 class Compressive(RecomputesKV, HostDriven, CausalMixer):
-    """Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
-
-        softmax attention over [compressed; memory; own segment so far], distances counted in slots
-
-    At the end of each segment its inputs join the memory; what falls out of that at its other end is compressed,
-    ``rate`` vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. All are
-    inputs as they enter the layer; where its norm stands before the mixer, attention reads them through it. As in
-    Transformer-XL no gradient of the outputs reaches inputs of earlier segments, while the projections learn from
-    both memories. Nor does it reach the compression: that learns to preserve, measured where it happens,
-
-        auto-encoding   mean |old - expand(compress(old))|^2
-        attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the segment that is over)
-
-    old, h, the norm and the projections of this attention (by content alone, before the output product) are
-    constants here. The state's ``aux`` accumulates these costs times the tokens of a segment.
-
-    Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
+    """Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
     """

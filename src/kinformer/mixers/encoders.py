@@ -1,4 +1,5 @@
-"""Attention that only encoders have: ETC's global-local attention, Linformer, Star-Transformer, and linear attention both ways."""
+"""Attention that only encoders have: ETC's global-local attention, Linformer, Star-Transformer, and linear attention
+both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a decoder: of its layers, of its counters, and what its stack reads of a source."""
+"""The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from kinformer.core.state import form, require_rows
 from kinformer.models.base import CommonConfig, CommonModel
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import arguments_trusted, has_data
+
+# The state of a decoder: of its layers, of its counters, and what its stack reads of a source.
 
 
 class SourceMean(NamedTuple):
@@ -67,9 +69,7 @@ class Left(NamedTuple):
 
 
 class Decoder(CommonModel):
-    """The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens.
-
-    A decoder: input -> stack -> norm -> head.
+    """A decoder: input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or whatever else the input takes) and
     logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a

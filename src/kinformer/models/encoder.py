@@ -1,4 +1,4 @@
-"""The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack."""
+"""The encoder: full sequences in, a prediction for every token or every sequence out; no state."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from kinformer.core.encoder import (
 from kinformer.core.model import Encoded, WholeModel
 from kinformer.models.base import CommonConfig, CommonModel, Trunk, TrunkConfig
 from kinformer.runtime.errors import KinformerError
+
+# The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,9 +200,7 @@ def _restored(x: Tensor, order: Alignment | None) -> Tensor:
 
 
 class Encoder(Reader, CommonModel):
-    """The encoder: full sequences in, a prediction for every token or every sequence out; no state.
-
-    An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
+    """An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``
     segments as BERT's, ``sentences`` [batch, time] int64 the sentence that each token belongs to. Without ``kinds``

@@ -1,4 +1,8 @@
-"""Masks and packed sequences as other libraries write them: ``key_padding_mask`` and ``cu_seqlens``."""
+"""The plain interface of what absorbs a sequence in order: ``y = layer(x)``, with a state where one is wanted.
+
+It is a thin shell over the contract (``core.contract``): the arguments become one ``Chunk``, and what the battery
+proves of a mixer holds of the layer, which runs the same code.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.state import State, form
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
+
+# Masks and packed sequences as other libraries write them: ``key_padding_mask`` and ``cu_seqlens``.
 
 
 def padding_of(key_padding_mask: Tensor | None) -> Tensor | None:
@@ -125,12 +131,7 @@ class PlainLayer(nn.Module):
 
 
 class CausalLayer(PlainLayer):
-    """The plain interface of what absorbs a sequence in order: ``y = layer(x)``, with a state where one is wanted.
-
-    It is a thin shell over the contract (``core.contract``): the arguments become one ``Chunk``, and what the
-    battery proves of a mixer holds of the layer, which runs the same code.
-
-    A causal mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim].
+    """A causal mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim].
 
         y = layer(x)                                           # a full sequence
         y, state = layer(x, return_state=True)                 # the same, and what later tokens need of it

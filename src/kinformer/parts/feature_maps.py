@@ -266,8 +266,8 @@ class Favor(FeatureMap, Resampled):
     With x' = x / head_dim^(1/4) and W of m random rows, phi(q) . phi(k) is exp(q . k / sqrt(head_dim)) on average:
 
         positive        phi(x) = exp(-|x'|^2 / 2) m^(-1/2) exp(W x')                (lemma 1)
-        trigonometric   phi(x) = exp(|x'|^2 / 2) m^(-1/2) [sin(W x'), cos(W x')]    (equation 8; products may be negative)
-        relu            phi(x) = relu(W x') + eps, of another kernel ("generalised attention")
+        trigonometric   phi(x) = exp(|x'|^2 / 2) m^(-1/2) [sin(W x'), cos(W x')]    (equation 8; products may be
+        negative) relu            phi(x) = relu(W x') + eps, of another kernel ("generalised attention")
 
     The authors subtract from the exponents of keys their maximum over all positions, which lets the future in. Here
     every key has its own maximum, and what is left out for it goes along as a logarithm (see

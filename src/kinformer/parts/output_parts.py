@@ -1,4 +1,5 @@
-"""Parts around attention: differential and exclusive heads, output norms and gates, value residuals, short convolutions."""
+"""Parts around attention: differential and exclusive heads, output norms and gates, value residuals, short
+convolutions."""
 
 from __future__ import annotations
 

@@ -37,12 +37,14 @@ class Rope(Position):
     A model that was trained at ``original_length`` runs ``factor`` times as far with other frequencies:
 
         linear   f_i / factor                                     (position interpolation, Chen et al. 2023)
-        ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are not)
-        yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor where it turns
+        ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are
+        not) yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor
+        where it turns
                  ``beta_slow`` times or less, a linear ramp over i between, whose ends are rounded to whole pairs if
                  ``truncate``; cosine and sine times ``attention_factor``, 0.1 ln(factor) + 1 by default
                  (Peng et al. 2023, section 3)
-        llama3   f_i where a pair turns more than ``high_freq_factor`` times within ``original_length``, f_i / factor where
+        llama3   f_i where a pair turns more than ``high_freq_factor`` times within ``original_length``, f_i / factor
+        where
                  it turns less than ``low_freq_factor`` times, a ramp linear in the turns between (Llama 3.1)
 
     They add no weights. Frequencies that follow the length of the sequence (dynamic NTK) would make keys that are
@@ -335,7 +337,8 @@ class DistanceKeys(Position):
 class Shaw(Position):
     """Relative position representations (Shaw et al. 2018, equations 3 and 4): learned vectors by clipped distance.
 
-        score(i, j) = q_i . (k_j + a^K[r]) / sqrt(head_dim),   out_i = sum_j p_ij (v_j + a^V[r]),   r = clip(j - i, -k, k)
+        score(i, j) = q_i . (k_j + a^K[r]) / sqrt(head_dim),   out_i = sum_j p_ij (v_j + a^V[r]),   r = clip(j - i,
+        -k, k)
 
     Distances of k and more share one row. That row is added to every value, and left out of all scores, where it is
     a constant of the query that softmax does not see; so only distances below k remain to be looked up.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 KINFORMER = "kinformer"
-PARTS, TASKS, MEMBERS = "kinformer.parts", "kinformer.lab.tasks", "kinformer.members"
+PARTS, TASKS, MEMBERS = "kinformer.parts", "kinformer.tasks", "kinformer.members"
 
 T = TypeVar("T")
 

@@ -254,7 +254,8 @@ class ExitClassifier(ThresholdRule):
 #
 # One exit for a whole translation is predicted from its source x (section 3.2.1), by the sums of its tokens' LL or C:
 #
-#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all tokens leave by the arg max
+#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all tokens leave by the arg
+# max
 #     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
 #     correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 

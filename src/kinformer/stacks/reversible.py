@@ -1,4 +1,19 @@
-"""The backward pass of reversible layers: inputs from outputs, the same random numbers again, gradients on the way."""
+"""Reversible layers (RevNet, Gomez et al. 2017; Reformer, Kitaev et al. 2020, section 3): inputs made of outputs.
+
+Two streams x1 and x2 begin as the input. A layer of attention f and feed-forward g, each behind its own norm, gives
+
+    y1 = x1 + f(x2),    y2 = x2 + g(y1)         backwards    x2 = y2 - g(y1),    x1 = y1 - f(x2)
+
+so that a training step stores the last streams only, and its activations do not grow with depth. The output is [y1, y2]
+side by side, as in Trax and in Hugging Face's Reformer: the last norm and the head are twice as wide. With ``join =
+"mean"`` it is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
+
+Sublayers add to the streams in turns (Trax swaps the streams after each), so a layer may have any number of them.
+
+The streams are float32 at least. What comes back differs from what was there by rounding: after 32 layers by 3e-6 of
+the largest value in float32 and by 1e-14 in float64 (``benchmarks/reversible.py``; streams in bfloat16 would be
+off by a tenth). Gradients in float32 are off by 6e-7 of their norm, 3e-7 of which are there without it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +37,8 @@ from kinformer.core.state import State, map_tensors, reserved_parts, tensors
 from kinformer.runtime.autograd import Context, Gradients, check_reverse, first_order
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
+
+# The backward pass of reversible layers: inputs from outputs, the same random numbers again, gradients on the way.
 
 NAME = "the reversible stack"
 UndoState = tuple[State, Sequence[Tensor], Sequence[Tensor | None]]
@@ -257,25 +274,7 @@ def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
 
 
 class Reversible(Stack):
-    """Reversible layers (RevNet, Gomez et al. 2017; Reformer, Kitaev et al. 2020, section 3): inputs made of outputs.
-
-    Two streams x1 and x2 begin as the input. A layer of attention f and feed-forward g, each behind its own norm,
-    gives
-
-        y1 = x1 + f(x2),    y2 = x2 + g(y1)         backwards    x2 = y2 - g(y1),    x1 = y1 - f(x2)
-
-    so that a training step stores the last streams only, and its activations do not grow with depth. The output is
-    [y1, y2] side by side, as in Trax and in Hugging Face's Reformer: the last norm and the head are twice as wide.
-    With ``join = "mean"`` it is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
-
-    Sublayers add to the streams in turns (Trax swaps the streams after each), so a layer may have any number of
-    them.
-
-    The streams are float32 at least. What comes back differs from what was there by rounding: after 32 layers by
-    3e-6 of the largest value in float32 and by 1e-14 in float64 (``benchmarks/reversible.py``; streams in bfloat16
-    would be off by a tenth). Gradients in float32 are off by 6e-7 of their norm, 3e-7 of which are there without it.
-
-    The reversible stack: x -> both streams, through all layers, -> joined. States and partitions are those of any
+    """The reversible stack: x -> both streams, through all layers, -> joined. States and partitions are those of any
     other stack.
 
     ``recompute = False`` is the same function with everything saved for the backward pass. With it, layers are

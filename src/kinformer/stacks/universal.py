@@ -1,12 +1,17 @@
-"""Adaptive computation time of positions (Graves 2016; Dehghani et al. 2019, section 2.2), as in tensor2tensor.
+"""The Universal Transformer (Dehghani et al. 2019): the same layers again and again, a number of steps or until a
+token halts.
 
-With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
+A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a state of its
+own. Without halting this is a stack of ``steps`` times as many tied layers. With it (``stacks.universal``) a token
+takes steps until it halts. That depends on its own past alone, so that chunks of any length give the same.
 
-    p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
-    basic          out = u y + (1 - u) out                   accumulated     out = out + u y          out begins at 0
-
-``basic`` is the default of the official code, ``accumulated`` Graves' sum. A token that still runs after the last step
-gets no remainder. A token's ponder cost is the number of its steps, which has no gradient, plus its remainder 1 - h.
+A halted token is still absorbed by the state of every later step, since later tokens may look at it there, but nothing
+else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the product behind
+attention and the feed-forward are computed of running tokens alone, in training too. Attention itself is left out where
+no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers are run in
+full, before a feed-forward of running tokens, and so are an encoder's; other layers are run in full. An encoder leaves
+out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens take all
+steps, with equal results: costs are estimated as if no token halted early.
 """
 
 from __future__ import annotations
@@ -26,6 +31,17 @@ from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
+
+# Adaptive computation time of positions (Graves 2016; Dehghani et al. 2019, section 2.2), as in tensor2tensor.
+#
+# With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
+#
+#     p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
+#     basic          out = u y + (1 - u) out                   accumulated     out = out + u y          out begins at 0
+#
+# ``basic`` is the default of the official code, ``accumulated`` Graves' sum. A token that still runs after the last
+# step gets no remainder. A token's ponder cost is the number of its steps, which has no gradient, plus its remainder 1
+# - h.
 
 
 class HaltingConfig(Config):
@@ -116,25 +132,7 @@ class PonderState(NamedTuple):
 
 
 class Universal(Stack):
-    """The Universal Transformer (Dehghani et al. 2019): the same layers again and again, a number of steps or until a
-    token halts.
-
-    A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a state
-    of its own. Without halting this is a stack of ``steps`` times as many tied layers. With it
-    (``stacks.universal``) a token takes steps until it halts. That depends on its own past alone, so that chunks of
-    any length give the same.
-
-    A halted token is still absorbed by the state of every later step, since later tokens may look at it there, but
-    nothing else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the
-    product behind attention and the feed-forward are computed of running tokens alone, in training too. Attention
-    itself is left out where no token of the chunk runs, as in generation; in longer chunks it is computed for all
-    queries. Other mixers are run in full, before a feed-forward of running tokens, and so are an encoder's; other
-    layers are run in full. An encoder leaves out a step that no token takes. While a graph is captured, and where
-    tensors are shapes alone, all tokens take all steps, with equal results: costs are estimated as if no token
-    halted early.
-
-    The universal stack: ``layers`` in order, ``steps`` times.
-    """
+    """The universal stack: ``layers`` in order, ``steps`` times."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):

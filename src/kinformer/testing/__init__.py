@@ -19,7 +19,11 @@ always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vj
 ``derivatives`` holds your mixer to that.
 """
 
-from kinformer.lab.testing import TaskSubject
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from kinformer.testing.encoders import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
 from kinformer.testing.subject import (
     ContractError,
@@ -35,7 +39,6 @@ from kinformer.testing.verify import (
     ENCODER_MODEL_CHECKS,
     IMAGE_MODEL_CHECKS,
     MODEL_CHECKS,
-    TASK_CHECKS,
     Check,
     Report,
     examine,
@@ -44,8 +47,10 @@ from kinformer.testing.verify import (
     verify_layer,
     verify_mixer,
     verify_model,
-    verify_task,
 )
+
+if TYPE_CHECKING:
+    from kinformer.lab.testing import TASK_CHECKS, TaskSubject, verify_task
 
 __all__ = [
     "CHECKS",
@@ -74,3 +79,10 @@ __all__ = [
     "verify_model",
     "verify_task",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of the battery of tasks, which loads the lab when it is first used."""
+    if name not in ("TASK_CHECKS", "TaskSubject", "verify_task"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("kinformer.lab.testing"), name)

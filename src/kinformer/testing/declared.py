@@ -1,6 +1,4 @@
-"""The check that derivatives are the numerical ones. Second ones and those of forward mode, which a custom kernel
-easily drops, may be an error instead.
-"""
+"""The declarations of a mixer about its state, compared with measurements."""
 
 from __future__ import annotations
 
@@ -15,6 +13,9 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.state import State, join_rows, nbytes, value
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing.subject import BrokenLawError, MixerSubject, agree_states, named_leaves, require
+
+# The check that derivatives are the numerical ones. Second ones and those of forward mode, which a custom kernel
+# easily drops, may be an error instead.
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -104,8 +105,6 @@ def _agree(place: str, derivative: Callable[[], tuple[Tensor, ...]], want: Seque
         f"{place} is off by {gap:.3g} where its norm is {size:.3g}; it must be right or raise (see core.derivatives).",
     )
 
-
-# The declarations of a mixer about its state, compared with measurements.
 
 GROWTHS = ("none", "constant", "window", "linear")
 FAR = 1_000_000

@@ -1,4 +1,4 @@
-"""Encoders under examination: a mixer over a sequence or a whole model, their inputs, and the same without padding."""
+"""The contract of encoders as executable laws: padding, rows, dtypes, for a mixer over a sequence and for a model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.testing.declared import agree_derivatives, agree_gradients, dense_gradients
 from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large
 from kinformer.testing.subject import BITS, GRADIENTS, VALUES, agree, built, draw, require
+
+# Encoders under examination: a mixer over a sequence or a whole model, their inputs, and the same without padding.
 
 
 class Case(NamedTuple):
@@ -227,8 +229,6 @@ def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> Sequen
     changed: dict[str, Any] = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
     return text._replace(**changed)
 
-
-# The contract of encoders as executable laws: padding, rows, dtypes, for a mixer over a sequence and for a model.
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 

@@ -1,4 +1,6 @@
-"""The errors of the battery when a law is broken: which check, which values, where."""
+"""The subject of an examination: a mixer or a whole model behind one narrow
+interface, so that each law is written once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import State, detach, difference, fork, rebuilt, tensors, value
 from kinformer.runtime.draws import private_numbers
+
+# The errors of the battery when a law is broken: which check, which values, where.
 
 VALUES = 1e-9
 GRADIENTS = 1e-7
@@ -61,9 +65,6 @@ def agree_states(place: str, got: object, want: object, tolerance: float = VALUE
     limit = tolerance * max([1.0, *sizes])
     require(gap <= limit, f"{place}: the states differ by {gap:.6g}; at most {limit:.1g} is allowed.")
 
-
-# The subject of an examination: a mixer or a whole model behind one narrow
-# interface, so that each law is written once.
 
 M = TypeVar("M", bound=nn.Module)
 

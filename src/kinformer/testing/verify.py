@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -14,8 +14,6 @@ from torch import nn
 from kinformer.core.config import Config, Kinds, from_dict, to_dict
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
-from kinformer.lab import testing as tasks
-from kinformer.lab.testing import TaskSubject
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.testing import declared, encoders, laws
 from kinformer.testing.encoders import EncoderMixerSubject
@@ -30,9 +28,6 @@ from kinformer.testing.laws import (
     reserved,
 )
 from kinformer.testing.subject import ContractError, LayerSubject, MixerSubject, ModelSubject, Subject
-
-if TYPE_CHECKING:
-    from kinformer.lab.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,12 @@ class Check:
             raise ContractError(self.name, f"{type(error).__name__} was raised: {error}") from error
 
 
-def _table(*checks: Check) -> dict[str, Check]:
+def named_checks(*checks: Check) -> dict[str, Check]:
+    """Return checks by their names, in order."""
     return {check.name: check for check in checks}
 
 
-LAWS = _table(
+LAWS = named_checks(
     Check("causality", laws.causality),
     Check("rows", laws.rows),
     Check("partition", laws.partition, needs=("causality",)),
@@ -70,9 +66,9 @@ LAWS = _table(
 )
 
 CHECKS: dict[str, Check] = (
-    _table(Check("structure", declared.structure))
+    named_checks(Check("structure", declared.structure))
     | LAWS
-    | _table(
+    | named_checks(
         Check("state_size", declared.state_size),
         Check("dtype", dtype),
         Check("half_precision", half_precision),
@@ -84,13 +80,13 @@ CHECKS: dict[str, Check] = (
 )
 """The checks of a mixer; each takes a :class:`MixerSubject`."""
 
-_BOTH = _table(
+_BOTH = named_checks(
     Check("rows", encoders.rows),
     Check("padding", encoders.padding, needs=("rows",)),
     Check("both_ways", encoders.both_ways),
 )
 
-ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
+ENCODER_CHECKS: dict[str, Check] = _BOTH | named_checks(
     Check("dtype", encoders.dtype),
     Check("half_precision", encoders.half_precision),
     Check("implementations", encoders.implementations),
@@ -103,28 +99,13 @@ ENCODER_CHECKS: dict[str, Check] = _BOTH | _table(
 ENCODER_MODEL_CHECKS: dict[str, Check] = _BOTH
 """The checks of an encoder; each takes an :class:`EncoderModelSubject`."""
 
-IMAGE_MODEL_CHECKS: dict[str, Check] = _table(
+IMAGE_MODEL_CHECKS: dict[str, Check] = named_checks(
     Check("rows", encoders.rows), Check("both_ways", encoders.both_ways), Check("dtype", encoders.dtype)
 )
 """The checks of an encoder of images; each takes an :class:`ImageModelSubject`."""
 
 MODEL_CHECKS: dict[str, Check] = LAWS
 """The checks of a model; each takes a :class:`ModelSubject`."""
-
-
-TASK_CHECKS: dict[str, Check] = _table(
-    Check("record", tasks.record),
-    Check("train", tasks.train, needs=("record",)),
-    Check("rows", tasks.rows, needs=("train",)),
-    Check("objective", tasks.objective, needs=("train",)),
-    Check("validation", tasks.validation, needs=("train",)),
-    Check("resume", tasks.resume, needs=("rows",)),
-    Check("evaluate", tasks.evaluate, needs=("train",)),
-    Check("generate", tasks.generate, needs=("train",)),
-    Check("predict", tasks.predict, needs=("train",)),
-    Check("options", tasks.options, needs=("evaluate", "generate", "predict")),
-)
-"""The checks of a task; each takes an open :class:`TaskSubject`."""
 
 
 @dataclass
@@ -179,7 +160,7 @@ def verify_mixer(
     skip = dict(skip or {})
     if not impls:
         skip.setdefault("implementations", "no other implementation is listed")
-    return _verdict(examine(CHECKS, MixerSubject(make, dim=dim, batch=batch, time=time, impls=impls), skip))
+    return verdict(examine(CHECKS, MixerSubject(make, dim=dim, batch=batch, time=time, impls=impls), skip))
 
 
 def verify_model(
@@ -192,7 +173,7 @@ def verify_model(
 ) -> Report:
     """Hold the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
     the laws at its edge; ``vocab_size`` is how many ids it takes. See :func:`verify_mixer`."""
-    return _verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
+    return verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
 
 
 def verify_layer(
@@ -207,7 +188,7 @@ def verify_layer(
 
     It is called as ``y, state = layer(x, state, return_state=True, key_padding_mask=, reset=)``.
     """
-    return _verdict(examine(MODEL_CHECKS, LayerSubject(make, dim=dim, batch=batch, time=time), skip))
+    return verdict(examine(MODEL_CHECKS, LayerSubject(make, dim=dim, batch=batch, time=time), skip))
 
 
 def verify_encoder(
@@ -221,37 +202,11 @@ def verify_encoder(
     skip = dict(skip or {})
     if not impls:
         skip.setdefault("implementations", "no other implementation is listed")
-    return _verdict(examine(ENCODER_CHECKS, EncoderMixerSubject(make, dim=dim, impls=impls), skip))
+    return verdict(examine(ENCODER_CHECKS, EncoderMixerSubject(make, dim=dim, impls=impls), skip))
 
 
-def verify_task(
-    make: Callable[[], Task],
-    *,
-    member: str = "gpt",
-    train: Mapping[str, object] | None = None,
-    evaluate: Mapping[str, object] | None = None,
-    generate: Mapping[str, object] | None = None,
-    predict: Mapping[str, object] | None = None,
-    unread: Mapping[str, str] | None = None,
-    skip: Mapping[str, str] | None = None,
-) -> Report:
-    """Hold the task that ``make()`` returns against what the trainer and the command line rely on, by tiny runs.
-
-    The recipe tiny of ``member`` is trained. ``train``, ``evaluate``, ``generate`` and ``predict`` are options by name,
-    the task's own among them: those of ``kinformer.train`` (``{"data": ..., "set": ...}``; None leaves out a default of
-    the battery, such as the length), of ``kinformer.evaluate``, of ``kinformer generate`` with ``prompt``, and of
-    ``kinformer.predict`` with ``inputs``, a list of unlike items or a path. ``unread`` maps an option that these runs
-    do not look at to the reason, such as "is for several runs". ``skip`` maps the name of a check to the reason why the
-    task lacks that property.
-
-    Returns the report, or raises the :class:`ContractError` of the first failed check; see :func:`verify_mixer`.
-    """
-    subject = TaskSubject(make, member, train or {}, evaluate or {}, generate or {}, predict or {}, unread or {})
-    with subject.open():
-        return _verdict(examine(TASK_CHECKS, subject, skip))
-
-
-def _verdict(report: Report) -> Report:
+def verdict(report: Report) -> Report:
+    """Return a report without failures, or raise the :class:`ContractError` of the first failed check."""
     if not report.failed:
         return report
     first, *others = report.failed.values()

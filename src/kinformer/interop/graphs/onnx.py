@@ -1,6 +1,7 @@
-"""Operators of ONNX's opset 27 in place of kernels: ``LinearAttention``, ``CausalConvWithState`` and ``LSTM``.
+"""A causal model as one ONNX graph for prompts and steps: any batch, any time, any number of past slots.
 
-All are written down, not computed. Shapes are those of the kernels that they stand in for.
+Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; all else is
+operators of ``torch.export``. Attention is dense in the graph: a pattern is a mask.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
+# Operators of ONNX's opset 27 in place of kernels: ``LinearAttention``, ``CausalConvWithState`` and ``LSTM``.
+#
+# All are written down, not computed. Shapes are those of the kernels that they stand in for.
 
 
 OPSET = 27
@@ -136,11 +141,6 @@ def _emit(
     """Return the outputs, of these ``shapes`` and ``dtypes``, of the ONNX operator ``name``."""
     return torch.onnx.ops.symbolic_multi_out(name, inputs, {**attributes}, dtypes=dtypes, shapes=shapes)
 
-
-# A causal model as one ONNX graph for prompts and steps: any batch, any time, any number of past slots.
-#
-# Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; all else is
-# operators of ``torch.export``. Attention is dense in the graph: a pattern is a mask.
 
 FILE = "model.onnx"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")

@@ -1,8 +1,4 @@
-"""What patching knows of the models of transformers: where their attention stands and what its weights are.
-
-GPT-2 stores q, k and v as one transposed matrix, GPT-NeoX as one matrix head by head, LLaMA and what follows it as
-three; all pair feature i of a head with i + width / 2 where positions are rotary.
-"""
+"""Chosen layers of a loaded transformers model with a mixer of this library in place of their self-attention."""
 
 from __future__ import annotations
 
@@ -26,6 +22,11 @@ from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+# What patching knows of the models of transformers: where their attention stands and what its weights are.
+#
+# GPT-2 stores q, k and v as one transposed matrix, GPT-NeoX as one matrix head by head, LLaMA and what follows it as
+# three; all pair feature i of a head with i + width / 2 where positions are rotary.
 
 
 PLACES = {
@@ -239,8 +240,6 @@ def _packed(values: dict[str, Any], tokens: Tensor) -> Tensor | None:
     begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     return begins.expand(tokens.shape[0], -1) if bool(begins.any()) else None
 
-
-# Chosen layers of a loaded transformers model with a mixer of this library in place of their self-attention.
 
 Layers = str | Sequence[int] | None
 

@@ -1,4 +1,10 @@
-"""Blocks of a tile, computed in one product: all heads of some rows, or some heads of one row."""
+"""Attention over the pairs of a pattern, tile by tile (after Dao et al. 2022, FlashAttention), in plain PyTorch.
+
+A tile of queries meets all its keys of one term at once, so no running maximum is needed; the terms of a pattern are
+disjoint, and their outputs are merged by their log-sum-exps. The backward recomputes P = exp(S - lse) of the whole and
+uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.py``) S is ``scores``, P ``weights``, O
+``out``, dO ``grad``, and ``errors`` is dP, then dS. Memory is linear in time.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +57,8 @@ from kinformer.kernels.softmax import (
 from kinformer.runtime.autograd import Context, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.matmul import product_dtype
+
+# Blocks of a tile, computed in one product: all heads of some rows, or some heads of one row.
 
 PAIRS = 1 << 20  # in a block: products run at full speed, and its passes stay in the caches
 _SINGLE = 1 << 16  # of one head, from which on its operations are not kept waiting by their calls
@@ -381,14 +389,6 @@ class TileLoop:
                 part.index_add_(1, tile.keys, picked)
             else:
                 part.view(-1, part.shape[-1]).index_add_(0, self._flat(tile, block), picked.flatten(0, 1))
-
-
-# Attention over the pairs of a pattern, tile by tile (after Dao et al. 2022, FlashAttention), in plain PyTorch.
-#
-# A tile of queries meets all its keys of one term at once, so no running maximum is needed; the terms of a pattern are
-# disjoint, and their outputs are merged by their log-sum-exps. The backward recomputes P = exp(S - lse) of the whole
-# and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code (``tiles.py``) S is ``scores``, P
-# ``weights``, O ``out``, dO ``grad``, and ``errors`` is dP, then dS. Memory is linear in time.
 
 
 class Call(NamedTuple):

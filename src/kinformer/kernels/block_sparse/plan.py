@@ -1,4 +1,10 @@
-"""One tile of a plan: some queries, the keys that they see, and which pairs of them are hidden."""
+"""The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
+
+It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
+calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
+pattern whose distances are multiples of a stride is worked on class by class (positions of equal remainder), where its
+keys are contiguous.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
+
+# One tile of a plan: some queries, the keys that they see, and which pairs of them are hidden.
 
 
 class PartialMask(NamedTuple):
@@ -73,13 +81,6 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
     else:
         total.add_(torch.bmm(left, right))
 
-
-# The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
-#
-# It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's
-# ``cover`` calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A
-# term of the pattern whose distances are multiples of a stride is worked on class by class (positions of equal
-# remainder), where its keys are contiguous.
 
 _LEAF = 16
 ROWS = (128, 64, 32, 16)

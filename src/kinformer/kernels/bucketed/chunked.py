@@ -1,10 +1,10 @@
-"""The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
+"""Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
 
-By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and within
-one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the first ones
-at every depth before it, and what the tiles of one depth see lies in slices: no product is wasted. Where a few
-runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles; then runs
-lie one after the other (``by_run``), a tile's keys lie in the tiles before it, and those of another run are masked.
+Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
+contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an earlier
+round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the lse
+of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``
+and ``errors`` is dP, then dS.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from kinformer.kernels.bucketed.membership import Membership, counted, members, 
 from kinformer.kernels.softmax import Attended, tile_size, unfilled
 from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order
 from kinformer.runtime.compiling import spare_operators
+
+# The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
+#
+# By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and
+# within one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the
+# first ones at every depth before it, and what the tiles of one depth see lies in slices: no product is wasted. Where
+# a few runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles;
+# then runs lie one after the other (``by_run``), a tile's keys lie in the tiles before it, and those of another run
+# are masked.
 
 PAIRS = 1 << 18
 """In a block: few enough to stay in a cache."""
@@ -161,14 +170,6 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
     picked = x.gather(2, index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1]))
     return picked.unflatten(2, index.shape[2:])
 
-
-# Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
-#
-# Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
-# contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an
-# earlier round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse),
-# with the lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is
-# ``scores``, P ``weights`` and ``errors`` is dP, then dS.
 
 _LOG2_E = math.log2(math.e)
 SPARE = 1.25

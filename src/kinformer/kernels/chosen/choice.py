@@ -1,7 +1,11 @@
-"""The blocks that sequences are cut into by position, and which of them the tokens of a chunk stand in.
+"""The choice of blocks by their means, and attention to the means themselves.
 
-Block c of a sequence holds its positions c * size .. (c + 1) * size - 1. A row of slots may hold several sequences, one
-after the other; its blocks are numbered through, in the order of slots.
+    importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
+
+over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks alike.
+Where summaries overlap (``Cover``), the importance of a block is made of theirs.
+The largest are chosen; the current block, in which the query stands, is seen without being chosen. Of equal ones, but
+for rounding, the last is chosen. A choice has no gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ from kinformer.kernels.softmax import tile_size
 from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.host import has_data
+
+# The blocks that sequences are cut into by position, and which of them the tokens of a chunk stand in.
+#
+# Block c of a sequence holds its positions c * size .. (c + 1) * size - 1. A row of slots may hold several sequences,
+# one after the other; its blocks are numbered through, in the order of slots.
 
 
 class Blocks(NamedTuple):
@@ -266,15 +275,6 @@ def pick(importance: Tensor, numbers: Numbers, choosing: Choosing) -> Tensor:
     top, chosen = key.topk(min(choosing.most, blocks), dim=-1, sorted=False)
     return chosen.masked_fill_(top == _NONE, -1)
 
-
-# The choice of blocks by their means, and attention to the means themselves.
-#
-#     importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
-#
-# over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks
-# alike. Where summaries overlap (``Cover``), the importance of a block is made of theirs. The largest are chosen; the
-# current block, in which the query stands, is seen without being chosen. Of equal ones, but for rounding, the last is
-# chosen. A choice has no gradient.
 
 SCORES = 1 << 22
 """Scores that are held at a time."""

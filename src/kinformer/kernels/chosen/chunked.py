@@ -1,7 +1,9 @@
-"""The tiles of chosen blocks: the queries that chose a block side by side, some rows of them a tile.
+"""Attention to chosen blocks, tile by tile: work and memory follow the number of chosen pairs.
 
-A *line* is a place of a query in a tile; a query has one line for every block that it sees. All are numbered through
-rows of queries, r = batch * choosers, and blocks u.
+The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it so:
+moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed some at
+a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
+dS = P * (dP - delta), delta = rowsum(dO * O).
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ from kinformer.runtime.autograd import (
     without_autocast,
 )
 from kinformer.runtime.compiling import spare_operators
+
+# The tiles of chosen blocks: the queries that chose a block side by side, some rows of them a tile.
+#
+# A *line* is a place of a query in a tile; a query has one line for every block that it sees. All are numbered through
+# rows of queries, r = batch * choosers, and blocks u.
 
 
 class Tiles(NamedTuple):
@@ -71,13 +78,6 @@ def tiles_of(chosen: Tensor, blocks: int, rows: int) -> Tiles:
     table[:, blocks] = total
     return Tiles(query, spare, block, table.gather(1, at).mT.contiguous(), rows)
 
-
-# Attention to chosen blocks, tile by tile: work and memory follow the number of chosen pairs.
-#
-# The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it
-# so: moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed
-# some at a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
-# dS = P * (dP - delta), delta = rowsum(dO * O).
 
 _LOG2_E = math.log2(math.e)
 PAIRS = 1 << 19

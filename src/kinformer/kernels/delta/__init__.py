@@ -23,8 +23,8 @@ from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.delta.reference import recurrence
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
-from kinformer.kernels.linear.chunked import accumulator_dtype, operand_dtype
-from kinformer.kernels.linear.sequence import DeltaTokens
+from kinformer.kernels.linear.chunked import operand_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.linear.chunked import accumulator_dtype
-from kinformer.kernels.linear.sequence import DeltaTokens
+from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
 
 
 def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.kernels.delta.chunked import chunked
-from kinformer.kernels.linear.chunked import accumulator_dtype, operand_dtype, product_dtype
-from kinformer.kernels.linear.sequence import DeltaTokens
+from kinformer.kernels.linear.chunked import operand_dtype, product_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
 from kinformer.kernels.linear.triton import (
     Cut,
     between,

@@ -18,9 +18,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear.chunked import accumulator_dtype, chunked
+from kinformer.kernels.linear.chunked import chunked
 from kinformer.kernels.linear.reference import recurrence
-from kinformer.kernels.linear.sequence import IMPLS, LinearSequence, LinearState, check_call, check_triton, choose_impl
+from kinformer.kernels.linear.sequence import (
+    IMPLS,
+    LinearSequence,
+    LinearState,
+    accumulator_dtype,
+    check_call,
+    check_triton,
+    choose_impl,
+)
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError

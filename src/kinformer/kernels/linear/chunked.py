@@ -1,12 +1,16 @@
-"""Products of queries and keys whose channels decay unlike: P_ts = sum_m q_tm k_sm exp(G_tm - G_sm), s <= t.
+"""Linear attention block by block: quadratic inside a block, a running state between blocks.
 
-(Yang et al. 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training", equation 4.) Neither exp(G_t)
-q_t nor exp(-G_s) k_s alone is safe: the second overflows. Around a middle G_mid of few tokens both exp(G_t - G_mid) q_t
-and exp(G_mid - G_s) k_s are, where their decays add up to RANGE at most: such tokens are a tile, of one batched
-product. Farther than that, a block is halved again and again; between the later and the earlier half, G_mid being the
-sum at the end of the earlier, exp(G_t - G_mid) <= 1 belongs to the query and exp(G_mid - G_s) <= 1 to the key, so that
-each level is one batched product, whatever the decay. A block that is one tile needs none of this: its factors stay in
-queries and keys (``blocks.Fold``).
+With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the block gives
+
+    out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
+
+(Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
+Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz, give
+
+    dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
+
+and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before every
+tile are saved for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
 """
 
 from __future__ import annotations
@@ -22,8 +26,18 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
-from kinformer.kernels.linear.sequence import LinearSequence
+from kinformer.kernels.linear.sequence import LinearSequence, accumulator_dtype
 from kinformer.runtime.autograd import Context, Gradients, autocast_dtype, first_order, no_autocast
+
+# Products of queries and keys whose channels decay unlike: P_ts = sum_m q_tm k_sm exp(G_tm - G_sm), s <= t.
+#
+# (Yang et al. 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training", equation 4.) Neither
+# exp(G_t) q_t nor exp(-G_s) k_s alone is safe: the second overflows. Around a middle G_mid of few tokens both exp(G_t
+# - G_mid) q_t and exp(G_mid - G_s) k_s are, where their decays add up to RANGE at most: such tokens are a tile, of one
+# batched product. Farther than that, a block is halved again and again; between the later and the earlier half, G_mid
+# being the sum at the end of the earlier, exp(G_t - G_mid) <= 1 belongs to the query and exp(G_mid - G_s) <= 1 to the
+# key, so that each level is one batched product, whatever the decay. A block that is one tile needs none of this: its
+# factors stay in queries and keys (``blocks.Fold``).
 
 RANGE = 60.0
 """How far the logarithms of the decay may lie apart in a tile. A pair of the future, which nobody reads, counts up to
@@ -174,14 +188,6 @@ def _half(x: Tensor, half: int, which: int) -> Tensor:
 
 SIZES = (8, 16, 32, 64)
 TILE_ELEMENTS = 2**18
-
-
-def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums: that of the inputs, at least float32."""
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
@@ -432,22 +438,6 @@ def scan(
     if reverse:
         states.reverse()
     return torch.stack(states, 1), state
-
-
-# Linear attention block by block: quadratic inside a block, a running state between blocks.
-#
-# With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the block gives
-#
-#     out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
-#
-# (Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
-# Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz,
-# give
-#
-#     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
-#
-# and dS <- dS + Q^T Y, dz <- dz + Q^T g run from the last block to the first. Only the inputs and the state before
-# every tile are saved for it. A decay puts its factors to Q, K, P and S (see ``blocks``).
 
 
 def chunked(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

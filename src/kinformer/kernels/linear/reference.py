@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.linear.chunked import accumulator_dtype
-from kinformer.kernels.linear.sequence import LinearSequence
+from kinformer.kernels.linear.sequence import LinearSequence, accumulator_dtype
 
 
 def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

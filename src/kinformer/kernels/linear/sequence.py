@@ -111,3 +111,11 @@ def check_call(name: str, q: Tensor, v: Tensor) -> None:
     check_triton(name, q.shape[-1], v.shape[-1])
     if torch.float64 in (q.dtype, v.dtype):
         raise KinformerError(f"{name}: impl='triton' sums in float32, but was given float64; use 'chunked'.")
+
+
+def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of states and sums: that of the inputs, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

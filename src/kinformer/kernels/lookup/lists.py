@@ -1,4 +1,9 @@
-"""Memories in pieces that follow each other, each a range of the slots of its tensors, so that none is copied."""
+"""An inverted file over frozen centroids (Sivic and Zisserman 2003; Jegou et al. 2011): only some lists are looked at.
+
+A memory is in the list of the centroid of largest k . c. Memories are sorted by list and, within, by position when they
+are evicted from the window; a query looks at the lists of the ``probes`` centroids of largest q . c. The memories of a
+list are dealt out to ``share`` buckets in turn, and the best of each is returned.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,8 @@ import kinformer.runtime.flops  # noqa: F401 (int8 products are counted)
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax import Gathered
 from kinformer.runtime.processor import multiplies_int8
+
+# Memories in pieces that follow each other, each a range of the slots of its tensors, so that none is copied.
 
 
 class MemorySlice(NamedTuple):
@@ -144,13 +151,6 @@ def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
 def _longest(head_dim: int, bits: int) -> float:
     """Return the largest scale with which no number overflows, of vectors up to ``_POSITIVE`` long."""
     return (2 ** ((30 - bits) / 2) - math.sqrt(head_dim) / 2) / _POSITIVE
-
-
-# An inverted file over frozen centroids (Sivic and Zisserman 2003; Jegou et al. 2011): only some lists are looked at.
-#
-# A memory is in the list of the centroid of largest k . c. Memories are sorted by list and, within, by position when
-# they are evicted from the window; a query looks at the lists of the ``probes`` centroids of largest q . c. The
-# memories of a list are dealt out to ``share`` buckets in turn, and the best of each is returned.
 
 
 class CoarseQuantizer(NamedTuple):

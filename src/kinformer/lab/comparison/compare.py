@@ -1,8 +1,4 @@
-"""The battery's laws, checked on every contestant: the badges of the report.
-
-They are checked in float64 on the members' recipe tiny with the same changes, whose windows and segments are so small
-that the battery crosses them; sizes that only fit a larger model are left out of the changes.
-"""
+"""A comparison from end to end: every stage is stored when it is done, so that a killed one goes on where it was."""
 
 from __future__ import annotations
 
@@ -62,6 +58,11 @@ from kinformer.runtime.files import locked, reading, require_utf8, write_atomic
 from kinformer.runtime.progress import note
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
 
+# The battery's laws, checked on every contestant: the badges of the report.
+#
+# They are checked in float64 on the members' recipe tiny with the same changes, whose windows and segments are so
+# small that the battery crosses them; sizes that only fit a larger model are left out of the changes.
+
 VOCAB = 23
 LAWS = {
     "causality": "causal: later tokens change nothing before them",
@@ -111,8 +112,6 @@ def tiny(entrant: Entrant) -> tuple[ModelConfig, list[str]]:
             config = changed
     return config, left_out
 
-
-# A comparison from end to end: every stage is stored when it is done, so that a killed one goes on where it was.
 
 EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
 """Of the whole comparison's minutes what measuring takes, and of each member the seconds that do not shrink with it."""

@@ -1,6 +1,4 @@
-"""The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
-parameters.
-"""
+"""The plan of a comparison: the same data, order and recipe for every contestant, at one parameter budget."""
 
 from __future__ import annotations
 
@@ -40,6 +38,9 @@ from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, p
 from kinformer.runtime.fields import require_kind
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
+
+# The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
+# parameters.
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
@@ -246,8 +247,6 @@ def settings_of(settings: Settings) -> dict[str, object]:
     """Return the settings of training as data that JSON can hold."""
     return {field.name: getattr(settings, field.name) for field in fields(settings)}
 
-
-# The plan of a comparison: the same data, order and recipe for every contestant, at one parameter budget.
 
 USUAL_LENGTH = 256
 

@@ -1,4 +1,4 @@
-"""What is measured of the entrants of a comparison, as JSON holds it in the cache and in the record."""
+"""The record of a comparison: plain data, checked when it is read from a file, so that others' can be merged."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
 from kinformer.runtime.parsing import JsonObject
+
+# What is measured of the entrants of a comparison, as JSON holds it in the cache and in the record.
 
 
 class FactSheet(TypedDict, total=False):
@@ -177,8 +179,6 @@ class Results(TypedDict, total=False):
     moved: str | None
     runs: list[SeedResult]
 
-
-# The record of a comparison: plain data, checked when it is read from a file, so that others' can be merged.
 
 SCHEMA = 1
 

@@ -1,4 +1,4 @@
-"""Curves as SVG made by matplotlib, in the page's colours, with a label at every point."""
+"""The report of a comparison, in any form: columns, order, title and conditions; and all of it as Markdown."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Curves as SVG made by matplotlib, in the page's colours, with a label at every point.
 
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
@@ -378,9 +380,6 @@ def _sweep(comparison: Comparison, index: dict[str, int]) -> Iterator[Chart]:
             series.append(Series(entrant.name, index[entrant.name], points))
     note = "Validation after short runs with the first seed; what diverged is not shown."
     yield Chart("sweep", "Learning rates", "learning rate", words.unit_of(comparison.deciding), series, "x", note=note)
-
-
-# The report of a comparison, in any form: columns, order, title and conditions; and all of it as Markdown.
 
 
 def columns(comparison: Comparison) -> list[Measure]:

@@ -1,4 +1,4 @@
-"""Times of several works measured in turns, and the peak memory of one in a process of its own."""
+"""The speeds at which contestants train and generate, measured in turns, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.processor import processor
 from kinformer.runtime.progress import note
+
+# Times of several works measured in turns, and the peak memory of one in a process of its own.
 
 P = ParamSpec("P")
 K = TypeVar("K")
@@ -229,8 +231,6 @@ def _seconds_per_call(work: Callable[[], object], device: str) -> float:
 
     return min(timed(many, device) for _ in range(TRIES)) / CALLS
 
-
-# The speeds at which contestants train and generate, measured in turns, and the memory that they take.
 
 BATCHES = (1, 16)
 PROMPT = 128

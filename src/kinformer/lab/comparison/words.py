@@ -1,4 +1,4 @@
-"""Whether two members differ: Welch's t-test (Welch 1947), and Holm's correction for several tests (Holm 1979)."""
+"""A comparison in words: who is better, at which cost, and what is not significant."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kinformer.lab.comparison.record import Comparison, EntrantRecord, mean_of
 from kinformer.lab.training.logging import SHARE, Metric, size
 from kinformer.runtime.errors import plural, spelled
 from kinformer.runtime.parsing import JsonObject
+
+# Whether two members differ: Welch's t-test (Welch 1947), and Holm's correction for several tests (Holm 1979).
 
 _INTERVALS, _NOTHING = 2000, 1e-18
 
@@ -244,8 +246,6 @@ def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
         words.append(f"{kind.replace('_', ' ')} ({sizes})" if sizes else kind.replace("_", " "))
     return " and ".join(words) or "none"
 
-
-# A comparison in words: who is better, at which cost, and what is not significant.
 
 SIGNIFICANT = 0.05
 

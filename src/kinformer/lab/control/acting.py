@@ -1,4 +1,8 @@
-"""Densities and entropies of policies, as tensors."""
+"""Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
+
+A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
+every step.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ from kinformer.runtime.files import write_atomic
 from kinformer.runtime.matmul import few_rows
 from kinformer.runtime.progress import ProgressCallback
 
+# Densities and entropies of policies, as tensors.
+
 
 def log_density(predicted: Tensor, actions: Tensor, space: Discrete | Box) -> Tensor:
     """Return the log-densities [...] of ``actions``, in nats: of [...] int64 under logits ``predicted`` [..., n], or of
@@ -48,11 +54,6 @@ def entropy(predicted: Tensor, space: Discrete | Box) -> Tensor:
         return torch.special.entr(predicted.softmax(-1)).sum(-1)
     return (predicted.chunk(2, dim=-1)[1] + log(2 * pi * e) / 2).sum(-1)
 
-
-# Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
-#
-# A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
-# every step.
 
 WAVE = 64
 """How many episodes are acted in side by side."""

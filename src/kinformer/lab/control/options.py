@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite
+from typing import TYPE_CHECKING
 
-from kinformer.lab.control.environments import Box, Discrete
-from kinformer.lab.control.gymnasium import make, named
 from kinformer.runtime.errors import KinformerError, marked, require
 from kinformer.runtime.tables import PredictionTable
+
+if TYPE_CHECKING:
+    from kinformer.lab.control.environments import Box, Discrete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +230,8 @@ class ControlData:
 
 def open_environment(options: ControlOptions, by_user: bool = False) -> ControlData:
     """Return the sizes of the environment that ``options`` name; ``by_user``: the user gives that name in this call."""
+    from kinformer.lab.control.gymnasium import make, named  # not above: options are read without NumPy
+
     name = (named(options.env) if by_user else options.env) or DEFAULT_ENV
     environment = make(name)
     environment.close()

@@ -1,4 +1,11 @@
-"""Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari."""
+"""Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
+
+    rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
+    returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
+
+They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
+(``lab.control.trajectories``).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,8 @@ from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.tables import read_arrays
+
+# Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari.
 
 Arrays = dict[str, np.ndarray]
 NAMES = {
@@ -156,14 +165,6 @@ def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
         }
         yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")
 
-
-# Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
-#
-#     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
-#     returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
-#
-# They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
-# (``lab.control.trajectories``).
 
 VERSION = "1"
 SHARES = {"validation": 0.05, "test": 0.05}

@@ -78,8 +78,8 @@ def open_corpus(
     """Open the data that ``spec`` names, without reading more of it than its fingerprint needs.
 
     ``spec`` is ``"stdlib"``, the path of a file (text or binary, any size) or of a folder (write ``./stdlib`` for a
-    folder of that name), or a folder of token shards (``lab/data/packed.py``), which are read where they are; or several
-    of these with weights, as ``web=0.7,code=0.3`` (``lab/data/mixture.py``).
+    folder of that name), or a folder of token shards (``lab/data/packed.py``), which are read where they are; or
+    several of these with weights, as ``web=0.7,code=0.3`` (``lab/data/mixture.py``).
 
     About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` holds out the last tenth
     instead, which is then validation and test at once. See :func:`kinformer.lab.data.corpus.partition`.

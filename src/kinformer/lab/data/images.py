@@ -1,4 +1,11 @@
-"""The result of a reader of images: the images of each split, of one shape, before some are held out and all stored."""
+"""Images to train and to evaluate on: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
+
+They are decoded once, stored as bytes on disk and mapped into memory from there. A run stores the identity of its data,
+since metrics on different data do not compare.
+
+``digits.npz`` is the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak 1998, CC BY 4.0) as
+scikit-learn ships it: 1,797 images of 8 x 8 pixels, whose 17 shades are here bytes from 0 to 255.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +32,8 @@ from kinformer.lab.data.formats import content_of, default_cache, stored
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.tables import GZIP, check_ratio, read_arrays
+
+# The result of a reader of images: the images of each split, of one shape, before some are held out and all stored.
 
 SPLITS = {
     "train": "train",
@@ -620,14 +629,6 @@ def _shares(counts: np.ndarray, above: np.ndarray) -> np.ndarray:
 def _parts(images: np.ndarray) -> list[np.ndarray]:
     return [images[start : start + _AT_ONCE] for start in range(0, len(images), _AT_ONCE)]
 
-
-# Images to train and to evaluate on: IDX files, a NumPy archive, a folder of pictures, or scikit-learn's digits.
-#
-# They are decoded once, stored as bytes on disk and mapped into memory from there. A run stores the identity of its
-# data, since metrics on different data do not compare.
-#
-# ``digits.npz`` is the test set of Optical Recognition of Handwritten Digits (Alpaydin and Kaynak 1998, CC BY 4.0) as
-# scikit-learn ships it: 1,797 images of 8 x 8 pixels, whose 17 shades are here bytes from 0 to 255.
 
 DIGITS = "digits"
 HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000

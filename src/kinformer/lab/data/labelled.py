@@ -1,4 +1,13 @@
-"""Examples with labels, stored on disk as arrays that are mapped into memory: written once, read from there."""
+"""Labelled text of the user's: a folder per class, a table (TSV or CSV) or a file of JSON lines.
+
+    reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
+    reviews/bad/2.txt                         bad<TAB>Never again.
+
+A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or what
+``text_field`` and ``label_field`` say, beside any others (see ``lab.data.labelled``). ``train``, ``val`` and ``test``
+may come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held out of the
+rest, 5 % each, by a hash of the text.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +34,8 @@ from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
+
+# Examples with labels, stored on disk as arrays that are mapped into memory: written once, read from there.
 
 SCHEMA = 4
 
@@ -529,7 +540,8 @@ def _decoded(text: bytes, place: str) -> str:
 
 # Labelled text of the user's: a folder per class, a table (TSV or CSV) or a file of JSON lines.
 #
-#     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
+#     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label":
+# ...}
 #     reviews/bad/2.txt                         bad<TAB>Never again.
 #
 # A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or

@@ -1,4 +1,9 @@
-"""Token ids of a split, written once to a file and read from there."""
+"""Token shards: the ids of a corpus in files that a manifest lists, read where they lie, however many there are.
+
+``manifest.json``, signed, has for every split its shards in order (file, tokens, bytes of text, sha256) and two tables
+that are mapped: where documents begin, and marks, pairs of token and byte positions. Opening reads the manifest and the
+sizes of the files alone; small corpora are held to their checksums as well. Ids are little-endian, of 1, 2 or 4 bytes.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,8 @@ from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import CHECKSUM, checksum, read_json, reading, require_file, require_signature, sha256_of
 from kinformer.runtime.parsing import JsonObject
+
+# Token ids of a split, written once to a file and read from there.
 
 _PIECES_AT_ONCE = 64
 _HELD = 64 << 20
@@ -106,13 +113,6 @@ def _groups(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
     while group := list(islice(pieces, _PIECES_AT_ONCE)):
         yield group
 
-
-# Token shards: the ids of a corpus in files that a manifest lists, read where they lie, however many there are.
-#
-# ``manifest.json``, signed, has for every split its shards in order (file, tokens, bytes of text, sha256) and two
-# tables that are mapped: where documents begin, and marks, pairs of token and byte positions. Opening reads the
-# manifest and the sizes of the files alone; small corpora are held to their checksums as well. Ids are little-endian,
-# of 1, 2 or 4 bytes.
 
 MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"
 UNFINISHED = "packing.json"

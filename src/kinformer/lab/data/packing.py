@@ -1,5 +1,8 @@
-"""Documents in JSON lines, Parquet tables, and the Arrow streams that ``Dataset.save_to_disk`` of Hugging Face writes,
-in pieces that several processes read side by side.
+"""Packing: text becomes token shards (``lab/data/packed.py``), piece by piece, by several processes, resumed if killed.
+
+The data is cut into pieces, and each makes a shard for every split that it has documents of. A piece's record is
+written last and vouches for its shards, so a second call packs what is missing. The manifest is written when all are
+done. What a shard holds depends on the data and the options alone, not on how many processes made it.
 """
 
 from __future__ import annotations
@@ -53,6 +56,9 @@ from kinformer.runtime.progress import progressing
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyarrow.parquet import ParquetFile
+
+# Documents in JSON lines, Parquet tables, and the Arrow streams that ``Dataset.save_to_disk`` of Hugging Face writes,
+# in pieces that several processes read side by side.
 
 
 TEXT = "text"
@@ -427,13 +433,6 @@ class Documents:
         row = {field: row} if isinstance(row, str) else row
         value = row.get(field) if isinstance(row, Mapping) else None
         return text_of(value, row, field, f"{self.name}, document {max(1, self.read)}")
-
-
-# Packing: text becomes token shards (``lab/data/packed.py``), piece by piece, by several processes, resumed if killed.
-#
-# The data is cut into pieces, and each makes a shard for every split that it has documents of. A piece's record is
-# written last and vouches for its shards, so a second call packs what is missing. The manifest is written when all are
-# done. What a shard holds depends on the data and the options alone, not on how many processes made it.
 
 
 def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:

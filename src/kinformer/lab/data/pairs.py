@@ -1,4 +1,13 @@
-"""Pairs of lines in one file: tables of two columns, and JSON lines."""
+"""Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
+
+    folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
+    folder/train     (train.en, train.de)                   what the names of two files begin with
+    pairs.tsv        source<TAB>target                      or with a first line that names the columns
+    pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
+
+A file's language is its ending. In a folder, names that begin with ``val``, ``dev`` and ``test`` are those parts, all
+others are for training; a part that is missing is held out of the rest, 5 % each, by a hash of the source.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +25,8 @@ from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 from kinformer.runtime.tables import read_unpacked
+
+# Pairs of lines in one file: tables of two columns, and JSON lines.
 
 TABLES = (".tsv", ".jsonl")
 Row = tuple[str, str]
@@ -111,16 +122,6 @@ def _fields(row: object, names: Names) -> Names:
     left.sort(key=lambda name: name != ENGLISH)
     return [name or left.pop(0) for name in names]
 
-
-# Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
-#
-#     folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
-#     folder/train     (train.en, train.de)                   what the names of two files begin with
-#     pairs.tsv        source<TAB>target                      or with a first line that names the columns
-#     pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
-#
-# A file's language is its ending. In a folder, names that begin with ``val``, ``dev`` and ``test`` are those parts,
-# all others are for training; a part that is missing is held out of the rest, 5 % each, by a hash of the source.
 
 NUMBER_WORDS = "number-words"
 HELD_OUT = 0.05

@@ -1,9 +1,7 @@
-"""The 61 phones of TIMIT's transcripts folded into the 39 classes by which error rates are reported (Lee and Hon 1989,
-"Speaker-independent phone recognition using hidden Markov models", table II).
+"""Sound for speech recognition: recorded clips (``lab.data.sound``), or synthetic telephone tones (``lab.data.waves``).
 
-The table is that of Kaldi's recipe for TIMIT (``egs/timit/s5/conf/phones.60-48-39.map``): classes confused with each
-other count as one, closures and pauses are silence, and the glottal stop ``q`` is left out of both transcripts. Names
-of the 48 phones that models are trained on there fold into the same classes.
+Utterances of a split are numbered; each has samples at the data's rate and a transcript, made of *symbols*: characters,
+or labels with spaces between them (words, digits, phonemes). Clips may be joined into longer utterances.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kinformer.inputs.filterbank import CHARACTERS
 from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
 from kinformer.lab.data.images import SPLITS
 from kinformer.lab.data.labelled import TableFormat, lines_of, read_cells
@@ -29,6 +28,13 @@ from kinformer.lab.data.waves import DTMF, ENDINGS, KEYS, RATE, Calls, read_soun
 from kinformer.runtime.errors import KinformerError, nearest, plural, require
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note, note_once
+
+# The 61 phones of TIMIT's transcripts folded into the 39 classes by which error rates are reported (Lee and Hon 1989,
+# "Speaker-independent phone recognition using hidden Markov models", table II).
+#
+# The table is that of Kaldi's recipe for TIMIT (``egs/timit/s5/conf/phones.60-48-39.map``): classes confused with each
+# other count as one, closures and pauses are silence, and the glottal stop ``q`` is left out of both transcripts.
+# Names of the 48 phones that models are trained on there fold into the same classes.
 
 SILENCE, LEFT_OUT = "sil", "q"
 _ALONE = "ae aw ay b ch d dh dx eh ey f g iy jh k ow oy p r s t th uh v w y z"
@@ -339,12 +345,7 @@ def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
     return []
 
 
-# Sound for speech recognition: recorded clips (``lab.data.sound``), or synthetic telephone tones (``lab.data.waves``).
-#
-# Utterances of a split are numbered; each has samples at the data's rate and a transcript, made of *symbols*:
-# characters, or labels with spaces between them (words, digits, phonemes). Clips may be joined into longer utterances.
-
-CHARACTERS, LABELS = "characters", "labels"
+LABELS = "labels"
 ROUNDS = 40
 ROOM = 1 << 26
 """How many samples of every split are kept in memory."""

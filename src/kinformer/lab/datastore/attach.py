@@ -1,9 +1,4 @@
-"""A decoder whose head searches a store, by keys that the model makes of the context.
-
-The key of a context is the input of the last layer's feed-forward (after its pre-norm where it has one), as Khandelwal
-et al. 2020 found best; in a post-norm layer, whose norm stands behind the attention sublayer, that input is normed too.
-A decoder without such a sublayer gives its final hidden states.
-"""
+"""The datastore of a run or of its options: opened, checked to be the run's, and attached to its model."""
 
 from __future__ import annotations
 
@@ -33,6 +28,12 @@ if TYPE_CHECKING:
     from kinformer.lab.datastore.retrieval import RetrievingDecoder
     from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity
     from kinformer.lab.datastore.store import Datastore, KeySpace, Record
+
+# A decoder whose head searches a store, by keys that the model makes of the context.
+#
+# The key of a context is the input of the last layer's feed-forward (after its pre-norm where it has one), as
+# Khandelwal et al. 2020 found best; in a post-norm layer, whose norm stands behind the attention sublayer, that input
+# is normed too. A decoder without such a sublayer gives its final hidden states.
 
 
 FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
@@ -177,8 +178,6 @@ class AttachedDecoder(nn.Module):
         logits = self.decoder.logits(inputs.hidden_states)
         return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)
 
-
-# The datastore of a run or of its options: opened, checked to be the run's, and attached to its model.
 
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4

@@ -65,7 +65,7 @@ class StoreMeasurement:
 
 
 class MixtureOptions(Protocol):
-    """The options by which a store is mixed in (``lab.runs.options.EvaluateOptions``)."""
+    """The options by which a store is mixed in (``EvaluateOptions``)."""
 
     @property
     def weight(self) -> float | None: ...
@@ -97,7 +97,7 @@ class _Job:
 
 
 def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
-    """Evaluate a run with the datastore that ``options`` (``lab.runs.options.EvaluateOptions``) name; ``task_options`` are
+    """Evaluate a run with the datastore that ``options`` (``EvaluateOptions``) name; ``task_options`` are
     its task's evaluation options."""
     sizes = _sizes(runs, options, task_options)
     run = runs[0]

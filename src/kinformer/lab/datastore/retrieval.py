@@ -1,6 +1,7 @@
-"""A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
+"""The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
 
-Both read the same tokens, and the state is that of both; the store is no part of it.
+``config.json`` names them under ``data.retrieval``. The tokens after the neighbours of every training and validation
+token are searched once and stored in the datastore's folder, for all runs with as many neighbours.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
     from kinformer.core.parts import Searcher
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.datastore.options import TrainingOptions
+
+# A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
+#
+# Both read the same tokens, and the state is that of both; the store is no part of it.
 
 
 class RetrievingState(NamedTuple):
@@ -150,12 +155,6 @@ class RetrievingDecoder(nn.Module):
 def following(neighbours: Neighbours) -> Tensor:
     """Return the tokens [n, k] that followed, -1 where there is no neighbour."""
     return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
-
-
-# The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
-#
-# ``config.json`` names them under ``data.retrieval``. The tokens after the neighbours of every training and validation
-# token are searched once and stored in the datastore's folder, for all runs with as many neighbours.
 
 
 @dataclass(frozen=True)

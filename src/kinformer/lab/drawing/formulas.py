@@ -48,10 +48,27 @@ def formulas(config: Config) -> list[Formula]:
         key = (part.slot, part.kind)
         if part.slot not in SLOTS or key in PLAIN or key in formulas_by_name:
             continue
-        text = inspect.cleandoc(getattr(sys.modules.get(type(part).__module__), "__doc__", None) or "")
+        text = described(type(part))
         if text:
             formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_indented(text)))
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
+
+
+def described(config: type[Config]) -> str:
+    """Return the text on the part that ``config`` builds: the docstring of its file, or of its class if the file holds
+    several parts."""
+    module = sys.modules.get(config.__module__)
+    if module is None:
+        return ""
+    classes = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+    parts = [item for item in classes if issubclass(item, Config) or isinstance(vars(item).get("Config"), type)]
+    return inspect.getdoc(built_by(config)) or "" if len(parts) > 1 else inspect.cleandoc(module.__doc__ or "")
+
+
+def built_by(config: type[Config]) -> type:
+    """Return the class that a nested config belongs to, or the config itself."""
+    outer, _, inner = config.__qualname__.rpartition(".")
+    return getattr(sys.modules[config.__module__], outer) if inner == "Config" and outer else config
 
 
 def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:

@@ -1,4 +1,8 @@
-"""The pattern of a full sequence in an encoder, its global input included: for pictures."""
+"""The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
+
+A cell of a pattern's panel stands for some tokens of queries (down) and of keys (across) and holds the share of their
+pairs that are allowed. Equal patterns are shown once.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ from kinformer.core.encoder import EncoderMixer, GridOnly, SequenceContext
 from kinformer.core.parts import PatternConfig, Position, Relative
 from kinformer.core.pattern import Pattern, Raster
 from kinformer.runtime.errors import plural
+
+# The pattern of a full sequence in an encoder, its global input included: for pictures.
 
 
 class CountedTokens(Protocol):
@@ -92,11 +98,6 @@ def global_token_words(text: FullSequence) -> str:
         words.append(f"global input of {plural(extra, 'token')}" if extra else "global input of sentences")
     return ", ".join(words)
 
-
-# The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
-#
-# A cell of a pattern's panel stands for some tokens of queries (down) and of keys (across) and holds the share of
-# their pairs that are allowed. Equal patterns are shown once.
 
 Floats = NDArray[np.float64]
 CellOf = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

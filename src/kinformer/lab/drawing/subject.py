@@ -1,4 +1,4 @@
-"""Encodings of positions to draw: those of a trained model, or untrained ones that are no random numbers."""
+"""The subject of a drawing: a member, a run, or a kind of pattern or position."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.core.stack import ModelConfig
+
+# Encodings of positions to draw: those of a trained model, or untrained ones that are no random numbers.
 
 
 M = TypeVar("M", bound="nn.Module")
@@ -122,8 +124,6 @@ def place_of(placed: Placed) -> str:
     """Return in words where a part stands."""
     return "in the input" if placed.path.startswith("input.") else numbered("layer", placed.layers or ())
 
-
-# The subject of a drawing: a member, a run, or a kind of pattern or position.
 
 TITLE = 36
 POSITIONLESS = ("lookup", "adaptive")

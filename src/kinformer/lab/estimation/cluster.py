@@ -1,6 +1,21 @@
-"""Context parallelism on paper: a model computes the last stretch of a row, and what it would receive is counted.
+"""The cost for each device of training a model on many: bytes of memory, bytes exchanged, and time, for every mesh.
 
-The last stretch sees most of the past, so every process waits for the one that has it.
+A device of tensor parallelism has a part of the model, so it costs what that part costs, measured as any model is
+(``lab.training.tensor_parallel``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
+
+    dp      all-reduce of the gradients
+    diloco  all-reduce of the weights, once in a round
+    fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
+    tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
+            of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
+    cp      what mixers need of earlier stretches of a row (``lab.estimation.cluster``)
+
+Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
+
+    step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
+
+Devices that train apart (diloco) wait for all exchanges. Of stretches of time, the last computes most, and the others
+wait for it. Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
 """
 
 from __future__ import annotations
@@ -23,6 +38,10 @@ from kinformer.lab.estimation.parts import Costs, ModelSpec, outputs
 from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, divide, output_product
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
+
+# Context parallelism on paper: a model computes the last stretch of a row, and what it would receive is counted.
+#
+# The last stretch sees most of the past, so every process waits for the one that has it.
 
 FLOAT = 4
 
@@ -345,27 +364,6 @@ class Part:
 
 def _amount(costs: Estimate, name: str) -> int:
     return costs.memory["train"]["activations"] if name == "activations" else costs.flops_step
-
-
-# The cost for each device of training a model on many: bytes of memory, bytes exchanged, and time, for every mesh.
-#
-# A device of tensor parallelism has a part of the model, so it costs what that part costs, measured as any model is
-# (``lab.training.tensor_parallel``). What is exchanged in a step, in bytes of a collective's tensor (float32
-# parameters):
-#
-#     dp      all-reduce of the gradients
-#     diloco  all-reduce of the weights, once in a round
-#     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
-#     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
-#             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
-#     cp      what mixers need of earlier stretches of a row (``lab.estimation.cluster``)
-#
-# Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
-#
-#     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
-#
-# Devices that train apart (diloco) wait for all exchanges. Of stretches of time, the last computes most, and the
-# others wait for it. Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
 
 
 @dataclass(frozen=True, kw_only=True)

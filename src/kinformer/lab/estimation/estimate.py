@@ -1,7 +1,10 @@
-"""The rules of thumb of the field for plain decoders, to be printed with what was counted.
+"""The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
-Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations of
-B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).
+Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
+from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of every
+token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process. At
+inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone. It may
+compute more, too: exits decide.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ from kinformer.lab.estimation.parts import (
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.workspace import scratch_bytes
+
+# The rules of thumb of the field for plain decoders, to be printed with what was counted.
+#
+# Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations
+# of B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,14 +271,6 @@ def live_bytes(config: ModelSpec, live: Mapping[str, int], tokens: int, handed: 
     further = FLOAT * tokens * config.dim * inputs
     return further + max(live["loss"] + handed, live["backward"])
 
-
-# The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
-#
-# Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
-# from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of
-# every token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process.
-# At inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone.
-# It may compute more, too: exits decide.
 
 Precision = Literal["fp32", "bf16-mixed"]
 COUNTED = {

@@ -1,8 +1,4 @@
-"""Descriptions of devices for estimates of time on many of them. Free of PyTorch.
-
-Numbers are those of data sheets: peaks, without sparsity, in one direction for links. What a run reaches of the peak of
-products is the option ``efficiency``.
-"""
+"""The options of an estimate. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -12,6 +8,11 @@ from typing import Any, Literal
 
 from kinformer.runtime.errors import KinformerError, nearest, require, require_share
 from kinformer.runtime.fields import Checked
+
+# Descriptions of devices for estimates of time on many of them. Free of PyTorch.
+#
+# Numbers are those of data sheets: peaks, without sparsity, in one direction for links. What a run reaches of the peak
+# of products is the option ``efficiency``.
 
 MOST = 1 << 20
 
@@ -89,10 +90,7 @@ def numbers_of(text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(Checked):
-    """The options of an estimate. Free of PyTorch.
-
-    Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run.
-    """
+    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
 
     member: str
     """A member of the family (see: kinformer list), or a run folder."""

@@ -1,4 +1,10 @@
-"""Windows over a stream, for models that cannot carry a state for ever: together they score every token once."""
+"""Bits per byte of a model on a split, by one protocol: every token is scored once, in order.
+
+    bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
+
+The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
+different tokenizers compare.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +24,8 @@ from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data.split import EvaluationStream, Split
 from kinformer.runtime.errors import KinformerError, plural, require_finite
+
+# Windows over a stream, for models that cannot carry a state for ever: together they score every token once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +128,6 @@ def contexts(
             inputs = map_tensors(lambda x: x[:, len(prefix) :], inputs)
         yield Contexts(inputs, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])
 
-
-# Bits per byte of a model on a split, by one protocol: every token is scored once, in order.
-#
-#     bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
-#
-# The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
-# different tokenizers compare.
 
 CHUNK = 2048
 _LOGITS_AT_ONCE = 1 << 24

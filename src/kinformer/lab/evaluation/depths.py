@@ -1,4 +1,4 @@
-"""Steps per token in a model whose stack lets tokens halt."""
+"""The depth of each token in a model that lets tokens halt or leave early: steps taken, or layers used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kinformer.core.parts import Selection
 from kinformer.core.stack import HaltingState, Stack
 from kinformer.lab.evaluation.exits import LAYERS_PER_TOKEN, early_exit_stack
 from kinformer.lab.training.logging import Metric
+
+# Steps per token in a model whose stack lets tokens halt.
 
 PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
@@ -57,9 +59,6 @@ def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# The depth of each token in a model that lets tokens halt or leave early: steps taken, or layers used.
 
 
 class Depths:

@@ -1,4 +1,5 @@
-"""Early exits, measured: the exits that tokens take, samples with and without exits, and thresholds that bound a risk."""
+"""Early exits, measured: the exits that tokens take, samples with and without exits, and thresholds that bound a
+risk."""
 
 from __future__ import annotations
 

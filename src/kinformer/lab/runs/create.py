@@ -1,4 +1,4 @@
-"""A stage of a run: the config of its model, the plan of its rows, and its rows to train on."""
+"""Creation of a run: its folder, a model that fits its task and data, its data and its settings."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import load_weights, require_weights
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import tolerant
+
+# A stage of a run: the config of its model, the plan of its rows, and its rows to train on.
 
 _STAGE = 0x53544147
 """Sets the seeds of stages' rows apart from those of others."""
@@ -402,9 +404,6 @@ def _same_head(base: Run, run: Run) -> bool:
     names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
     heads = [getattr(item.config, "head", None) for item in (base, run)]
     return names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)
-
-
-# Creation of a run: its folder, a model that fits its task and data, its data and its settings.
 
 
 def create(options: TrainOptions, device: str, started_at: float, quiet: bool = True) -> tuple[Run, Settings]:

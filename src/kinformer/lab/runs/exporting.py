@@ -1,11 +1,4 @@
-"""A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
-
-``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (what identifies the run's),
-``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: none), ``file`` (of the model)
-and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence begins with zeros of these
-shapes, "batch" being the number of sequences and "past" 0. Of ONNX also ``opset``, ``inputs`` and ``outputs``; of a
-package ``sha256`` and the ``machine`` that it is for.
-"""
+"""Export of a run folder to a folder that the library transformers loads, or to a graph (``lab.runs.exporting``)."""
 
 from __future__ import annotations
 
@@ -49,6 +42,14 @@ from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import nn
+
+# A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
+#
+# ``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (what identifies the
+# run's), ``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: none), ``file`` (of
+# the model) and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence begins with zeros
+# of these shapes, "batch" being the number of sequences and "past" 0. Of ONNX also ``opset``, ``inputs`` and
+# ``outputs``; of a package ``sha256`` and the ``machine`` that it is for.
 
 
 GRAPH = "graph.json"
@@ -169,8 +170,6 @@ def _package_facts(folder: Path) -> JsonObject:
         require_file(folder / facts["file"])
     return facts
 
-
-# Export of a run folder to a folder that the library transformers loads, or to a graph (``lab.runs.exporting``).
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 

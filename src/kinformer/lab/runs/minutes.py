@@ -1,4 +1,10 @@
-"""Choosing options by a budget of minutes: the base of choosers, the timing of a step, and the choice as flags."""
+"""The sizes of ``train MEMBER --minutes M``: those that learn most in the time, where none are given.
+
+A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps, one
+too small has learnt what it can. How fast a step is here is measured; how many steps a size needs to be better than the
+one before is the table below. Its rows up to dim 192, the recipe and the vocabularies were chosen by sweeps
+(``benchmarks/minutes.py``), the rows beyond by proportion. Options that were given stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +35,8 @@ from kinformer.lab.training.loop import Trainer, Updater
 from kinformer.lab.training.schedule import FORWARD_SHARE, PROBE_SHARE, Pace
 from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
 from kinformer.runtime.errors import KinformerError, marked, plural, spelled
+
+# Choosing options by a budget of minutes: the base of choosers, the timing of a step, and the choice as flags.
 
 
 @dataclass
@@ -161,14 +169,6 @@ class Ladder(Choosing):
         seconds = update.seconds_per_step(PROBE_SHARE * self.budget)
         steps = Pace(seconds, FORWARD_SHARE * seconds * data.validations).steps(self.left())
         return Rung(options, tuple(flags_between(self.requested, options)), max(1, steps))
-
-
-# The sizes of ``train MEMBER --minutes M``: those that learn most in the time, where none are given.
-#
-# A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps,
-# one too small has learnt what it can. How fast a step is here is measured; how many steps a size needs to be better
-# than the one before is the table below. Its rows up to dim 192, the recipe and the vocabularies were chosen by sweeps
-# (``benchmarks/minutes.py``), the rows beyond by proportion. Options that were given stay as they are.
 
 
 class Size(NamedTuple):

@@ -1,4 +1,7 @@
-"""The option ``parallel``: how many processes share what, as in ``tp=2,fsdp=4``."""
+"""The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
+
+Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from kinformer.runtime.fields import Checked
 
 if TYPE_CHECKING:
     import torch
+
+# The option ``parallel``: how many processes share what, as in ``tp=2,fsdp=4``.
 
 
 AXES = ("tp", "cp", "ring", "fsdp", "dp", "diloco")
@@ -111,10 +116,6 @@ class Processes:
         return self.devices // (self.shared.tensor * self.shared.context)
 
 
-# The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
-#
-# Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
-
 MAX_THREADS, MAX_SAMPLES = 1024, 10_000
 
 
@@ -176,7 +177,8 @@ class Machine(Checked):
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Processes, Settings, Machine):
     """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
-    it suits the time (see ``lab.runs.minutes``); else that of the recipe's paper, or the default of :class:`Settings`."""
+    it suits the time (see ``lab.runs.minutes``); else that of the recipe's paper, or the default of
+    :class:`Settings`."""
 
     length: int | None = None  # type: ignore[assignment]
     """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""

@@ -1,4 +1,14 @@
-"""Reading of ``config.json``: its schema, keys and types are checked before anything uses it."""
+"""Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
+
+Where several processes hold parts of the weights, the best ones are in ``best/``, as shards.
+
+``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
+``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
+(how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
+``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with special tokens,
+and ``packages``, where other packages' the member and the task are. The chat template of an imported model is the file
+``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +67,8 @@ if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.data import Tokenizer
     from kinformer.lab.tasks.task import Task
+
+# Reading of ``config.json``: its schema, keys and types are checked before anything uses it.
 
 
 SCHEMA = 2
@@ -162,17 +174,6 @@ def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], pl
             kind = " or ".join(_TYPE_NAMES[item] for item in expected)
             raise KinformerError(f"{place}: {prefix}{name} is {data[name]!r}, not {kind}; restore it from a copy.")
 
-
-# Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
-#
-# Where several processes hold parts of the weights, the best ones are in ``best/``, as shards.
-#
-# ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as
-# data), ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options),
-# ``data`` (how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys);
-# besides ``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with
-# special tokens, and ``packages``, where other packages' the member and the task are. The chat template of an imported
-# model is the file ``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
 
 TOKENIZER, BYTES, CHAT_TEMPLATE = "tokenizer.json", "bytes", "chat_template.jinja"
 

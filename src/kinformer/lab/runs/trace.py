@@ -1,4 +1,4 @@
-"""A stand-in for the values of tokens, by which the weights of attention are read from its outputs."""
+"""A trained run on one text: attention weights, hidden states, buckets, spans, exits and steps, token by token."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ from kinformer.parts.projections import AlignedState, CrossState, Pieces
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.progress import note
+
+# A stand-in for the values of tokens, by which the weights of attention are read from its outputs.
 
 
 class Probe:
@@ -649,8 +651,6 @@ def lines_of(traced: Trace) -> Iterator[str]:
         if reading.steps is not None:
             yield f"halting: {reading.steps.double().mean().item():.2f} steps per token"
 
-
-# A trained run on one text: attention weights, hidden states, buckets, spans, exits and steps, token by token.
 
 MASK = "[MASK]"
 Mixer: TypeAlias = CausalMixer | EncoderMixer

@@ -1,4 +1,4 @@
-"""A few lines that say what training is going to do, before it begins."""
+"""Training: a run created or resumed, in this process, in several that are started here, or under torchrun."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.processor import emulates_bfloat16
 from kinformer.runtime.progress import note, tolerant
+
+# A few lines that say what training is going to do, before it begins.
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -211,8 +213,6 @@ def _otherwise(run: Run, changed: str) -> KinformerError:
         "leave it out, or give another `out`."
     )
 
-
-# Training: a run created or resumed, in this process, in several that are started here, or under torchrun.
 
 JOB = "job"
 """The file of a run folder with the name of torchrun's job that trains it."""

@@ -1,4 +1,4 @@
-"""Tokens of a request on their way to a client: as text that never ends in half a character or in a stop string."""
+"""The JSON of answers, in the form that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kinformer.lab.data import Tokenizer
 from kinformer.lab.serving.engine import TokenScore
 from kinformer.lab.serving.fields import Body
 from kinformer.runtime.errors import KinformerError
+
+# Tokens of a request on their way to a client: as text that never ends in half a character or in a stop string.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,6 @@ class _Choice:
         self.waiting = self.waiting[len(ready) :]
         return ready
 
-
-# The JSON of answers, in the form that OpenAI's clients read.
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

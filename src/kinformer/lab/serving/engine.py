@@ -1,4 +1,4 @@
-"""A request for continuations of one prompt, and the listener that receives their tokens."""
+"""An engine that continues many sequences as one batch, by turns: admit, absorb prompts, step."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from kinformer.generation.session import Steps, require_continuing, require_ids,
 from kinformer.runtime.errors import KinformerError, plural, require, require_finite
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.matmul import FEW, few_rows
+
+# A request for continuations of one prompt, and the listener that receives their tokens.
 
 DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
 """The temperature, top_k, top_p and min_p of a draw."""
@@ -354,9 +356,7 @@ def scores(logits: Tensor, tokens: Tensor, top: int) -> list[TokenScore]:
 
 
 class Engine:
-    """An engine that continues many sequences as one batch, by turns: admit, absorb prompts, step.
-
-    An engine for ``model``: :meth:`submit` and :meth:`cancel` may be called by any thread, :meth:`turn` by one.
+    """An engine for ``model``: :meth:`submit` and :meth:`cancel` may be called by any thread, :meth:`turn` by one.
 
     Rows join and leave the batch between steps. A prompt is absorbed in chunks between steps, once for all copies.
     What a row draws is what ``kinformer.generate`` draws for the same prompt, stream and seed, whatever its

@@ -1,4 +1,4 @@
-"""The engine's numbers in the text format of Prometheus."""
+"""A server for a trained run: the engine in a thread of its own, HTTP in the caller's."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.interrupt import heeded
 from kinformer.runtime.errors import KinformerError, as_flags
 from kinformer.runtime.progress import note
+
+# The engine's numbers in the text format of Prometheus.
 
 _ENDED = ("stop", "length", "cancelled", "failed")
 
@@ -293,8 +295,6 @@ async def _error(request: Request, error: Exception) -> Response:
     status = 404 if code == "model_not_found" else 400
     return JSON(answers.error(str(error), "invalid_request_error", param, code), status)
 
-
-# A server for a trained run: the engine in a thread of its own, HTTP in the caller's.
 
 try:
     import uvicorn

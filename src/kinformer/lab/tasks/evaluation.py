@@ -1,4 +1,4 @@
-"""What predicting and embedding return for every item: a row of values and a line for people, or a vector."""
+"""How runs of any task are evaluated, and what an evaluation reports: metrics, facts for JSON, text for people."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kinformer.lab.tasks.runs import LoadedRun
+
+# What predicting and embedding return for every item: a row of values and a line for people, or a vector.
 
 
 FileSource: TypeAlias = str | Path | Sequence[str | Path]
@@ -81,8 +83,6 @@ class Predicted(NamedTuple):
     row: Mapping[str, object]
     line: str
 
-
-# How runs of any task are evaluated, and what an evaluation reports: metrics, facts for JSON, text for people.
 
 K = TypeVar("K")
 R = TypeVar("R")

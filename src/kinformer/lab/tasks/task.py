@@ -1,5 +1,7 @@
-"""The parts of a task's record: which models it takes, which data it needs, what evaluating and predicting read, and
-what generating means.
+"""The record of a task: what a model is trained for, on which data, and by which metrics it is measured.
+
+Each folder beside this file holds one record, a :class:`Task`, and ``table.py`` lists them. Records are read without
+importing PyTorch; their methods import what computes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from kinformer.lab.evaluation.exits import Samples, Sampling
     from kinformer.lab.training.data_module import DataModule, Objective
     from kinformer.lab.training.settings import Settings
+
+# The parts of a task's record: which models it takes, which data it needs, what evaluating and predicting read, and
+# what generating means.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ NOTHING_DRAWN = "nothing is drawn at random in an evaluation of this task; leave
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationNeeds:
-    """What evaluating reads: all general options (``lab.tasks.evaluation.EvaluationSettings``) but the ``refused``, each of
+    """What evaluating reads: all general options (``EvaluationSettings``) but the ``refused``, each of
     which has the reason and the remedy."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -160,11 +165,6 @@ class Generation:
     refusal: str | None = None
 
 
-# The record of a task: what a model is trained for, on which data, and by which metrics it is measured.
-#
-# Each folder beside this file holds one record, a :class:`Task`, and ``table.py`` lists them. Records are read without
-# importing PyTorch; their methods import what computes.
-
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
 EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae, mpp or speech"
@@ -221,9 +221,9 @@ class Task:
 
     ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``, ``evaluation``
     and ``generation`` say which models it takes, which data it needs, which options evaluating reads, and what
-    generating and predicting take (see ``lab.tasks.task``). ``objectives`` are what can be minimised for it, by name, the
-    usual one first, each made for a model. ``metrics`` are what it is evaluated by; the first decides which weights are
-    the best. ``settings`` are those of training that differ from the general defaults. ``Options``,
+    generating and predicting take (see ``lab.tasks.task``). ``objectives`` are what can be minimised for it, by name,
+    the usual one first, each made for a model. ``metrics`` are what it is evaluated by; the first decides which
+    weights are the best. ``settings`` are those of training that differ from the general defaults. ``Options``,
     ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
     task has.
     """

@@ -1,9 +1,12 @@
-"""The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
+"""Context parallelism: processes share the time of every row, each with one stretch of it.
 
-composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
-past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way
-last       broadcast from the last process; the gradient is a sum there
-exchange   from one process to another, without gradients
+    mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
+    other causal mixers                       hand their state on, layer by layer    (``lab.training.context_parallel``)
+    encoders' mixers                          gather the keys and values of the row
+    cross-attention                           sees the encoded source, which is gathered once
+
+The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those before
+and after the row, the same in all processes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ from kinformer.core.state import State, map_tensors, pop_aux, tensors
 from kinformer.lab.training.data_module import PREDICTED, ObjectiveModule, ObjectiveOutput
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
+
+# The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
+#
+# composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
+# past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way
+# last       broadcast from the last process; the gradient is a sum there
+# exchange   from one process to another, without gradients
 
 # PyTorch 2.13 has other names for these.
 all_gather: Callable[..., object] = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
@@ -262,7 +272,8 @@ class _Received(torch.autograd.Function):
 # Context parallelism: processes share the time of every row, each with one stretch of it.
 #
 #     mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
-#     other causal mixers                       hand their state on, layer by layer    (``lab.training.context_parallel``)
+#     other causal mixers                       hand their state on, layer by layer
+# (``lab.training.context_parallel``)
 #     encoders' mixers                          gather the keys and values of the row
 #     cross-attention                           sees the encoded source, which is gathered once
 #

@@ -1,4 +1,4 @@
-"""Batches: a task's NamedTuple of tensors [batch, ...], states or None, with one row per example."""
+"""The data module of a task: the rows of a training step, the rows of a validation, and the metrics."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from kinformer.lab.training.tensor_parallel import Cut
+
+# Batches: a task's NamedTuple of tensors [batch, ...], states or None, with one row per example.
 
 
 class Batch(Protocol):
@@ -161,9 +163,7 @@ UNDIVIDED = Layouts()
 
 
 class DataModule:
-    """The data module of a task: the rows of a training step, the rows of a validation, and the metrics.
-
-    The interface between a trainer and a task's data. Rows are a function of the step's number alone, so that
+    """The interface between a trainer and a task's data. Rows are a function of the step's number alone, so that
     checkpoints need not store any, unless the model itself makes them: see :meth:`begin` and :meth:`state_tensors`.
 
     ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is

@@ -1,7 +1,6 @@
-"""Where processes that torchrun starts find each other: torchrun's store, behind a name that one start has alone.
+"""Several processes on PyTorch's own engine: DDP (Li et al. 2020) and FSDP2, started by torchrun or by ourselves.
 
-torchrun's store outlives a start, under its rendezvous "static" and "c10d" alike, and what dead processes have left in
-it would be found by those that come after them: a process would look for an address that nobody answers at any more.
+Everything is arranged so that one process is the case ``world = 1``: same rows, same losses, same files.
 """
 
 from __future__ import annotations
@@ -39,6 +38,12 @@ from kinformer.runtime.autograd import Context
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
+
+# Where processes that torchrun starts find each other: torchrun's store, behind a name that one start has alone.
+#
+# torchrun's store outlives a start, under its rendezvous "static" and "c10d" alike, and what dead processes have left
+# in it would be found by those that come after them: a process would look for an address that nobody answers at any
+# more.
 
 _PAUSE = 0.01
 
@@ -85,10 +90,6 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
         time.sleep(_PAUSE)
     return PrefixStore(name, store)
 
-
-# Several processes on PyTorch's own engine: DDP (Li et al. 2020) and FSDP2, started by torchrun or by ourselves.
-#
-# Everything is arranged so that one process is the case ``world = 1``: same rows, same losses, same files.
 
 Strategy = Literal["ddp", "fsdp", "diloco"]
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""A metric by which a model is evaluated: its name, its unit, and whether less of it is better."""
+"""The reports of a run: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from kinformer.runtime.progress import note, tolerant
 if TYPE_CHECKING:
     from rich.progress import Progress
     from tensorboard.compat.proto.event_pb2 import Event
+
+# A metric by which a model is evaluated: its name, its unit, and whether less of it is better.
 
 
 SHARE = "share"
@@ -101,8 +103,6 @@ class Result:
     best_step: int | None
     signal: int = 0
 
-
-# The reports of a run: ``metrics.jsonl`` always, TensorBoard events where it is installed, a bar on a terminal.
 
 METRICS, EVENTS = "metrics.jsonl", "events"
 QUIET_SECONDS = 10.0

@@ -1,4 +1,8 @@
-"""Validation of the present weights, on a fixed piece of the validation split."""
+"""The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
+
+What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
+All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,8 @@ from kinformer.runtime.files import is_here, reading
 from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
+
+# Validation of the present weights, on a fixed piece of the validation split.
 
 
 class Validation:
@@ -228,7 +234,8 @@ class UpdateResult(NamedTuple):
 
 
 class Updater:
-    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by ``lab.training.distributed``."""
+    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by
+    ``lab.training.distributed``."""
 
     def __init__(
         self,
@@ -358,13 +365,7 @@ class Window:
 
 
 class Trainer:
-    """The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
-
-    What a step does is a function of the weights, the optimiser's state, the carried states and the step's number
-    alone. All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was
-    not.
-
-    The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
     the end of that checkpoint's stage (``lab.training.stages``), to which ``model`` and ``data`` belong.
 
     ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``.

@@ -1,4 +1,4 @@
-"""What the option `stages` may hold: a list of tables, checked before a run is planned. Free of PyTorch."""
+"""The settings of training: every option that is not about the model, the data or the machine. Free of PyTorch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from kinformer.runtime.errors import (
 )
 from kinformer.runtime.fields import Checked, require_kind, require_types
 from kinformer.runtime.parsing import JsonObject
+
+# What the option `stages` may hold: a list of tables, checked before a run is planned. Free of PyTorch.
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "steps": (int,),
@@ -86,10 +88,7 @@ _FROM_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
-    """The settings of training: every option that is not about the model, the data or the machine. Free of PyTorch.
-
-    The settings that decide the final weights, and when they are validated and saved.
-    """
+    """The settings that decide the final weights, and when they are validated and saved."""
 
     steps: int | None = None
     """Optimiser steps in all (1000 if `minutes` is not given either)."""

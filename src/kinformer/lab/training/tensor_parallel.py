@@ -1,12 +1,11 @@
-"""The division of a model's heads, hidden features and vocabulary into equal parts (Shoeybi et al. 2019, Megatron-LM,
-section 3; arXiv 1909.08053).
+"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3) on PyTorch's DTensor: processes that share tokens.
 
-    mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
-    table, logits         rows of the vocabulary
+    x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
 
-A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
-Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
-several things side by side, such as queries, keys and values.
+:mod:`kinformer.lab.training.tensor_parallel` says what a part is. Here its weights become DTensors of the mesh's axis
+"tp", so that FSDP can cut them again along another axis, optimisers and norms see whole weights, and checkpoints can
+be written. While a unit computes, its modules see plain local tensors: they run as they do in one process, on fewer
+heads.
 """
 
 from __future__ import annotations
@@ -33,6 +32,16 @@ from kinformer.core.state import State
 from kinformer.lab.training.data_module import Layouts, ObjectiveModule
 from kinformer.lab.training.distributed import copied, joined, summed
 from kinformer.runtime.errors import KinformerError
+
+# The division of a model's heads, hidden features and vocabulary into equal parts (Shoeybi et al. 2019, Megatron-LM,
+# section 3; arXiv 1909.08053).
+#
+# mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
+# table, logits         rows of the vocabulary
+#
+# A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
+# Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
+# several things side by side, such as queries, keys and values.
 
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
 _ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
@@ -332,7 +341,8 @@ class VocabularyPart(NamedTuple):
 
 # Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3) on PyTorch's DTensor: processes that share tokens.
 #
-#     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
+#     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a
+# copy
 #
 # :mod:`kinformer.lab.training.tensor_parallel` says what a part is. Here its weights become DTensors of the mesh's
 # axis "tp", so that FSDP can cut them again along another axis, optimisers and norms see whole weights, and

@@ -1,4 +1,4 @@
-"""Random blocks (Zaheer et al. 2020, Big Bird, section 2): every block of queries sees a few others, drawn once."""
+"""Big Bird (Zaheer et al. 2020, section 2): a window of blocks, the first and the last block for all, random blocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Pattern
 from kinformer.parts.patterns.sequence import ChosenBlocks, Full, Numbers, Unsized, per_head
 from kinformer.runtime.errors import KinformerError, plural
+
+# Random blocks (Zaheer et al. 2020, Big Bird, section 2): every block of queries sees a few others, drawn once.
 
 _LOW = 0xFFFFFFFF
 
@@ -97,10 +99,7 @@ class RandomBlocks(ChosenBlocks):
 
 @dataclass(frozen=True)
 class BigBird(Unsized):
-    """Big Bird (Zaheer et al. 2020, section 2): a window of blocks, the first and the last block for all, random
-    blocks.
-
-    The pattern of sequences of any length, which end in a block that may be shorter; ``head`` None means all heads.
+    """The pattern of sequences of any length, which end in a block that may be shorter; ``head`` None means all heads.
 
     A sequence of 5 + 2 * ``random`` blocks or fewer sees all of itself, as in the authors' code.
     """

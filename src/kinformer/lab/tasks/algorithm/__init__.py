@@ -1,4 +1,4 @@
-"""Algorithm: a causal model copies, reverses, adds, or computes parity (``lab.data.algorithms``), also of lengths beyond
+"""Algorithm: a causal model copies, reverses, adds, or computes parity (``data.algorithms``), also of lengths beyond
 training."""
 
 from __future__ import annotations

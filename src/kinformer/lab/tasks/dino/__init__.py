@@ -1,4 +1,4 @@
-"""The options that the task of self-distillation has of its own. Free of PyTorch."""
+"""Self-distillation: an encoder of images learns without labels to say the same of any part of one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kinformer.lab.data import ImageData
     from kinformer.lab.tasks.dino.work import DinoRows
     from kinformer.lab.training.data_module import DataModule, Objective
+
+# The options that the task of self-distillation has of its own. Free of PyTorch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,7 @@ def _objective(model: StackedWholeModel) -> Objective:
 
 
 class Dino(PatchTask):
-    """Self-distillation: an encoder of images learns without labels to say the same of any part of one.
-
-    Measured by whether the nearest training images, by the encoder's vectors, are of the same class.
-    """
+    """Measured by whether the nearest training images, by the encoder's vectors, are of the same class."""
 
     name = "dino"
     title = "self-distillation of images"

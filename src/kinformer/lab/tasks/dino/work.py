@@ -1,4 +1,5 @@
-"""The task of self-distillation without labels (DINO, Caron et al. 2021): views, rows, the objective, and its measures."""
+"""The task of self-distillation without labels (DINO, Caron et al. 2021): views, rows, the objective, and its
+measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options that the task of masked patches has of its own. Free of PyTorch."""
+"""Masked autoencoder: an encoder of images learns without labels to predict patches from the few that it sees."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.mae.work import MaeRows, PatchModel
     from kinformer.lab.tasks.shared.records import Made
     from kinformer.lab.training.data_module import DataModule, Objective
+
+# The options that the task of masked patches has of its own. Free of PyTorch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,7 @@ def _objective(model: PatchModel) -> Objective:
 
 
 class Mae(WritesPng, PatchTask):
-    """Masked autoencoder: an encoder of images learns without labels to predict patches from the few that it sees.
-
-    Measured by the squared error of masked patches, beside the mean of each.
-    """
+    """Measured by the squared error of masked patches, beside the mean of each."""
 
     name = "mae"
     title = "masked patches of images"

@@ -1,4 +1,5 @@
-"""The task of masked patches (MAE, He et al. 2022): how a model fits, its rows, the objective, its measures, and completed images."""
+"""The task of masked patches (MAE, He et al. 2022): how a model fits, its rows, the objective, its measures, and
+completed images."""
 
 from __future__ import annotations
 

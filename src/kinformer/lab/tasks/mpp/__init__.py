@@ -1,4 +1,4 @@
-"""The options that masked patch prediction has of its own. Free of PyTorch."""
+"""Masked patch prediction: an encoder of images learns without labels to predict the colours of corrupted patches."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.mae.work import PatchModel
     from kinformer.lab.training.data_module import DataModule, Objective
 
+# The options that masked patch prediction has of its own. Free of PyTorch.
+
 
 @dataclass(frozen=True, kw_only=True)
 class MppOptions(PatchOptions):
@@ -44,10 +46,7 @@ def _objective(model: PatchModel) -> Objective:
 
 
 class Mpp(PatchTask):
-    """Masked patch prediction: an encoder of images learns without labels to predict the colours of corrupted patches.
-
-    Measured by the bits of the colours of corrupted patches, beside counting them.
-    """
+    """Measured by the bits of the colours of corrupted patches, beside counting them."""
 
     name = "mpp"
     title = "colours of masked patches"

@@ -1,4 +1,5 @@
-"""The task of corrupted patches (Dosovitskiy et al. 2020, appendix B.1.2): how a model fits, its rows, the objective, and its measures."""
+"""The task of corrupted patches (Dosovitskiy et al. 2020, appendix B.1.2): how a model fits, its rows, the objective,
+and its measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far back each of a group of runs makes use of what it reads (``lab.evaluation.recl``)."""
+"""Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from kinformer.lab.tasks.task import Load
 from kinformer.lab.training.logging import BITS_PER_BYTE, Metric
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.progress import note, progressing
+
+# How far back each of a group of runs makes use of what it reads (``lab.evaluation.recl``).
 
 STEPS = 8
 RECL = Metric("recl", "tokens", lower_is_better=False)
@@ -188,8 +190,6 @@ class TextSamples(Samples):
         with at_threshold(self.model, threshold):
             return saved(self.model, self.exits[threshold], self.prompt_tokens)
 
-
-# Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side.
 
 NGRAM_CONTEXT = 4
 

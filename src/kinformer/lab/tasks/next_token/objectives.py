@@ -1,4 +1,5 @@
-"""The rows and objectives of the next token: one loss, losses of all layers or exits, and losses of several tokens ahead."""
+"""The rows and objectives of the next token: one loss, losses of all layers or exits, and losses of several tokens
+ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the tasks of images share: pictures to predict from, random changes of training images, and features of frozen encoders."""
+"""What the tasks of images share: pictures to predict from, random changes of training images, and features of frozen
+encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of tasks share: how they read configs, and the bases of tasks of images."""
+"""What the records of tasks share: how they read configs, items in batches, and the bases of tasks of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of decoding speech with a language model. Free of PyTorch."""
+"""Speech: a model hears sound and writes what is said, by connectionist temporal classification (CTC).
+
+Members of either protocol can do it: encoders hear an utterance as a whole, causal ones write while it is spoken.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.speech.predict import Transcribed
     from kinformer.lab.training.data_module import DataModule, Objective
 
+# Options of decoding speech with a language model. Free of PyTorch.
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
@@ -75,10 +80,6 @@ class DecodingOptions:
             return ""
         return f", language model {self.language_model} with alpha {self.alpha:g} and beta {self.beta:g}"
 
-
-# Speech: a model hears sound and writes what is said, by connectionist temporal classification (CTC).
-#
-# Members of either protocol can do it: encoders hear an utterance as a whole, causal ones write while it is spoken.
 
 NAME, INPUT, HEAD = "speech", "frames", "ctc"
 

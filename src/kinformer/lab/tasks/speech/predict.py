@@ -17,10 +17,10 @@ from torch import Tensor
 from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
 from kinformer.core.state import State, nbytes
 from kinformer.generation.beam import Greedy
-from kinformer.inputs.filterbank import Filterbank, RunningNorm, normalised, windows
+from kinformer.inputs.filterbank import CHARACTERS, Filterbank, RunningNorm, normalised, windows
 from kinformer.lab.data.files import reading_corpus
 from kinformer.lab.data.labelled import STDIN
-from kinformer.lab.data.sound import CHARACTERS, join_symbols
+from kinformer.lab.data.sound import join_symbols
 from kinformer.lab.data.waves import ENDINGS, Resampler, WavStream, read_sound, sound_info
 from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, FileSource, Predicted, PredictionSettings
 from kinformer.lab.tasks.runs import LoadedRun, TrainedRun

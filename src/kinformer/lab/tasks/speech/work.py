@@ -19,10 +19,10 @@ from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.generation.beam import BLANK, Fusion, SymbolModel, Texts, greedy, prefix_beam
-from kinformer.inputs.filterbank import HOP, Filterbank, normalised_features, windows
+from kinformer.inputs.filterbank import CHARACTERS, HOP, Filterbank, normalised_features, windows
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.sampling import mix
-from kinformer.lab.data.sound import CHARACTERS, Holdout, Sound, folded, join_symbols, open_sound, split_symbols
+from kinformer.lab.data.sound import Holdout, Sound, folded, join_symbols, open_sound, split_symbols
 from kinformer.lab.data.waves import resample
 from kinformer.lab.evaluation.transcripts import Errors, count_errors
 from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated

@@ -1,4 +1,4 @@
-"""The options of translation, for training, measuring and generating. Free of PyTorch."""
+"""Translation: an encoder-decoder reads a line and writes another (Vaswani et al. 2017)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.next_token.generate import Generated
     from kinformer.lab.tasks.translate.work import TranslationModel
     from kinformer.lab.training.data_module import DataModule, Objective
+
+# The options of translation, for training, measuring and generating. Free of PyTorch.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,6 @@ class TranslateEvaluationOptions(Decoding, PredictionTable):
         PredictionTable.__post_init__(self)
         require("first", self.first, 1)
 
-
-# Translation: an encoder-decoder reads a line and writes another (Vaswani et al. 2017).
 
 ENDS = 2
 """Ids that a model has for itself: BOS and EOS."""

@@ -1,4 +1,4 @@
-"""The options that the task of images has of its own, for training, measuring and generating. Free of PyTorch."""
+"""Image classification: an encoder of patches predicts the classes of images."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.shared.records import Made
     from kinformer.lab.tasks.vision.work import ImageRows
     from kinformer.lab.training.data_module import DataModule, Objective
+
+# The options that the task of images has of its own, for training, measuring and generating. Free of PyTorch.
 
 
 AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
@@ -128,10 +130,7 @@ def _classification(model: WholeModel) -> Objective:
 
 
 class Vision(PatchTask):
-    """Image classification: an encoder of patches predicts the classes of images.
-
-    Accuracy beside the most frequent class, class by class, and how well probabilities are calibrated.
-    """
+    """Accuracy beside the most frequent class, class by class, and how well probabilities are calibrated."""
 
     name = "vision"
     title = "image classification"
