@@ -20,9 +20,7 @@ MIXERS = {
     "shared": BidirectionalRouting.Config(num_heads=2, num_clusters=4, window=8, shared=True, bias=True),
 }
 
-LACKS = {
-    (kind, "dtype"): "digits that bfloat16 lacks decide which tokens a cluster takes" for kind in ("shared", "unshared")
-}
+LACKS = {("unshared", "dtype"): "which tokens a cluster takes is decided by digits that bfloat16 has not"}
 """What a mixer lacks, and why."""
 
 

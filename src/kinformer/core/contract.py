@@ -238,10 +238,11 @@ def in_range(x: Tensor) -> Tensor:
 def unit_vectors(x: Tensor) -> Tensor:
     """Return vectors [..., width] divided by their lengths, 0 for 0.
 
-    Lengths are computed in float32 at least: the least length 1e-12 is 0 in float16, where a square above 65,504 is
-    infinite.
+    Lengths of float16 vectors are computed in float32: the least length 1e-12 is 0 in float16, and a square above
+    65,504 is infinite. bfloat16 has float32's range.
     """
-    return functional.normalize(x.to(state_dtype(x.dtype)), dim=-1).to(x.dtype)
+    wide = x.float() if x.dtype == torch.float16 else x
+    return functional.normalize(wide, dim=-1).to(x.dtype)
 
 
 def width_of(x: Tensor) -> int:

@@ -247,24 +247,7 @@ class KernelState(NamedTuple):
 
 
 class LinearAttention(Crosses, CausalMixer):
-    """Kernel attention = feature map x rule x decay x normaliser, behind a short convolution or none.
-
-        rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T
-        rule delta    S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w .
-        x_t)
-                      for features of length 1 at most: longer ones make S_t grow as a power of t
-        y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
-
-    The normaliser ``attention`` divides what the delta rule corrects, too (``kernels.linear.across``). The Linear
-    Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et
-    al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
-    Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that
-    enter by a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a
-    token. Behind it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them.
-    The state is constant, with ``levels`` one for each level of the past (log-linear attention,
-    ``kernels.linear.levels``).
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim].
+    """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
     ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None).

@@ -538,17 +538,6 @@ def _decoded(text: bytes, place: str) -> str:
         ) from None
 
 
-# Labelled text of the user's: a folder per class, a table (TSV or CSV) or a file of JSON lines.
-#
-#     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label":
-# ...}
-#     reviews/bad/2.txt                         bad<TAB>Never again.
-#
-# A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or
-# what ``text_field`` and ``label_field`` say, beside any others (see ``lab.data.labelled``). ``train``, ``val`` and
-# ``test`` may come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held
-# out of the rest, 5 % each, by a hash of the text.
-
 HELD_OUT = 0.05
 _TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _BATCH = 1 << 17

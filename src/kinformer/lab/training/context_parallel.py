@@ -269,18 +269,6 @@ class _Received(torch.autograd.Function):
         return x, *[None] * (2 + len(gradients))
 
 
-# Context parallelism: processes share the time of every row, each with one stretch of it.
-#
-#     mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
-#     other causal mixers                       hand their state on, layer by layer
-# (``lab.training.context_parallel``)
-#     encoders' mixers                          gather the keys and values of the row
-#     cross-attention                           sees the encoded source, which is gathered once
-#
-# The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those
-# before and after the row, the same in all processes.
-
-
 def check_time(model: nn.Module, ring: bool) -> None:
     """Refuse a ``model`` whose rows cannot be shared by time."""
     config, stack = getattr(model, "config", None), getattr(model, "stack", None)

@@ -339,17 +339,6 @@ class VocabularyPart(NamedTuple):
         return (total.log() - wanted).sum()
 
 
-# Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, section 3) on PyTorch's DTensor: processes that share tokens.
-#
-#     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a
-# copy
-#
-# :mod:`kinformer.lab.training.tensor_parallel` says what a part is. Here its weights become DTensors of the mesh's
-# axis "tp", so that FSDP can cut them again along another axis, optimisers and norms see whole weights, and
-# checkpoints can be written. While a unit computes, its modules see plain local tensors: they run as they do in one
-# process, on fewer heads.
-
-
 def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
     """Divide the model of ``step`` among the processes of ``mesh``, one axis called "tp", in place; return where its
     parameters lie. All processes hold the same whole model before."""
