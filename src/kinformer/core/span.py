@@ -1,4 +1,10 @@
-"""The part ``span``: how far back a head of softmax attention looks, where that is learnt."""
+"""The part ``span``: how far back a head of softmax attention looks, where this distance is learnt.
+
+A span is a learnt bias of the scores by distance and head, with probability 0 beyond a distance. The mixer cuts its
+pattern and its state to the windows that the weights allow now. Windows are numbers on the host; the mixer reads them
+again when the weights change. A captured graph uses the windows of the trainer's last trim. The trainer adds the
+penalty of spans to the loss and moves weights back into their bounds after each step (``core.learning``).
+"""
 
 from __future__ import annotations
 

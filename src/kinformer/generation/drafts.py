@@ -1,4 +1,13 @@
-"""Speculative decoding: drafts guess the next tokens, and a session checks several guesses in one chunk."""
+"""Speculative decoding: drafts guess the next tokens, and a session checks several guesses in one chunk.
+
+A pass absorbs the pending tokens and the guesses, and draws each token from the model's logits with the random number
+that this token has without a draft. It accepts guesses until one differs. The guesses are deterministic, so this is the
+accept-and-resample rule of Leviathan, Kalman and Matias 2023, and the text equals the text without a draft.
+
+After a wrong guess, a state of keys and values is cropped. Any other state returns to its mark, and the next pass
+absorbs the accepted guesses again. Every pass has the same number of tokens (more pending tokens, fewer guesses), so it
+can be recorded like a step of one token.
+"""
 
 from __future__ import annotations
 
