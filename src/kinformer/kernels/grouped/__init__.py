@@ -78,8 +78,8 @@ spare_operators(_product, _gradient)
 
 
 def _stand_in(x: Tensor, weight: Tensor) -> Tensor:
-    """Return an output of the right shape where tensors have no numbers, at the cost of groups of one size, for the
-    counter of FLOPs knows no grouped products."""
+    """Return an output of the right shape for meta and fake tensors, at the cost of groups of equal size: the FLOP
+    counter does not know grouped products."""
     groups, rows = len(weight), len(x)
     per_group = -(-rows // groups)
     padded = functional.pad(x, (0, 0, 0, groups * per_group - rows)) if groups * per_group > rows else x

@@ -1,9 +1,9 @@
 """The memories of a sequence while a chunk passes: queries search segment by segment, and recent memories are evicted
 in larger blocks.
 
-A query sees the memories of earlier segments. Those up to the last multiple of ``batch_of`` positions are evicted to
-tensors of their own, which are copied when the next part joins them and not before; the others are still among the
-fresh ones. All borders are multiples of positions, so nothing depends on how the sequence is cut.
+A query sees the memories of earlier segments. Memories up to the last multiple of ``batch_of`` positions are moved to
+separate tensors, which are copied only when the next part joins them. The other memories are still among the recent
+ones. All boundaries are multiples of positions, so results do not depend on how the sequence is cut.
 """
 
 from __future__ import annotations
