@@ -294,7 +294,7 @@ def build_score_decay(
         )
     if score.form != "dot":
         raise KinformerError(
-            f"the score {config.score.kind!r} is no product of a query and a key, which a decay is added to; use one "
+            f"the score {config.score.kind!r} is not a product of a query and a key, to which a decay is added; use one "
             "that is (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
         )
     if lasting or (relative is not None and relative.factor is not None):
