@@ -198,5 +198,5 @@ def test_values_that_are_none_are_refused():
             model(values)
     with pytest.raises(KinformerError, match="cannot share a width of 6"):
         Pixels.Config(places="sinusoid_2d").build(6)
-    with pytest.raises(KinformerError, match="knows no token ids|does not know"):
+    with pytest.raises(KinformerError, match="does not read token ids|does not know"):
         decoder(Pixels.Config(channels=3, joint=True)).build()

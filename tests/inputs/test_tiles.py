@@ -135,5 +135,5 @@ def test_refusals(changes, told):
 def test_values_that_are_no_images(pyramid):
     with pytest.raises(KinformerError, match="images must be"):
         pyramid(torch.rand(1, 4, 8, 8, dtype=torch.float64))
-    with pytest.raises(KinformerError, match="valid: an image has no padding"):
+    with pytest.raises(KinformerError, match="valid: an image does not have padding"):
         pyramid(torch.rand(1, 3, 32, 32, dtype=torch.float64), valid=torch.tensor([[True, True, True, False]]))

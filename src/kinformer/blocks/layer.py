@@ -106,7 +106,7 @@ def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor |
 
 
 def feed(feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return what a feed-forward makes of each token of x [batch, time, dim]."""
+    """Return a feed-forward's output for each token of x [batch, time, dim]."""
     return feed_forward(x, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(x)
 
 
@@ -115,7 +115,7 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
     feed_forward = config.build(dim)
     if isinstance(feed_forward, EncoderMixer):
         raise KinformerError(
-            f"the feed-forward {config.kind!r} looks at other tokens, for which this layer has no place; use the layer "
+            f"the feed-forward {config.kind!r} reads other tokens, which this layer does not support; use the layer "
             "'decoder' or 'encoder', or another feed-forward (mlp)."
         )
     return feed_forward
@@ -161,8 +161,8 @@ def _additive(residual: Residual, run: R) -> R:
 
 
 class LayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state
-    is a tuple of those of its sublayers."""
+    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state is a tuple of its mixers'
+    states."""
 
     slot = "layer"
 
@@ -226,14 +226,14 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         return self._fed(x, chunk.valid), after
 
     def _fed(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the stream after the mixers and the feed-forward, unless that was one of them."""
+        """Return the stream after the feed-forward, unless the feed-forward is one of the mixers."""
         return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
 
     def _answered(
         self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor
     ) -> tuple[Tensor, tuple[State, ...]]:
         """Return outputs where ``output_mask`` only, and the states after the chunk."""
-        if len(self.mixers) > 1:  # they read what the first made of every token
+        if len(self.mixers) > 1:  # they read the first mixer's output for every token
             x, after = self._mixed(chunk, state)
             if is_empty_mask(output_mask):
                 return chunk.x, after
@@ -272,7 +272,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
 
 def causal(config: MixerConfig, dim: int) -> CausalMixer:
-    """Return the mixer of ``config``; refuse one that is not causal."""
+    """Return the mixer of ``config``; refuse a mixer that is not causal."""
     mixer = config.build(dim)
     if not isinstance(mixer, CausalMixer):
         raise KinformerError(
@@ -332,7 +332,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         return x.to(some.dtype).index_put((output_mask,), some)
 
 
-# Layers that are their mixers and nothing else: no residual, no feed-forward (Guo et al. 2019).
+# Layers of mixers alone, without a residual and without a feed-forward (Guo et al. 2019).
 
 
 class BareLayer(ChecksInput, nn.Module):
@@ -412,7 +412,7 @@ class ParallelLayer(DecoderLayer):
         def __post_init__(self) -> None:
             if self.further_mixers:
                 raise KinformerError(
-                    "the layer 'parallel' has no place for further_mixers, which read the output of the first; use the "
+                    "the layer 'parallel' does not take further_mixers, which read the output of the first; use the "
                     "layer 'decoder'."
                 )
 
@@ -460,7 +460,7 @@ class ParallelEncoderLayer(EncoderLayer):
 
 
 def _require_sums(layer: Sublayers, config: DecoderLayer.Config | EncoderLayer.Config) -> None:
-    """Refuse residuals behind which the stream is no sum."""
+    """Refuse residuals after which the stream is not a sum."""
     kinds = config.residual.kind, (config.feed_forward_residual or config.residual).kind
     for residual, kind in zip((layer.mixer_residual, layer.feed_forward_residual), kinds, strict=True):
         if not residual.additive:

@@ -1,9 +1,9 @@
 """A session: a model, the state of some sequences, and the next token of each.
 
 A session that can rewind keeps the state at a *mark* and the text since the mark. The tensors of a state do not change,
-and later steps of a reserved state write behind its slots, so the earlier state is still valid. After a rewind, the text
-that stays is absorbed with the next chunk. By partition invariance, the result is the same as if the removed text had
-never been read, for every mechanism.
+and later steps of a reserved state write behind its slots, so the earlier state is still valid. After a rewind, the
+text that stays is absorbed with the next chunk. By partition invariance, the result is the same as if the removed text
+had never been read, for every mechanism.
 """
 
 from __future__ import annotations

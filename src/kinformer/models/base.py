@@ -97,14 +97,14 @@ class Trunk(nn.Module):
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         """Return ``values`` [batch, time, ...] as vectors [batch, time, dim], with the
         encodings of their ``positions`` added."""
-        if valid is not None:  # padding is no input, and has no position that could lie beyond the last
+        if valid is not None:  # padding is not read, and does not have a position
             values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
         x = self.input(values, positions, **others)
         encoded = self.position.embed(positions)
         return x if encoded is None else x + encoded.to(x.dtype)
 
     def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
-        """Refuse ``values`` that are no input of this model, and masks and integers of another shape or type."""
+        """Refuse ``values`` that this model cannot read, and masks and integers of another shape or type."""
         for name, value in {"values": values, **masks, **integers}.items():
             if not isinstance(value, Tensor) and (value is not None or name == "values"):
                 raise KinformerError(f"{name} must be a tensor, but is of the type {type(value).__name__}.")
@@ -142,7 +142,7 @@ class CommonModel(Trunk):
     def vocab_size(self) -> int:
         """Return how many ids the input takes."""
         if self.input.vocab_size is None:
-            raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
+            raise KinformerError(f"the input {self.config.input.kind!r} of this model does not read token ids.")
         return self.input.vocab_size
 
     def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:

@@ -22,8 +22,7 @@ class Hashes(nn.Module):
 
         bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
 
-    The rotations are drawn when the module is made and saved with the weights. They have no gradient, and neither has
-    x.
+    The rotations are drawn when the module is built and are saved with the weights. Neither they nor x have a gradient.
     """
 
     rotations: Tensor
@@ -77,9 +76,9 @@ class Centroids(OnlineLearner):
     The centroids of clusters: x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads,
     time, clusters].
 
-    The centroids mu of each head begin as random directions. After a training step each moves towards the direction
-    m of the sum of the vectors that were nearest to it, mu <- decay mu + (1 - decay) m, and stays where there were
-    none. They have no gradient.
+    The centroids mu of each head begin as random directions. After a training step each centroid moves towards the
+    direction m of the sum of its nearest vectors, mu <- decay mu + (1 - decay) m; a centroid without vectors does not
+    move. Centroids do not have a gradient.
     """
 
     means: Tensor

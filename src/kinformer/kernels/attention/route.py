@@ -163,8 +163,8 @@ _CPU = processor_class()  # found when imported, not while a graph is captured
 
 _FLEX_FROM, _FLEX_BANDS_FROM = 1024, 2048
 """The number of queries from which "auto" takes FlexAttention on a GPU. For a pattern, each of our tiles costs a
-launch, and FlexAttention takes 0.09 of the time (H200, results/gpu.json). For a band, torch's kernel needs a dense mask, and
-FlexAttention takes 0.11 of the time at 16,384 queries and the same time at 1,024."""
+launch, and FlexAttention takes 0.09 of the time (H200, results/gpu.json). For a band, torch's kernel needs a dense
+mask, and FlexAttention takes 0.11 of the time at 16,384 queries and the same time at 1,024."""
 _FLEX_STEP = 128
 """FlexAttention is compiled for every length, so "auto" takes it only for lengths of whole blocks, as in training."""
 

@@ -4,8 +4,8 @@ before.
 Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
 contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later round, keys seen by an
 earlier round have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the
-lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``
-and ``errors`` is dP, then dS.
+lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P
+``weights`` and ``errors`` is dP, then dS.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Kim 2025, "Log-Linear Attention", arXiv 2506.04761, equations 3 to 5).
 
 with positions t, s and the cumulative logarithms G of the decay. Level 0 is the token itself. Clear the last l - 1 bits
 of t: if bit l - 1 of the result is set, level l > 0 holds the 2^(l - 1) tokens before that position (a Fenwick tree),
-so levels are coarser farther back. With a limit of ``levels``, the last level holds all older tokens, and the size of the
-state is constant.
+so levels are coarser farther back. With a limit of ``levels``, the last level holds all older tokens, and the size of
+the state is constant.
 
 The state S [batch, heads, levels, features, width] before position p holds at l - 1 the decayed sum of k_s v_s^T over
 level(p, s) = l. For a later t, all tokens of one level of p belong to one level of t: the higher of their level and

@@ -5,8 +5,8 @@ token to its listener. Rows join and leave between steps: the functions of ``cor
 states. The copies of one prompt share one absorbed state. Every row draws from the random stream of its seed, as in
 ``generate``, so its tokens do not depend on the other rows.
 
-A request is admitted if the states of all rows at their full lengths stay within a bound of bytes. The states of a batch
-are right-aligned, so a growing state takes as many slots for every row as the longest row needs.
+A request is admitted if the states of all rows at their full lengths stay within a bound of bytes. The states of a
+batch are right-aligned, so a growing state takes as many slots for every row as the longest row needs.
 """
 
 from __future__ import annotations
