@@ -89,7 +89,7 @@ def test_the_vector_of_the_class_is_added_at_every_position(more):
     torch.testing.assert_close(found, plain(values, places) + conditional.classes.weight[[3, 1]][:, None])
     with pytest.raises(KinformerError, match="4 is no class, which are 0 to 3 here"):
         conditional(torch.cat([numbers, classes[..., None] * 0 + 4], -1), places)
-    with pytest.raises(KinformerError, match="the last of which is the class"):
+    with pytest.raises(KinformerError, match="the class last"):
         conditional.check(values[..., :1])
 
 

@@ -120,7 +120,7 @@ def test_an_encoder_keeps_its_own_initialisation():
     ("changes", "told"),
     [
         ({"input.encoder.head": {"kind": "linear_classification", "classes": 3}}, "the head pooled"),
-        ({"input.encoder.input.size": (8, 16)}, "must be that of a square tile"),
+        ({"input.encoder.input.size": (8, 16)}, "must be the size of a square tile"),
         ({"input.size": (0, 4)}, "size must be rows and columns"),
         ({"input.encoder.input.channels": 24}, "channels"),
         ({"input.encoder.input.encoder.input.channels": 24}, "the encoder's width is 24"),

@@ -41,7 +41,7 @@ RARE = (
     "min_lr_ratio", "layer_decay", "momentum", "beta2", "table_lr", "checkpoint_minutes", "keep", "async_saves",
     "log_every", "stages", "plateau_factor", "plateau_patience", "diloco_steps", "outer_lr", "outer_momentum",
 )  # fmt: skip
-"""Rarely changed settings of training: on the command line they have paths for ``--set`` and no flags."""
+"""Rarely changed settings of training: the command line sets them by path (`set`), without flags."""
 
 
 def flag_of(name: str) -> str:
