@@ -7,10 +7,10 @@ features, whose outputs add up to the output of the whole. The rows of each weig
 shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that cannot be
 divided raises the reason.
 
-The weights of a part become DTensors of the mesh's axis "tp". FSDP can cut them again along another axis, and optimisers,
-norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors: they run as they do
-in one process, on fewer heads. The rows of a part are not neighbours in the whole weight, so a checkpoint gathers one
-weight at a time into the order of the whole.
+The weights of a part become DTensors of the mesh's axis "tp". FSDP can cut them again along another axis, and
+optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors: they
+run as they do in one process, on fewer heads. The rows of a part are not neighbours in the whole weight, so a
+checkpoint gathers one weight at a time into the order of the whole.
 """
 
 from __future__ import annotations
