@@ -247,3 +247,6 @@ ADAPTIVE_SPAN = Member(
         "paper-large": Recipe(768, 24, 8, _PAPER, hidden_dim=4096),
     },
 )
+
+
+MEMBERS = (UNIVERSAL, DEPTH_ADAPTIVE, CALM, ADAPTIVE_SPAN)

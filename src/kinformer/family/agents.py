@@ -129,3 +129,6 @@ DECISION = Member(
         ),
     },
 )
+
+
+MEMBERS = (GTRXL, DECISION)

@@ -267,3 +267,6 @@ DEEP_CHAR = Member(
     },
     objective="deep-supervision",
 )
+
+
+MEMBERS = (GPT, VANILLA, POST_LN, MACARON, PRIMER, DEEP_CHAR)

@@ -379,3 +379,6 @@ STAR = Member(
         "paper": Recipe(300, 1, 6, _STAR, vocab_size=30000),
     },
 )
+
+
+MEMBERS = (BERT, BIG_BIRD, BLOCKBERT, ETC, LONGFORMER, LINFORMER, SINKHORN, STAR)

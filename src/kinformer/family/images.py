@@ -308,3 +308,6 @@ HIPT = Member(
         "paper": _hipt(16, ((384, 12, 6), 256), ((192, 6, 6), 4096), ((192, 2, 3), 4096), 0.25, hidden_dim=192),
     },
 )
+
+
+MEMBERS = (VIT, DEIT, SWIN, CONVFORMER, HIPT)

@@ -8,11 +8,11 @@ registry serves ``set``, the readers of configs, ``kinformer.nn``, the site's pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 
 from kinformer.core.config import Config
-from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
+from kinformer.runtime.plugins import PARTS, Pages, Registry, entry_points_of
 
 _ATTENTION = (
     "softmax", "segment_memory", "compressive", "sinkhorn", "chosen_blocks", "latent", "linear", "recurrent", "buckets",
@@ -59,33 +59,12 @@ def named_parts() -> Iterator[tuple[str, type[Config]]]:
         yield from parts_of(page).items()
 
 
-class _Slot(Mapping[str, type[Config]]):
-    """Kinformer's own kinds of one slot: kind -> config class.
-
-    Looking up a kind imports pages until one has the kind, and first the page that is called like the kind.
-    """
-
-    def __init__(self, slot: str) -> None:
-        self.slot = slot
-
-    def _kinds(self, page: str) -> dict[str, type[Config]]:
-        return {config.kind: config for config in parts_of(page).values() if config.slot == self.slot}
-
-    def __getitem__(self, kind: str) -> type[Config]:
-        for page in sorted(PAGES[self.slot], key=lambda page: page.rpartition(".")[2] != kind):
-            if kind in (kinds := self._kinds(page)):
-                return kinds[kind]
-        raise KeyError(kind)
-
-    def __iter__(self) -> Iterator[str]:
-        return (kind for page in PAGES[self.slot] for kind in self._kinds(page))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _kinds_of(slot: str, page: str) -> dict[str, type[Config]]:
+    return {config.kind: config for config in parts_of(page).values() if config.slot == slot}
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:
-    """Return the table slot -> kind -> config class; those of other packages are imported when they are looked up."""
+    """Return the table slot -> kind -> config class; kinds of other packages are imported when they are looked up."""
     added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
     return {slot: _registry(slot) for slot in dict.fromkeys([*PAGES, *added])}
 
@@ -98,4 +77,5 @@ def _registry(slot: str) -> Registry[type[Config]]:
     def expected(kind: str) -> str:
         return f"a config class with the slot {slot!r} and the kind {kind!r}"
 
-    return Registry(slot, _Slot(slot) if slot in PAGES else {}, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")
+    builtin = Pages(PAGES.get(slot, ()), partial(_kinds_of, slot))
+    return Registry(slot, builtin, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")

@@ -410,3 +410,6 @@ SHA_RNN = Member(
         "paper": _sha_rnn(1024, 4, memory=5000, dropout=0.1, vocab_size=205),
     },
 )
+
+
+MEMBERS = (TRANSFORMER_XL, COMPRESSIVE, MEMORIZING, KNN_LM, SPALM, PKM, TENSORIZED, SHA_RNN)

@@ -213,3 +213,6 @@ MIXTRAL = Member(
         ),  # fmt: skip
     },
 )
+
+
+MEMBERS = (DIFFERENTIAL, FORGETTING, MLA, MIXTRAL)

@@ -219,3 +219,6 @@ COMPLEX_ORDER = Member(
         "paper": Recipe(1024, 6, 8, _COMPLEX, POST_NORM, norm=None, hidden_dim=2048),
     },
 )
+
+
+MEMBERS = (ROPE, ALIBI, SHAW, T5, DA_TRANSFORMER, COMPLEX_ORDER)

@@ -77,8 +77,8 @@ class Recipe:
     def __init__(self, dim: int, depth: int, num_heads: int, *settings: Settings, **more: object) -> None:
         self.dim, self.depth, self.num_heads = dim, depth, num_heads
         self.settings: dict[str, Any] = {}
-        for each in (DECODER, *settings, more):
-            self.settings |= each
+        for changes in (DECODER, *settings, more):
+            self.settings |= changes
 
     def but(self, *settings: Settings, **more: object) -> Recipe:
         """Return this recipe with further settings."""
@@ -96,7 +96,7 @@ class Recipe:
         slot = "encoder_layer" if settings["kind"] == "encoder" else "layer"
         layer = _layer(settings, self.dim, slot)
         data = settings | {"dim": self.dim, "layers": [layer] * self.depth}
-        _read_tokens(data, vocab_size or size, own=not source.get("input"))
+        _read_tokens(data, vocab_size or size, shared="input" not in source)
         if data["kind"] == "encoder_decoder":
             data["layers"] = [layer | {"further_mixers": [source.get("cross", "cross")]}] * self.depth
             reader = layer | {"kind": source.get("layer", "encoder"), "mixer": source.get("mixer", "bidirectional")}
@@ -188,15 +188,18 @@ def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
     return {"kind": kind} | {name: value for name, value in layer.items() if name in _fields(slot, kind)}
 
 
-def _read_tokens(data: dict[str, Any], size: int, own: bool) -> None:
-    """Give an input of tokens its vocabulary and the special tokens at its end; ``own``: an encoder reads by it too."""
+def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
+    """Give an input of tokens its vocabulary and the special tokens at its end.
+
+    ``shared``: the encoder of an encoder-decoder reads by the input of the decoder.
+    """
     read = part(data["input"]) if isinstance(data["input"], str) else data["input"]
     if read["kind"] != "tokens":
         return
     read = {"vocab_size": size} | read
     if data["kind"] == "encoder":
         read |= {"mask_token": size - 3}
-    if data["kind"] == "encoder" or (data["kind"] == "encoder_decoder" and own):
+    if data["kind"] == "encoder" or (data["kind"] == "encoder_decoder" and shared):
         read |= {"bos_token": size - 2, "eos_token": size - 1}
     for table in (data["head"], read.get("embedding")):
         if isinstance(table, dict) and "cutoffs" in table:  # a small vocabulary has fewer clusters

@@ -144,3 +144,6 @@ SPEECH_LSTM = Member(
         "paper": Recipe(640, 3, 1, _LSTM, _PAPER),
     },
 )
+
+
+MEMBERS = (SPEECH_SOFTMAX, SPEECH_LINEAR, SPEECH_LSH, SPEECH_LSTM)
