@@ -184,3 +184,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         loads = self._loads if self._loads is not None else torch.zeros_like(self.bias)
         loads, self._loads = total(loads), None
         self.bias.add_(self.config.bias_rate * (loads.mean() - loads).sign().to(self.bias.dtype))
+
+
+PARTS = {
+    "Experts": Experts.Config,
+}

@@ -349,3 +349,12 @@ def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
         looked_up, place = slots.unique(return_inverse=True)
         return looked_up, place
     return slots.new_empty(min(slots.numel(), count)), slots
+
+
+PARTS = {
+    "MLP": MLP.Config,
+    "SwiGLU": SwiGLU.Config,
+    "GeGLU": GeGLU.Config,
+    "Boom": Boom.Config,
+    "ProductKeys": ProductKeys.Config,
+}

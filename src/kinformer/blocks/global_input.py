@@ -97,3 +97,9 @@ class Sentences(GlobalInput):
 
     def embed(self, batch: int, count: int) -> Tensor:
         return self.table.weight[None].expand(batch, count, -1)
+
+
+PARTS = {
+    "ExtraTokens": ExtraTokens.Config,
+    "Sentences": Sentences.Config,
+}

@@ -545,3 +545,15 @@ class MacaronEncoderLayer(EncoderLayer):
         y = fed(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
         y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(y, text), text.valid, HALF)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
+
+
+PARTS = {
+    "EncoderLayer": EncoderLayer.Config,
+    "MacaronEncoderLayer": MacaronEncoderLayer.Config,
+    "ParallelEncoderLayer": ParallelEncoderLayer.Config,
+    "BareLayer": BareLayer.Config,
+    "DecoderLayer": DecoderLayer.Config,
+    "MacaronLayer": MacaronLayer.Config,
+    "ParallelLayer": ParallelLayer.Config,
+    "BareDecoderLayer": BareDecoderLayer.Config,
+}

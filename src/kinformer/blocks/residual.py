@@ -350,3 +350,15 @@ class Gated(Reordered):
         candidate = (candidate_y + self.of_reset((reset_y + reset_x).sigmoid() * x)).tanh()
         # (1 - z) x + z h
         return torch.lerp(x, candidate.to(x.dtype), update.to(x.dtype))
+
+
+PARTS = {
+    "PreNorm": PreNorm.Config,
+    "PostNorm": PostNorm.Config,
+    "ResPostNorm": ResPostNorm.Config,
+    "SandwichNorm": Sandwich.Config,
+    "ReorderedResidual": Reordered.Config,
+    "GatedResidual": Gated.Config,
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}

@@ -135,3 +135,9 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
         if self.attention is not None and self.attention_norm is not None:
             h = h + self.dropout(self.attention(self.attention_norm(h), text))
         return self.left(h, text.valid)
+
+
+PARTS = {
+    "ShaRnnEncoderLayer": ShaRnnEncoderLayer.Config,
+    "ShaRnnLayer": ShaRnnLayer.Config,
+}

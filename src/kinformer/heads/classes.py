@@ -356,3 +356,16 @@ class PolicyAndValue(nn.Module):
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         return torch.cat([self.policy(hidden_states, input, valid), self.value(hidden_states)], dim=-1)
+
+
+PARTS = {
+    "CTCHead": CTCHead.Config,
+    "DiscreteActionsHead": DiscreteActions.Config,
+    "ContinuousActionsHead": ContinuousActions.Config,
+    "PolicyAndValueHead": PolicyAndValue.Config,
+    "ClassificationHead": ClassificationHead.Config,
+    "LinearClassificationHead": LinearClassificationHead.Config,
+    "DistilledHead": DistilledHead.Config,
+    "PooledHead": PooledHead.Config,
+    "TokenClassificationHead": TokenClassificationHead.Config,
+}

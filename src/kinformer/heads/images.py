@@ -280,3 +280,10 @@ class PatchColoursHead(nn.Module):
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         """Return the logits of all patches; the tokens before them have none."""
         return self.output(hidden_states[:, self.before :])
+
+
+PARTS = {
+    "LogisticMixtureHead": LogisticMixture.Config,
+    "MaskedPatchesHead": MaskedPatchesHead.Config,
+    "PatchColoursHead": PatchColoursHead.Config,
+}

@@ -373,3 +373,12 @@ class SpalmHead(nn.Module):
         memory = (shares[..., None, :] @ following)[..., 0, :]
         gate = self.gate(hidden).sigmoid()
         return torch.where(some, (1 - gate) * memory + gate * hidden, hidden)
+
+
+PARTS = {
+    "AdaptiveSoftmaxHead": AdaptiveSoftmax.Config,
+    "LanguageModelHead": LanguageModelHead.Config,
+    "ModulusHead": ModulusHead.Config,
+    "SpalmHead": SpalmHead.Config,
+    "MaskedLanguageHead": MaskedLanguageHead.Config,
+}

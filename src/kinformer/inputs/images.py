@@ -586,3 +586,10 @@ class Tiles(Input):
 
     def _are_features(self, values: Tensor) -> bool:
         return values.dim() == 4 and values.shape[1] == self.patches.config.channels
+
+
+PARTS = {
+    "PixelInput": Pixels.Config,
+    "PatchInput": Patches.Config,
+    "TileInput": Tiles.Config,
+}

@@ -354,3 +354,10 @@ def features_of(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> 
             )
         height, width = (height - side) // stride + 1, (width - side) // stride + 1
     return height, width
+
+
+PARTS = {
+    "StepInput": Steps.Config,
+    "ObservationInput": Observations.Config,
+    "FrameInput": Frames.Config,
+}

@@ -242,3 +242,10 @@ class AdaptiveEmbedding(nn.Module):
             )
         assert vectors_so_far is not None
         return vectors_so_far
+
+
+PARTS = {
+    "TokenInput": Tokens.Config,
+    "LookupEmbedding": Lookup.Config,
+    "AdaptiveEmbedding": AdaptiveEmbedding.Config,
+}

@@ -288,3 +288,8 @@ class BidirectionalAttention(EncoderMixer):
 def _sized(pattern: Pattern, length: int) -> Pattern:
     """Return ``pattern.sized(length)``, computed between two graphs where they are captured."""
     return pattern.sized(length)
+
+
+PARTS = {
+    "BidirectionalAttention": BidirectionalAttention.Config,
+}

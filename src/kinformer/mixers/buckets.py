@@ -363,3 +363,11 @@ class BidirectionalRouting(EncoderMixer):
         """Return similarities to the centroids; padding is the least similar to all of them."""
         similar = self.centroids(unit, valid)
         return similar if valid is None else similar.masked_fill(~valid[:, None, :, None], -torch.inf)
+
+
+PARTS = {
+    "BidirectionalLSHAttention": BidirectionalLSH.Config,
+    "BidirectionalRoutingAttention": BidirectionalRouting.Config,
+    "LSHAttention": LSHAttention.Config,
+    "RoutingAttention": RoutingAttention.Config,
+}

@@ -289,3 +289,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         length, stride = self.config.summary_and_stride
         first = first if shift is None else first - shift
         return Cover(first, blocks.begin, blocks.current, blocks.size // stride, length // stride)
+
+
+PARTS = {
+    "ChosenBlocks": ChosenBlocks.Config,
+}

@@ -561,3 +561,12 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
             for name in ("compressed", "compressed_k", "compressed_v")
         }
         return state._replace(**leaves)
+
+
+PARTS = {
+    "CompressiveAttention": Compressive.Config,
+    "PoolCompression": Pool.Config,
+    "ConvolutionCompression": Convolution.Config,
+    "DilatedCompression": DilatedConvolution.Config,
+    "MostUsedCompression": MostUsed.Config,
+}

@@ -230,3 +230,10 @@ class CausalChannelMix(Crosses, CausalMixer):
         mixed, recent = convolve(x, weight, recent, chunk.valid, real_resets(chunk))
         recent = recent if self.crossing is None else self.crossing.last(recent)
         return select_valid(self.down(self.up(mixed[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
+
+
+PARTS = {
+    "SeparableConvolution": SeparableConvolution.Config,
+    "SeparableTransition": SeparableTransition,
+    "ChannelMix": ChannelMix,
+}

@@ -493,3 +493,12 @@ class PredictiveCrossAttention(OverSource):
         inside = (slots >= 0) & (slots < length) & ((slots - places.detach()[..., None]).abs() <= self.window)
         slots = slots.clamp(0, length - 1)
         return slots, inside & valid.gather(1, slots.flatten(1)).view(slots.shape)
+
+
+PARTS = {
+    "CrossAttention": CrossAttention.Config,
+    "LinearCrossAttention": LinearCrossAttention.Config,
+    "LinformerCrossAttention": LinformerCrossAttention.Config,
+    "LocalCrossAttention": LocalCrossAttention.Config,
+    "PredictiveCrossAttention": PredictiveCrossAttention.Config,
+}

@@ -489,3 +489,11 @@ class BidirectionalLinear(EncoderMixer):
             total = q @ k.sum(2).unsqueeze(-1)
             y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
         return select_valid(self.out(merge_heads(y).to(dtype)), text.valid)
+
+
+PARTS = {
+    "BidirectionalLinearAttention": BidirectionalLinear.Config,
+    "EtcAttention": EtcAttention.Config,
+    "LinformerAttention": Linformer.Config,
+    "StarAttention": StarAttention.Config,
+}

@@ -276,3 +276,9 @@ class SingleHead(TokenMemory):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
         return attention(q, k, v, visibility, Scoring(self.dim**-0.5), impl=self.impl).out
+
+
+PARTS = {
+    "LatentAttention": LatentAttention.Config,
+    "SingleHeadAttention": SingleHead.Config,
+}

@@ -491,3 +491,8 @@ class LinearAttention(Crosses, CausalMixer):
 def _joined(log_decay: Tensor, more: Tensor) -> Tensor:
     """Add the logarithms of both decays, of which the first may be one per channel."""
     return log_decay + (more if log_decay.dim() == 3 else more.unsqueeze(-1))
+
+
+PARTS = {
+    "LinearAttention": LinearAttention.Config,
+}

@@ -292,3 +292,8 @@ def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor,
         return k, v
     k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))
     return k, v
+
+
+PARTS = {
+    "MemorizingAttention": Memorizing.Config,
+}

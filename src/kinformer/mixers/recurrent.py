@@ -414,3 +414,11 @@ class RWKV7(Crosses, CausalMixer):
 
 def _low_rank(dim: int, rank: int, width: int) -> tuple[nn.Linear, nn.Linear]:
     return nn.Linear(dim, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+
+PARTS = {
+    "BidirectionalLSTM": BidirectionalLSTM.Config,
+    "RWKV7TimeMix": RWKV7.Config,
+    "LSTM": LSTM.Config,
+    "OuterProduct": OuterProduct.Config,
+}

@@ -290,3 +290,8 @@ def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
     age = torch.arange(limit, 0, -1, device=live.device)
     inside = (age <= live[:, None])[:, None, :, None]
     return torch.cat([old, torch.where(inside, new, new.detach())], dim=2)
+
+
+PARTS = {
+    "SegmentMemoryAttention": SegmentMemory.Config,
+}

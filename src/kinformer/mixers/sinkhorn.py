@@ -380,3 +380,9 @@ def _continued(state: SortedState, rows: Rows) -> SortedState:
         torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
     )
     return SortedState(k, v, sums, torch.where(rows.continues, state.seen, 0))  # type: ignore[call-arg]
+
+
+PARTS = {
+    "SinkhornAttention": SinkhornAttention.Config,
+    "CausalSinkhornAttention": CausalSinkhornAttention.Config,
+}

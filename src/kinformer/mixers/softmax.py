@@ -300,3 +300,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)
         return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask, self.head_norm)
+
+
+PARTS = {
+    "SoftmaxAttention": SoftmaxAttention.Config,
+}

@@ -319,3 +319,10 @@ def _gathered(items: Tensor, slots: Tensor) -> Tensor:
     """Return the rows of ``items`` [batch, past + time, width] at ``slots`` [batch, tokens, n]."""
     index = slots.flatten(1)[..., None].expand(-1, -1, items.shape[-1])
     return items.gather(1, index).unflatten(1, slots.shape[1:])
+
+
+PARTS = {
+    "BidirectionalTensorizedAttention": BidirectionalTensorized.Config,
+    "TensorizedAttention": TensorizedAttention.Config,
+    "TensorizedMemoryAttention": TensorizedMemory.Config,
+}

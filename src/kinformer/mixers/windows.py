@@ -156,3 +156,8 @@ def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) ->
     parts = [(place >= n - side).int() + (place >= n - shift) for place, n in zip(places, grid, strict=True)]
     regions = cut((3 * parts[0][:, None] + parts[1][None])[None, :, :, None], side)[..., 0]
     return (regions[:, :, None] == regions[:, None])[:, None]
+
+
+PARTS = {
+    "WindowAttention": WindowAttention.Config,
+}

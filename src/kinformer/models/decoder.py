@@ -329,3 +329,8 @@ class Decoder(CommonModel):
         (x, layers, tapped), exits = self.stack.absorb_early_exits(chunk, state.layers, before, taps, *reading)
         # By name, since PyTorch 2.11 returns no NamedTuple from a graph whose class it met as that of another.
         return Hidden(self.norm(x), DecoderState(layers, seen, state.source), tapped), exits
+
+
+PARTS = {
+    "DecoderModel": Decoder.Config,
+}

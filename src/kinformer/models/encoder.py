@@ -247,3 +247,8 @@ class Encoder(Reader, CommonModel):
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the head's logits of hidden states; a head per position takes any shape [..., dim]."""
         return self.head(hidden_states, self.input, valid)
+
+
+PARTS = {
+    "EncoderModel": Encoder.Config,
+}

@@ -129,3 +129,8 @@ class EncoderDecoder(Decoder):
         source, valid = checked_source(source, source_valid, batch, source.shape[-1])
         mean = source.sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
         return state._replace(source=SourceMean(mean.to(state.seen.device)))  # type: ignore[call-arg]
+
+
+PARTS = {
+    "EncoderDecoderModel": EncoderDecoder.Config,
+}

@@ -319,3 +319,12 @@ def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tens
     earlier = torch.cat([before, going_on[..., :-1]], -1).gather(-1, index)
     counted = going_on - torch.where((start >= 0)[:, None], earlier, 0)
     return Sums(going_on[..., None], counted[..., None])
+
+
+PARTS = {
+    "FixedDecay": Fixed.Config,
+    "SigmoidDecay": Sigmoid.Config,
+    "SoftplusDecay": Softplus.Config,
+    "LowRankDecay": LowRank.Config,
+    "SoftplusChannelsDecay": SoftplusChannels.Config,
+}

@@ -407,3 +407,16 @@ class RandomFourier(FeatureMap, Resampled):
             u = unit @ (weight / self.temperature).mT
         features = u.relu() if self.form == "arccos" else torch.cat([u.sin(), u.cos()], dim=-1)
         return (features * self.count**-0.5).to(x.dtype)
+
+
+PARTS = {
+    "EluFeatures": Elu.Config,
+    "ReluFeatures": Relu.Config,
+    "DpfpFeatures": Dpfp.Config,
+    "QuadraticFeatures": Quadratic.Config,
+    "IdentityFeatures": Identity.Config,
+    "UnitFeatures": Unit.Config,
+    "SumNormalisedFeatures": SumNormalised.Config,
+    "FavorFeatures": Favor.Config,
+    "RandomFourierFeatures": RandomFourier.Config,
+}

@@ -318,3 +318,13 @@ class ComplexOrder(nn.Embedding):
     def _of(self, table: Tensor, tokens: Tensor) -> Tensor:
         """Return the tokens' rows of ``table``, in float64."""
         return (table[0] if table.shape[0] == 1 else nn.functional.embedding(tokens, table)).double()
+
+
+PARTS = {
+    "ComplexOrderEmbedding": ComplexOrder.Config,
+    "NoPosition": NoPosition.Config,
+    "SinusoidalPositions": Sinusoidal.Config,
+    "LearnedPositions": Learned.Config,
+    "LearnedPositionsPerLayer": LearnedPerLayer.Config,
+    "TimingSignal": Timing.Config,
+}

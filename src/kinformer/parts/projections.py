@@ -470,7 +470,7 @@ def normed(norm: nn.RMSNorm, x: Tensor, by_head: bool = False) -> Tensor:
     return whole.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
 
 
-PARTS = 2
+COMPLEX_PARTS = 2
 
 
 class Complex(Projection):
@@ -493,7 +493,7 @@ class Complex(Projection):
             return self
 
         def build(self, dim: int, num_heads: int, head_dim: int) -> Complex:
-            if dim % PARTS or head_dim % PARTS:
+            if dim % COMPLEX_PARTS or head_dim % COMPLEX_PARTS:
                 raise KinformerError(
                     f"the projection {self.kind!r} pairs real and imaginary features, but dim is {dim} and head_dim "
                     f"{head_dim}; use even ones."
@@ -506,15 +506,15 @@ class Complex(Projection):
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = num_heads
-        self.shape = (3, num_heads, head_dim // PARTS)
-        width = num_heads * head_dim // PARTS
+        self.shape = (3, num_heads, head_dim // COMPLEX_PARTS)
+        width = num_heads * head_dim // COMPLEX_PARTS
         self.qkv = nn.ModuleList(
-            in_blocks(nn.Linear(dim // PARTS, 3 * width, bias=config.bias), width, width, width)
-            for _ in range(1 if config.shared else PARTS)
+            in_blocks(nn.Linear(dim // COMPLEX_PARTS, 3 * width, bias=config.bias), width, width, width)
+            for _ in range(1 if config.shared else COMPLEX_PARTS)
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = _apply_parts(self.qkv, x.unflatten(-1, (PARTS, -1)))
+        parts = _apply_parts(self.qkv, x.unflatten(-1, (COMPLEX_PARTS, -1)))
         q, k, v = parts.unflatten(-1, self.shape).permute(3, 0, 4, 1, 2, 5).flatten(-2).unbind()
         return q, k, v
 
@@ -527,8 +527,8 @@ class ComplexOutput(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.parts = nn.ModuleList(
-            ResidualOutput(num_heads * head_dim // PARTS, dim // PARTS, bias=bias)
-            for _ in range(1 if shared else PARTS)
+            ResidualOutput(num_heads * head_dim // COMPLEX_PARTS, dim // COMPLEX_PARTS, bias=bias)
+            for _ in range(1 if shared else COMPLEX_PARTS)
         )
 
     @property
@@ -537,7 +537,7 @@ class ComplexOutput(nn.Module):
         return self.parts[0].weight  # type: ignore[return-value]
 
     def forward(self, y: Tensor) -> Tensor:
-        heads = y.unflatten(-1, (self.num_heads, PARTS, -1)).transpose(-3, -2)
+        heads = y.unflatten(-1, (self.num_heads, COMPLEX_PARTS, -1)).transpose(-3, -2)
         return _apply_parts(self.parts, heads.flatten(-2)).flatten(-2)
 
 
@@ -926,3 +926,15 @@ class BlockSummary(nn.Module):
         placed = (x + self.places.to(x.dtype)[:, None]).flatten(-2)
         summary: Tensor = self.out(torch.relu(self.hidden(placed)))
         return summary.to(x.dtype)
+
+
+PARTS = {
+    "MultiHeadGlobalProjection": MultiHeadGlobal.Config,
+    "MultiHeadProjection": MultiHead.Config,
+    "GroupedProjection": Grouped.Config,
+    "NormalisedProjection": Normalised.Config,
+    "ConvolvedProjection": Convolved.Config,
+    "ComplexProjection": Complex.Config,
+    "SharedQKProjection": SharedQK.Config,
+    "KVShiftProjection": KVShift.Config,
+}

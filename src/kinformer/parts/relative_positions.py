@@ -541,3 +541,14 @@ class DistanceAware(Position):
         x, v = self.rate.to(dtype)[:, None] * distance, self.steepness.to(dtype)[:, None]
         # f = (1 + e^v) / (1 + e^(v - x)) = sigmoid(x - v) / sigmoid(-v), by logarithms so that e^v cannot overflow
         return Relative(lowest, factor=(logsigmoid(x - v) - logsigmoid(-v)).exp())
+
+
+PARTS = {
+    "RotaryPositions": Rope.Config,
+    "ShawPositions": Shaw.Config,
+    "TransformerXLPositions": TransformerXL.Config,
+    "T5Bias": T5.Config,
+    "AlibiBias": Alibi.Config,
+    "DistanceAwareScaling": DistanceAware.Config,
+    "DistanceKeys": DistanceKeys.Config,
+}

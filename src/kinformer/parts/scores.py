@@ -382,3 +382,16 @@ class DynamicSpan(Following, TokenSpan, Regularized):
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
         return self.config.penalty * select_valid(z.mean(1), valid).sum(1)
+
+
+PARTS = {
+    "ScaledDotScore": ScaledDot.Config,
+    "DotScore": Dot.Config,
+    "BilinearScore": Bilinear.Config,
+    "CappedScore": Capped.Config,
+    "SinkLogitScore": SinkLogit.Config,
+    "AdditiveScore": Additive.Config,
+    "ModulusScore": Modulus.Config,
+    "SoftSpan": SoftSpan.Config,
+    "DynamicSpan": DynamicSpan.Config,
+}

@@ -440,3 +440,13 @@ def smoothed(scores: Tensor, seen: AllExits, width: float) -> Tensor:
     weights = torch.exp(-((time[:, None] - time) ** 2) / width)
     same = (seen.sequence[:, :, None] == seen.sequence[:, None]) & seen.valid[:, None]
     return torch.einsum("btu,ebu->ebt", torch.where(same, weights, 0.0), scores)
+
+
+PARTS = {
+    "SoftmaxResponseExit": SoftmaxResponse.Config,
+    "SaturationExit": Saturation.Config,
+    "ClassifierExit": ExitClassifier.Config,
+    "MultinomialExit": Multinomial.Config,
+    "GeometricExit": Geometric.Config,
+    "SequenceMultinomialExit": SequenceMultinomial.Config,
+}

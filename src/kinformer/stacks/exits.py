@@ -273,3 +273,8 @@ class _Running:
         self.mask = self.mask & stay
         self.whole, self._picked = False, self.mask if self.has_values else None
         self.some = not self.has_values or bool(self.mask.any())
+
+
+PARTS = {
+    "ExitStack": Exits.Config,
+}

@@ -254,3 +254,9 @@ class Universal(Stack):
         """Return the tokens [batch, time, 1] whose vectors a step changes."""
         running = progress.running[..., None]
         return torch.ones_like(running) if self._halting.halted == "evolving" else running
+
+
+PARTS = {
+    "UniversalStack": Universal.Config,
+    "ACT": ACT.Config,
+}

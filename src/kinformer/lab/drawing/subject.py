@@ -17,7 +17,7 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import PatternConfig, Position, PositionConfig
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import EmbeddingConfig
-from kinformer.family.elsewhere import nearest_member
+from kinformer.family.table import nearest_member
 from kinformer.kernels.block_sparse import explain
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import (

@@ -307,3 +307,9 @@ def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
     drawn[:, 1:] = np.take_along_axis(orders, first, axis=-1).swapaxes(0, 1)
     drawn.flags.writeable = False
     return drawn
+
+
+PARTS = {
+    "RandomBlocksPattern": RandomBlocks.Config,
+    "BigBirdPattern": BigBird.Config,
+}

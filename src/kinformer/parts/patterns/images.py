@@ -209,3 +209,9 @@ class Image2D(Pattern):
             np.where(one_line, x, np.where(one_row, left, 0)),
             np.where(one_line, last_x, np.where(one_row, last_left + self.raster.block_width - 1, self.width - 1)),
         )
+
+
+PARTS = {
+    "Image1DPattern": Image1D,
+    "Image2DPattern": Image2D.Config,
+}

@@ -842,3 +842,26 @@ def _alike(kind: str, patterns: Sequence[Pattern]) -> Sequence[Pattern]:
             f"the patterns of {kind!r} are for {' and for '.join(map(str, counts))} heads; give them one head count."
         )
     return patterns
+
+
+PARTS = {
+    "FullPattern": Full.Config,
+    "CausalPattern": Causal.Config,
+    "LocalPattern": Local.Config,
+    "SinksPattern": Sinks.Config,
+    "DilatedPattern": Dilated.Config,
+    "ColumnsPattern": Columns.Config,
+    "StridedPattern": Strided,
+    "BlocksPattern": Blocks.Config,
+    "SegmentsPattern": Segments.Config,
+    "SummariesPattern": Summaries.Config,
+    "FixedPattern": Fixed,
+    "GlobalTokensPattern": GlobalTokens.Config,
+    "BlockwisePattern": Blockwise.Config,
+    "DocumentsPattern": Documents.Config,
+    "PerHeadPattern": PerHead.Config,
+    "WindowPattern": Window,
+    "UnionPattern": Union,
+    "IntersectionPattern": Intersection,
+    "ComplementPattern": Complement,
+}
