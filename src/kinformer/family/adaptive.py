@@ -149,15 +149,15 @@ def _recipe_of_depth_adaptive(
     """Return the recipe; ``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
 
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.adaptive.rules import ExitRuleConfig, Geometric, Multinomial, SoftmaxResponse
+        from kinformer.adaptive.stack import ExitStack
         from kinformer.blocks.residual import Initialisation
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.parts.positions import Sinusoidal
-        from kinformer.stacks.exit_rules import ExitRuleConfig, Geometric, Multinomial, SoftmaxResponse
-        from kinformer.stacks.exits import Exits
 
         rule: ExitRuleConfig = Multinomial.Config() if multinomial else Geometric.Config()
-        stack = Exits.Config(rule=rule, weights="uniform", classifiers="tied" if tied else "separate")
+        stack = ExitStack.Config(rule=rule, weights="uniform", classifiers="tied" if tied else "separate")
         if mixed:
             rule = SoftmaxResponse.Config(measure="maximum")
             stack = stack.replace(rule=rule, training="mixed", samples=6)
@@ -181,9 +181,9 @@ def _translating_of_depth_adaptive(shape: ModelShape, dropout: float = 0.0) -> R
     (3.2.1)."""
 
     def recipe(vocab: int | None) -> EncoderDecoder.Config:
+        from kinformer.adaptive.rules import SequenceMultinomial
         from kinformer.heads.language import LanguageModelHead
         from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.stacks.exit_rules import SequenceMultinomial
 
         base = _recipe_of_depth_adaptive(shape)(vocab or 258)
         base = base.replace(stack=base.stack.replace(rule=SequenceMultinomial.Config(), classifiers="tied"))
@@ -245,10 +245,10 @@ def _recipe_of_calm(
     decay_tokens: float | None = None,
 ) -> Recipe:
     def recipe(vocab: int | None) -> Decoder.Config:
+        from kinformer.adaptive.rules import ExitClassifier, Saturation, SoftmaxResponse
+        from kinformer.adaptive.stack import ExitStack
         from kinformer.mixers.softmax import SoftmaxAttention
         from kinformer.parts.relative_positions import T5
-        from kinformer.stacks.exit_rules import ExitClassifier, Saturation, SoftmaxResponse
-        from kinformer.stacks.exits import Exits
 
         rules = {item.kind: item for item in (SoftmaxResponse.Config, Saturation.Config, ExitClassifier.Config)}
         config = decoder(
@@ -256,7 +256,7 @@ def _recipe_of_calm(
             vocab or vocab_size,
             mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, head_dim=head_dim, position=T5.Config()),
         )
-        return config.replace(stack=Exits.Config(rule=rules[measure](decay_tokens=decay_tokens)))
+        return config.replace(stack=ExitStack.Config(rule=rules[measure](decay_tokens=decay_tokens)))
 
     return recipe
 

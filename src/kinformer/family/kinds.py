@@ -12,6 +12,15 @@ from kinformer.runtime.plugins import PARTS, Registry, entry_points_of
 
 def models() -> list[type[Config]]:
     """Return the models, their inputs, their stacks and their heads."""
+    from kinformer.adaptive.rules import (
+        ExitClassifier,
+        Geometric,
+        Multinomial,
+        Saturation,
+        SequenceMultinomial,
+        SoftmaxResponse,
+    )
+    from kinformer.adaptive.stack import ExitStack
     from kinformer.heads import language
     from kinformer.heads.classes import ContinuousActions, CTCHead, DiscreteActions, PolicyAndValue
     from kinformer.heads.images import LogisticMixture
@@ -21,15 +30,7 @@ def models() -> list[type[Config]]:
     from kinformer.inputs.signals import Frames, Observations, Steps
     from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup
     from kinformer.models import decoder, encoder_decoder
-    from kinformer.stacks import exits, reversible, sequential, universal
-    from kinformer.stacks.exit_rules import (
-        ExitClassifier,
-        Geometric,
-        Multinomial,
-        Saturation,
-        SequenceMultinomial,
-        SoftmaxResponse,
-    )
+    from kinformer.stacks import reversible, sequential, universal
     from kinformer.stacks.sequential import Stages
     from kinformer.stacks.universal import ACT
 
@@ -50,7 +51,7 @@ def models() -> list[type[Config]]:
         Stages.Config,
         universal.Universal.Config,
         ACT.Config,
-        exits.Exits.Config,
+        ExitStack.Config,
         SoftmaxResponse.Config,
         Saturation.Config,
         ExitClassifier.Config,

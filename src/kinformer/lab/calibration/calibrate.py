@@ -151,7 +151,7 @@ def _risk(
 
 def check_exits(run: Run) -> None:
     """Refuse runs whose exits have no threshold."""
-    from kinformer.stacks.exit_rules import ThresholdConfig
+    from kinformer.adaptive.rules import ThresholdConfig
 
     rule = getattr(run.config.stack, "rule", None)
     if not isinstance(rule, ThresholdConfig):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from kinformer.core.model import Model, device_of
 from kinformer.core.parts import Selection
-from kinformer.core.stack import HaltingState, Stack
 from kinformer.lab.evaluation.exits import LAYERS_PER_TOKEN, early_exit_stack
 from kinformer.lab.training.logging import Metric
+from kinformer.stacks.universal import HaltingState, Universal
 
 # Steps per token in a model whose stack lets tokens halt.
 
@@ -25,7 +25,7 @@ class PonderRecorder:
     """The steps that the tokens of a model have taken so far; ``halts``: whether they can take fewer than all."""
 
     def __init__(self, model: nn.Module) -> None:
-        stacks = (module for module in model.modules() if isinstance(module, Stack))
+        stacks = (module for module in model.modules() if isinstance(module, Universal))
         self.deciding = [stack.halting for stack in stacks if stack.halting is not None]
         self.tokens, self.steps = 0, 0
 
@@ -86,7 +86,7 @@ def noting_depths(model: nn.Module | Model) -> Iterator[Depths | None]:
     """Record the depths of all tokens of ``model``, a causal one, within the
     context; None where all go equally deep."""
     stack = getattr(model, "stack", None)
-    halting, exits = getattr(stack, "halting", None), early_exit_stack(model)
+    halting, exits = stack.halting if isinstance(stack, Universal) else None, early_exit_stack(model)
     if halting is not None:
         depths = Depths(PONDER_STEPS)
         hook = halting.register_forward_pre_hook(depths.step)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from kinformer.adaptive.rules import AtExit, ExitRule, ThresholdRule
+from kinformer.adaptive.stack import ExitStack
 from kinformer.core.model import Model, device_of
-from kinformer.core.stack import Stack
 from kinformer.core.state import fork, reserve
 from kinformer.lab.data import Split
 from kinformer.lab.evaluation.bits import Windows, batches
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import plural
-from kinformer.stacks.exit_rules import AtExit, ExitRule, ThresholdRule
-from kinformer.stacks.exits import Exits
 
 # The exits by which tokens leave a stack with early exits, and the savings.
 
@@ -78,7 +77,7 @@ class Exited:
 class EarlyExitRecorder:
     """The count of tokens of a model that left by each exit so far."""
 
-    def __init__(self, stack: Stack | None) -> None:
+    def __init__(self, stack: ExitStack | None) -> None:
         self.stack = stack
         self.tokens = [0] * (0 if stack is None else len(stack.exits))
 
@@ -96,11 +95,11 @@ class EarlyExitRecorder:
         self.tokens = [before + count for before, count in zip(self.tokens, counts, strict=True)]
 
 
-def early_exit_stack(model: nn.Module | Model) -> Exits | None:
+def early_exit_stack(model: nn.Module | Model) -> ExitStack | None:
     """Return the model's stack where its tokens may leave early, as its rule is now; else None."""
     assert isinstance(model, nn.Module)
-    stacks: Iterator[Any] = (module for module in model.modules() if isinstance(module, Stack) and module.exits)
-    return next((stack for stack in stacks if getattr(stack, "rule", None) is not None and not stack.rule.off), None)
+    stacks = (module for module in model.modules() if isinstance(module, ExitStack))
+    return next((stack for stack in stacks if stack.leaves_early), None)
 
 
 @contextmanager
@@ -117,7 +116,7 @@ def noting_exits(model: nn.Module | Model) -> Iterator[EarlyExitRecorder]:
 
 
 @contextmanager
-def with_rule(stack: Exits | None, rule: ExitRule | None) -> Iterator[None]:
+def with_rule(stack: ExitStack | None, rule: ExitRule | None) -> Iterator[None]:
     """Use another rule of ``stack`` within the context, or none: all tokens go through all layers. Without a stack
     nothing changes."""
     if stack is None:
