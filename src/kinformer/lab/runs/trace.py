@@ -25,7 +25,7 @@ from kinformer.kernels.attention import Projected
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.drawing.text import trace_page
-from kinformer.lab.evaluation.exits import early_exit_stack
+from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions
 from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.runs.trace_options import TraceOptions, numbers_in

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from kinformer.adaptive.decoder import ExitEncoderDecoder
     from kinformer.core.model import CausalModel
     from kinformer.core.stack import ModelConfig
+    from kinformer.lab.calibration.options import CalibrateOptions
+    from kinformer.lab.calibration.risk import Samples
     from kinformer.lab.data.labelled import TextSource
     from kinformer.lab.data.pairs import Languages, Parallel
-    from kinformer.lab.evaluation.exits import Samples, Sampling
     from kinformer.lab.tasks.next_token.generate import Generated
     from kinformer.lab.training.data_module import DataModule, Objective
 
@@ -237,11 +238,11 @@ class Translate(Task):
 
         return translate_lines(subject, prompt, options, write)
 
-    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
         from kinformer.lab.tasks.translate.work import PairSamples
 
         self.check_generation(run)
-        return PairSamples(self, run, model, sampling)
+        return PairSamples(self, run, model, options)
 
     def predict(
         self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: BeamOptions

@@ -17,17 +17,16 @@ from kinformer.adaptive.rules import AllExits
 from kinformer.core.model import CausalModel, SourceModel, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.generation.beam import Hypothesis, Search, beam_search
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, at_threshold
 from kinformer.lab.data import IGNORED, BosEos
 from kinformer.lab.data.buckets import TokenBatches
 from kinformer.lab.data.labelled import LABEL_NAMES, TEXT_NAMES, Columns, TextItem, TextSource
 from kinformer.lab.data.pairs import NUMBER_WORDS, Pairs, Parallel
 from kinformer.lab.data.tokenizer import Tokenizer, as_bytes
-from kinformer.lab.evaluation.exits import (
+from kinformer.lab.evaluation.depths import (
     LAYERS_PER_TOKEN,
     Exited,
-    Samples,
-    Sampling,
-    at_threshold,
     early_exit_stack,
     noting_exits,
     saved,
@@ -450,28 +449,28 @@ class PairSamples(Samples):
     Sources of a part of the pairs, drawn evenly; the truth is their reference.
     """
 
-    def __init__(self, task: Translate, run: TrainedRun, model: CausalModel, sampling: Sampling) -> None:
+    def __init__(self, task: Translate, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
         for name in ("prompt_tokens", "new_tokens"):
-            if getattr(sampling, name) is not None:
+            if getattr(options, name) is not None:
                 raise KinformerError(
-                    f"{marked(name)} {getattr(sampling, name)}: is of running text; a sample of this run is a whole "
+                    f"{marked(name)} {getattr(options, name)}: is of running text; a sample of this run is a whole "
                     "source and its translation, so leave it out."
                 )
-        decoding = BeamOptions() if sampling.beam is None else BeamOptions(beam=sampling.beam)
-        held = held_out_pairs(task, run, EvaluationSettings(data=sampling.data, split=sampling.split))
+        decoding = BeamOptions() if options.beam is None else BeamOptions(beam=options.beam)
+        held = held_out_pairs(task, run, EvaluationSettings(data=options.data, split=options.split))
         how = {"beam": decoding.beam, "length_penalty": decoding.length_penalty}
-        super().__init__(model, identity_of_part(held.data, sampling.split, held.same), how)
-        if len(held.pairs.source) < sampling.size:
+        super().__init__(model, identity_of_part(held.data, options.split, held.same), how)
+        if len(held.pairs.source) < options.prompts:
             raise KinformerError(
-                f"split {sampling.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
-                f"for {sampling.size} samples; give another by `split`, or fewer by `prompts`."
+                f"split {options.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
+                f"for {options.prompts} samples; give another by `split`, or fewer by `prompts`."
             )
-        draw = np.random.default_rng(sampling.seed)
-        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), sampling.size, replace=False).tolist())
+        draw = np.random.default_rng(options.seed)
+        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), options.prompts, replace=False).tolist())
         # Sources of like length are translated together.
-        pairs = pairs.taken(sorted(range(sampling.size), key=lambda index: len(pairs.source[index])))
+        pairs = pairs.taken(sorted(range(options.prompts), key=lambda index: len(pairs.source[index])))
         self.translator, self.sources = Translator(LoadedRun(run, model), decoding), pairs.source
-        self.batch_size = sampling.batch_size
+        self.batch_size = options.batch_size
         self.truth = [ids.tolist() for ids in tokenizer_of(run).encode_batch(pairs.target)]
         self.begin()
 
