@@ -9,7 +9,7 @@ from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.learning import gather_aux_losses
 from kinformer.family.build import configure
 from kinformer.kernels.grouped import grouped_products
-from kinformer.lab.evaluation.depths import record_usage
+from kinformer.lab.evaluation.usage import record_usage
 from kinformer.runtime.errors import KinformerError
 
 DIM, HIDDEN, EXPERTS = 12, 10, 6

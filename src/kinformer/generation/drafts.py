@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.reserved import cropped
 from kinformer.core.state import State
-from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_ways, recordings_of
+from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
 from kinformer.runtime.errors import KinformerError, require
@@ -175,7 +175,7 @@ class AheadDraft:
         if hidden is None:
             return None
         last = torch.tensor([[ord(text[-1])] for text in texts], device=device_of(self.model))
-        return self.model.guesses(hidden, last, limit)
+        return self.model.ahead.guesses(hidden, last, limit, self.model.input, self.model.head)
 
     def fork(self, copies: int) -> AheadDraft:
         return self
@@ -386,7 +386,7 @@ class Passes:
                 self._made += 1
                 running = self._recorded(tokens, state)
                 if running is not None:
-                    logits, hidden = running.go(tokens, 0)
+                    logits, hidden = running.outputs(tokens)
                     return logits, hidden, running.release()
             (logits, hidden), state = self._pass(tokens, state, valid)
             return logits, hidden, state
@@ -402,7 +402,7 @@ class Passes:
                 return running
         if self._made > self._record_at:
             try:
-                recording = record_ways([self._pass], [self.model], tokens, state)
+                recording = record_step(self._pass, self.model, tokens, state)
                 recordings_of(self.model).keep(recording)
                 return recording.begin(state, self.time)
             except UnrecordableError as refused:

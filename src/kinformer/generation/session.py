@@ -21,10 +21,8 @@ from kinformer.generation.recording import (
     RunningSteps,
     StepRecording,
     UnrecordableError,
-    leaves_early,
     logits_after,
     record,
-    record_exits,
     recordings_of,
 )
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
@@ -281,11 +279,8 @@ class Steps:
                 return running
         if self.made > self.record_at:
             try:
-                model = self.model
-                self._recording = (
-                    record_exits(model, tokens, state) if leaves_early(model) else record(model, tokens, state)
-                )
-                recordings_of(model).keep(self._recording)
+                self._recording = record(self.model, tokens, state)
+                recordings_of(self.model).keep(self._recording)
                 return self._recording.begin(state)
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1

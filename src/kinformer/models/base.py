@@ -133,10 +133,12 @@ class CommonModel(Trunk):
     def __init__(self, config: CommonConfig) -> None:
         super().__init__(config, config.dim, config.input.build(config.dim))
         config.head.check(config.width, self.input)
-        self.head = config.head.build(config.width, self.input)
-        self.exit_heads = self._build_exit_heads(config)
+        self._build_head()
         config.initialisation.apply(self)
         self.initialised = True
+
+    def _build_head(self) -> None:
+        self.head = self.config.head.build(self.config.width, self.input)
 
     @property
     def vocab_size(self) -> int:
@@ -144,16 +146,3 @@ class CommonModel(Trunk):
         if self.input.vocab_size is None:
             raise KinformerError(f"the input {self.config.input.kind!r} of this model does not read token ids.")
         return self.input.vocab_size
-
-    def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
-        """Build the heads of exits that have one of their own, beside the last's."""
-        count = config.stack.exit_heads(len(config.layers))
-        if not count:
-            return None
-        heads = nn.ModuleList(config.head.build(config.width, self.input) for _ in range(count))
-        if not any(parameter.dim() > 1 for parameter in heads.parameters()):
-            raise KinformerError(
-                f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
-                "cannot have separate ones; give `set` head.tied=false, or `set` stack.classifiers=tied."
-            )
-        return heads

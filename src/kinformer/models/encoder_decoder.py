@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kinformer.blocks.residual import NormConfig
 from kinformer.core.contract import ReadsSource
-from kinformer.core.encoder import EncoderLayerConfig, checked_source
+from kinformer.core.encoder import EncoderLayerConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.stack import StackConfig
-from kinformer.models.decoder import Decoder, DecoderState, SourceMean
+from kinformer.models.decoder import Decoder, DecoderState
 from kinformer.models.encoder import Reader, ReaderConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
@@ -75,7 +75,7 @@ class EncoderDecoder(Decoder):
         encoder: SourceEncoder.Config
 
         def build(self) -> EncoderDecoder:
-            return EncoderDecoder(self)
+            return self.stack.model_class(EncoderDecoder)(self)
 
     config: Config
 
@@ -123,12 +123,7 @@ class EncoderDecoder(Decoder):
         """Return the state of ``batch`` new sequences over an encoded ``source`` [batch, length, width]."""
         if source is None:
             raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
-        state = super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
-        if not self.stack.reads_source:
-            return state
-        source, valid = checked_source(source, source_valid, batch, source.shape[-1])
-        mean = source.sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
-        return state._replace(source=SourceMean(mean.to(state.seen.device)))  # type: ignore[call-arg]
+        return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
 
 
 PARTS = {

@@ -1,3 +1,5 @@
+import kinformer.adaptive.rules
+import kinformer.adaptive.stack
 import kinformer.blocks.experts
 import kinformer.blocks.feed_forward
 import kinformer.blocks.global_input
@@ -38,8 +40,6 @@ import kinformer.parts.positions
 import kinformer.parts.projections
 import kinformer.parts.relative_positions
 import kinformer.parts.scores
-import kinformer.stacks.exit_rules
-import kinformer.stacks.exits
 import kinformer.stacks.reversible
 import kinformer.stacks.sequential
 import kinformer.stacks.universal
@@ -75,13 +75,13 @@ StagedStack = kinformer.stacks.sequential.Stages.Config
 ReversibleStack = kinformer.stacks.reversible.Reversible.Config
 UniversalStack = kinformer.stacks.universal.Universal.Config
 ACT = kinformer.stacks.universal.ACT.Config
-ExitStack = kinformer.stacks.exits.Exits.Config
-SoftmaxResponseExit = kinformer.stacks.exit_rules.SoftmaxResponse.Config
-SaturationExit = kinformer.stacks.exit_rules.Saturation.Config
-ClassifierExit = kinformer.stacks.exit_rules.ExitClassifier.Config
-MultinomialExit = kinformer.stacks.exit_rules.Multinomial.Config
-GeometricExit = kinformer.stacks.exit_rules.Geometric.Config
-SequenceMultinomialExit = kinformer.stacks.exit_rules.SequenceMultinomial.Config
+ExitStack = kinformer.adaptive.stack.ExitStack.Config
+SoftmaxResponseExit = kinformer.adaptive.rules.SoftmaxResponse.Config
+SaturationExit = kinformer.adaptive.rules.Saturation.Config
+ClassifierExit = kinformer.adaptive.rules.ExitClassifier.Config
+MultinomialExit = kinformer.adaptive.rules.Multinomial.Config
+GeometricExit = kinformer.adaptive.rules.Geometric.Config
+SequenceMultinomialExit = kinformer.adaptive.rules.SequenceMultinomial.Config
 AdaptiveSoftmaxHead = kinformer.heads.language.AdaptiveSoftmax.Config
 LanguageModelHead = kinformer.heads.language.LanguageModelHead.Config
 ModulusHead = kinformer.heads.language.ModulusHead.Config

@@ -22,7 +22,7 @@ from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import MOST_CELLS, HeatPanel, PatternPanel, numbered
 from kinformer.lab.drawing.text import ColouredText
 from kinformer.lab.evaluation.bits import Windows, cut
-from kinformer.lab.evaluation.exits import EarlyExitRecorder, Exited, early_exit_stack
+from kinformer.lab.evaluation.depths import EarlyExitRecorder, Exited, early_exit_stack
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.runs.trace import AttentionTrace, trace, weights_of
 from kinformer.lab.runs.trace_options import TraceOptions

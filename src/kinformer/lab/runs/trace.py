@@ -25,7 +25,7 @@ from kinformer.kernels.attention import Projected
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.drawing.text import trace_page
-from kinformer.lab.evaluation.exits import early_exit_stack
+from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions
 from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
@@ -59,6 +59,7 @@ from kinformer.parts.projections import AlignedState, CrossState, Pieces
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.progress import note
+from kinformer.stacks.universal import Universal
 
 # A stand-in for the values of tokens, by which the weights of attention are read from its outputs.
 
@@ -745,14 +746,13 @@ def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHid
     attention = [
         _attention(subject, call, options.heads) for call in records.calls if stack.order[call.use] + 1 in layers
     ]
-    exits = [torch.tensor([use + 1 for use in stack.exits])[item[0].cpu()] for item in records.exits]
     steps = torch.stack([item[0].cpu() for item in records.running]).sum(0) if records.running else None
     return Reading(
         ids=ids[0].cpu(),
         tokens=tuple(labels(subject.run, subject.run.config, ids[0].tolist())),
         hidden_states=tuple(tap[0].float().cpu() for tap in taps),
         attention=tuple(attention),
-        exits=exits[0] if exits else None,
+        exits=records.exits[0] if records.exits else None,
         steps=steps,
     )
 
@@ -770,11 +770,13 @@ def _recording(stack: Stack) -> Iterator[_Records]:
             uses = [use for use, index in enumerate(stack.order) if stack.layers[index] is layer]
             for number, mixer in enumerate(_mixers(layer)):
                 on(mixer, _Recorder(records, uses, number == 0))
-        left = getattr(early_exit_stack(stack), "left", None)
-        if left is not None:
-            on(left, lambda _, inputs, __: records.exits.append(inputs[0]))
-        if stack.halting is not None:
-            on(stack.halting, lambda _, inputs, __: records.running.append(inputs[0].running))
+        early_exit = early_exit_stack(stack)
+        if early_exit is not None:
+            layers = torch.tensor([use + 1 for use in early_exit.exits])
+            on(early_exit.left, lambda _, inputs, __: records.exits.append(layers[inputs[0][0].cpu()]))
+        halting = stack.halting if isinstance(stack, Universal) else None
+        if halting is not None:
+            on(halting, lambda _, inputs, __: records.running.append(inputs[0].running))
         yield records
 
 

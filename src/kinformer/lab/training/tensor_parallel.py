@@ -122,9 +122,6 @@ class DivisibleModel(StackedModel, Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def exit_heads(self) -> nn.ModuleList | None: ...
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]: ...
@@ -293,9 +290,9 @@ def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
     """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
     embedding = getattr(model.config.input, "embedding", None)
     simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
-    if not simple or model.exit_heads is not None or model.vocab_size % parts:
+    if not simple or model.vocab_size % parts:
         return False
-    if getattr(model, "ahead", None) is not None:
+    if getattr(model, "exit_heads", None) is not None or getattr(model, "ahead", None) is not None:
         return False
     return output_product(model) is not None
 
