@@ -40,10 +40,9 @@ from kinformer.lab.drawing.panels import (
     pattern_panel,
     raster,
 )
-from kinformer.lab.drawing.runs import span_panel
 from kinformer.lab.runs.run import CONFIG, open_run
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, marked, nearest, plural
+from kinformer.runtime.errors import KinformerError, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 if TYPE_CHECKING:
@@ -141,12 +140,11 @@ class Subject:
     patterns: list[tuple[Pattern, str, str]] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)
     others: list[tuple[CausalMixer | EncoderMixer, str, str, int]] = field(default_factory=list)
-    ready: list[Panel] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
 
     def panels(self) -> list[Panel]:
         """Return all panels of the picture, patterns first."""
-        options, panels = self.options, list(self.ready)
+        options, panels = self.options, []
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)
@@ -169,8 +167,6 @@ def find(options: DrawOptions) -> Subject:
     from kinformer.family.table import FAMILY
 
     name = options.subject
-    if options.spans:
-        return _spans(options)
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
     if name.lstrip().startswith("{"):
@@ -190,16 +186,6 @@ def find(options: DrawOptions) -> Subject:
     )
     other, names = nearest_member(name) if named else None, [*table, *(FAMILY if named else ())]
     raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
-
-
-def _spans(options: DrawOptions) -> Subject:
-    texts = ("exits", "buckets", "experts", "blocks", "data")
-    others = ("pattern", "position", "length", "layer", "head", "image_width", *texts)
-    if unread := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(unread)}; leave them out.")
-    run = open_run(options.subject)
-    title = f"{run.folder.name} ({run.member}, trained)"
-    return Subject(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
