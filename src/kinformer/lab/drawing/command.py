@@ -53,7 +53,7 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _picture(options: DrawOptions) -> Picture:
-    """Return what the options name."""
+    """Return the picture that the options ask for."""
     if options.image is not None:
         return looked_at(options)
     texts = [name for name in TEXTS if getattr(options, name)]

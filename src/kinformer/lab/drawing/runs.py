@@ -38,7 +38,7 @@ from kinformer.runtime.errors import KinformerError, marked, plural
 TEXT_OPTIONS = ("exits", "buckets", "experts", "blocks", "data")
 TOKENS, MAX_TOKENS = 1200, 6000
 TRACED, BLOCKS = 512, 32
-"""Tokens of a text that is read as a whole, and blocks of a text that is, where no length was asked."""
+"""Tokens, or blocks, of a text that is read as a whole, unless an option gives a length."""
 
 
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
@@ -108,7 +108,7 @@ def text_by_buckets(options: DrawOptions) -> Picture:
     head = options.head or min(sorting)
     if head not in sorting:
         raise KinformerError(
-            f"`head` {head}: does not attend within buckets or clusters; those that do are "
+            f"`head` {head}: does not attend within buckets or clusters; the heads that do are "
             f"{', '.join(map(str, sorting))}."
         )
     groups = sorting[head]
@@ -131,7 +131,9 @@ def text_by_experts(options: DrawOptions) -> Picture:
         )
     layer = options.layer or min(seen)
     if layer not in seen:
-        raise KinformerError(f"`layer` {layer}: has no experts; those that have some are {', '.join(map(str, seen))}.")
+        raise KinformerError(
+            f"`layer` {layer}: has no experts; the layers with experts are {', '.join(map(str, seen))}."
+        )
     experts, (weights, count) = seen[layer][0], (seen[layer][1][name] for name in ("weights", "count"))
     first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
     members = first.bincount(minlength=count).tolist()
@@ -221,7 +223,7 @@ def chosen_blocks(options: DrawOptions) -> Picture:
     chosen = _shown(model, "choices", tokens[None])
     if options.layer is not None and options.layer not in chosen:
         raise KinformerError(
-            f"`layer` {options.layer}: chooses no blocks; those that do are {', '.join(map(str, chosen))}."
+            f"`layer` {options.layer}: chooses no blocks; the layers that do are {', '.join(map(str, chosen))}."
         )
     panels = []
     for number in chosen if options.layer is None else [options.layer]:
@@ -278,8 +280,8 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
     spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
     if any(isinstance(module, TokenSpan) for module in model.modules()):
         raise KinformerError(
-            f"`spans`: the spans of {title} follow from its tokens, so that no table says them; draw a run whose heads "
-            "have spans of their own (span=soft_span)."
+            f"`spans`: the spans of {title} follow from its tokens, so no table shows them; draw a run whose heads "
+            "learn one span each (span=soft_span)."
         )
     if not spans:
         raise KinformerError(
@@ -287,7 +289,9 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
             "`set` layers.*.mixer.span=soft_span."
         )
     if len({len(heads) for heads in spans}) > 1:
-        raise KinformerError(f"`spans`: the layers of {title} differ in heads, which is no table; draw another model.")
+        raise KinformerError(
+            f"`spans`: the layers of {title} differ in their number of heads, so their spans fill no table; draw another model."
+        )
     values, name = np.array(spans), "learnt span in tokens"
     return HeatPanel(place="", name=name, values=values, rows="layer", columns="head", signed=False, first=1)
 
@@ -299,7 +303,7 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
 
 TASK = "vision"
 OF_OTHERS = ("pattern", "position", "spans", *TEXT_OPTIONS, "length", "layer", "head", "image_width")
-"""Options that other drawings read."""
+"""Options of other drawings."""
 
 
 class _Call(NamedTuple):
@@ -339,7 +343,7 @@ def looked_at(options: DrawOptions) -> Picture:
     else:
         raise KinformerError(
             f"{run.folder}: `image` draws attention between all patches, as in vit and deit, or windows, as in swin, "
-            f"but {run.member} mixes otherwise; give a run of those."
+            f"but {run.member} mixes otherwise; give a run of vit, deit or swin."
         )
     title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"
     lines = [item.name.replace("\n", ", ") for item in over]

@@ -76,7 +76,7 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
     Errors: ``NoWeights`` where the mixer has no weights, with the reason.
     """
     if isinstance(mixer, PartialOutput):
-        inputs = inputs[:2]  # without the mask of outputs: those of all tokens are read
+        inputs = inputs[:2]  # without the mask of outputs: all outputs are read
     observers = _Observers()
     outputs = observers.call(mixer, inputs)
     values = torch.cat([part for _, part in sorted(observers.values.items())], 2)
@@ -157,17 +157,16 @@ class AttentionTrace:
     layer, use: numbers from 1; a stack that applies its layers more than once has more uses than layers.
     mixer: its kind, such as "softmax" or "lsh".
     heads: which heads the tensors hold, numbers from 1.
-    weights: [heads, queries, keys], or None where the mechanism has none. Rows of softmax attention sum to 1, or to 0
-        where a query sees nothing; ``note`` says where something beside the text takes a share.
+    weights: [heads, queries, keys], or None for a mechanism without weights. Rows of softmax attention sum to 1, or to
+        0 where a query sees nothing; ``note`` says where something beside the text takes a share.
     values, outputs, constant: [heads, keys, width], [heads, queries, width] and [heads, queries, width], before the
         output projection: outputs = weights @ values + constant, which is 0 except for values by distance (Shaw) and
         for what is seen beside the text, such as compressed memories.
-    implied: whether the weights are no probabilities but implied by another mechanism; ``note`` says so in words.
-    buckets: int64 [heads, rounds, tokens] of attention within buckets or clusters, of the heads that have some, else
-        None.
-    spans: how far back heads look in tokens, [heads] where they learnt it, [heads, tokens] where each token has spans
-        of its own, else None.
-    keys: what the keys are: the tokens of the "text" itself, those of the "source", or Linformer's "summaries".
+    implied: whether another mechanism implies the weights, which then are not probabilities; ``note`` says so in words.
+    buckets: int64 [heads, rounds, tokens] of attention within buckets or clusters, -1 for heads without; else None.
+    spans: how far back heads look in tokens, [heads] where each head learns a span, [heads, tokens] where each token
+        has one; else None.
+    keys: the tokens of the "text" itself or of the "source", or Linformer's "summaries".
     """
 
     place: str
@@ -206,7 +205,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Reading):
-    """What a run makes of a text. Of an encoder-decoder it is that of the target; ``source`` is the encoder's."""
+    """The trace of a run on a text. An encoder-decoder's is of the target, and ``source`` is of its encoder."""
 
     title: str
     source: Reading | None = None
@@ -270,8 +269,7 @@ class _Subject:
 
 @dataclass
 class _Call:
-    """What a mixer was called with while the model read the text, in which use of a layer, and whether it is the
-    ``first`` of that layer's mixers."""
+    """The call of a mixer in one use of a layer while the model read the text. ``first``: it is the layer's first."""
 
     mixer: Mixer
     inputs: tuple[object, ...]
@@ -288,7 +286,7 @@ class _Call:
 
 @dataclass
 class _Records:
-    """What hooks record of one pass."""
+    """The records of hooks during one pass."""
 
     calls: list[_Call] = field(default_factory=list)
     exits: list[Tensor] = field(default_factory=list)
@@ -340,7 +338,7 @@ def _recording(stack: Stack) -> Iterator[_Records]:
 
 
 def _mixers(module: nn.Module) -> Iterator[Mixer]:
-    """Yield the mixers inside a layer, not those inside another mixer."""
+    """Yield the mixers inside a layer, without mixers inside another mixer."""
     for child in module.children():
         if isinstance(child, CausalMixer | EncoderMixer):
             yield child
@@ -405,7 +403,7 @@ def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None
 
 
 def _spans(mixer: nn.Module, x: Tensor, index: Tensor) -> Tensor | None:
-    """Return the spans that the heads ``index`` learnt, or that they have at every token."""
+    """Return the learnt spans of the heads ``index``, or their spans at every token."""
     span = getattr(mixer, "span", None)
     if isinstance(span, Span):
         return torch.tensor(span.spans())[index]
@@ -431,7 +429,7 @@ def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
 
 
 def labels(run: Run, config: ModelConfig, ids: Sequence[int]) -> Iterator[str]:
-    """Yield the text of every token; the bytes of one character stand with the last of them."""
+    """Yield the text of every token; a character of several tokens stands with the last."""
     assert run.tokenizer is not None
     ends = ends_of(config)
     special = {mask_token_of(config): MASK, ends.bos: "[BOS]", ends.eos: "[EOS]"}
@@ -519,8 +517,8 @@ def _page(traced: Trace) -> str:
 
 
 def _place(item: AttentionTrace, reading: int) -> dict[str, object]:
-    """Return what the page draws of one mixer: its weights are base64 of deflated int16 [heads, queries, count], in
-    steps of ``unit``."""
+    """Return one mixer's data on the page; its weights are base64 of deflated int16 [heads, queries, count], in steps
+    of ``unit``."""
     facts = _plain(item, "place", "mixer", "heads", "note", "keys", "implied")
     facts |= {"reading": reading} | _plain(item, "buckets", "spans")
     if item.weights is None:
