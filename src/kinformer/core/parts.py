@@ -16,6 +16,7 @@ from kinformer.core.config import Config, describe
 from kinformer.core.contract import state_dtype
 from kinformer.core.division import Divisible, undivided
 from kinformer.core.pattern import Pattern
+from kinformer.core.probe import probe
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError, plural
 
@@ -431,7 +432,7 @@ def active_parameters(model: nn.Module) -> int:
 
 
 class Selection(nn.Module):
-    """A module called with the experts chosen among ``size``. It does nothing; hooks on it measure usage."""
+    """A module that is called with the experts chosen among ``size``, for probes and for hooks that measure usage."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -439,6 +440,7 @@ class Selection(nn.Module):
 
     def forward(self, chosen: Tensor, weights: Tensor) -> None:
         """Take the experts ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""
+        probe("experts", chosen, weights=weights, count=self.size)
 
 
 # The input of a model: the values of a position, and how they become a vector.

@@ -31,6 +31,7 @@ from kinformer.core.parts import (
     merge_heads,
     wide_product,
 )
+from kinformer.core.probe import no_weights, probe
 from kinformer.core.state import State
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
@@ -104,7 +105,7 @@ class CrossAttention(OverSource):
             relative = self.position.relative(1 - length, length - 1)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(source.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        k, v = source.k.to(q.dtype), source.v.to(q.dtype)
+        k, v = source.k.to(q.dtype), probe("values", source.v, keys="source").to(q.dtype)
         if aligned is not None:
             q = self.position.rotate(q, q, aligned)[0]
         if aligned is not None and relative is not None:
@@ -114,7 +115,7 @@ class CrossAttention(OverSource):
         dropout = AttentionDropout.drawn(self.dropout, self.training)
         q, scoring = self.score.queries(q), Scoring.of(self.score, relative, dropout)
         y = attention(q, k, v, visibility, scoring, impl=self.impl).out
-        y = merge_heads(y).view(*x.shape[:2], -1)
+        y = probe("outputs", merge_heads(y).view(*x.shape[:2], -1))
         return select_valid(self.out(y), chunk.valid), after
 
 
@@ -199,6 +200,7 @@ class LinearCrossAttention(SourceMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.kv), -1, self.num_heads, self.head_dim).transpose(1, 2)
+        no_weights("Linear cross-attention holds sums over the source, which do not say what each of its tokens adds.")
         q, dtype = self.feature_map.queries(in_range(q)), q.dtype
         with no_autocast(q.device):
             q = q.to(state.kv.dtype)
@@ -303,8 +305,10 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
         scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
         seen = Visibility(key_padding_mask=~state.valid[:, 0])
-        y = attention(q, state.k.to(q.dtype), state.v.to(q.dtype), seen, scoring, impl=self.config.impl).out
-        return select_valid(self.out(merge_heads(y).view(*x.shape[:2], -1)), chunk.valid), state
+        v = probe("values", state.v, keys="summaries").to(q.dtype)
+        y = attention(q, state.k.to(q.dtype), v, seen, scoring, impl=self.config.impl).out
+        y = probe("outputs", merge_heads(y).view(*x.shape[:2], -1))
+        return select_valid(self.out(y), chunk.valid), state
 
 
 BLOCK = 32
@@ -371,7 +375,8 @@ class LocalCrossAttention(OverSource):
         slots, seen = self._windows(source, aligned)
         rows = (torch.arange(batch, device=slots.device) * len(source.k) // batch)[:, None, None]
         # [batch * blocks, heads, slots, head_dim], a set of keys for every block
-        k, v = (item.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2) for item in source[:2])
+        kv = source.k, probe("values", source.v, keys="source")
+        k, v = (item.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2) for item in kv)
         relative = self.position.relative(-self.window, self.window)
         mask = Visibility(attn_mask=seen.flatten(0, 1).unsqueeze(1))
         if relative is not None:
@@ -379,7 +384,7 @@ class LocalCrossAttention(OverSource):
         scoring = Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
         q = self.score.queries(q)
         y = merge_heads(attention(q, k.to(q.dtype), v.to(q.dtype), mask, scoring, impl=self.impl).out)
-        y = y.reshape(batch, -1, heads * self.head_dim)[:, :time]
+        y = probe("outputs", y.reshape(batch, -1, heads * self.head_dim)[:, :time])
         return select_valid(self.out(y), chunk.valid), after
 
     def _windows(self, source: CrossState, aligned: Tensor) -> tuple[Tensor, Tensor]:
@@ -458,7 +463,8 @@ class PredictiveCrossAttention(OverSource):
         slots, seen = self._windows(state, places)
         rows = (torch.arange(batch, device=x.device) * len(state.k) // batch)[:, None, None]
         # [batch * time, heads, slots, head_dim], a set of keys for every token
-        k, v = (item.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2) for item in state[:2])
+        kv = state.k, probe("values", state.v, keys="source", lacking="What a row lacks of 1, the Gaussian takes away.")
+        k, v = (item.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2) for item in kv)
         q = self.score.queries(self.query(x).view(batch * time, self.num_heads, 1, self.head_dim))
         k, v = k.to(q.dtype), v.to(q.dtype)
         distance = slots - places[..., None]
@@ -470,7 +476,7 @@ class PredictiveCrossAttention(OverSource):
         every = attention(q, k, v[..., :1], mask, plain._replace(dropout=None), impl=self.impl, lse=True).lse
         assert near is not None and every is not None
         share = (near - every).masked_fill(every == -torch.inf, 0).exp()  # Z' / Z, of no matter where y is 0
-        y = merge_heads(y * share.unsqueeze(-1).to(y.dtype)).view(batch, time, -1)
+        y = probe("outputs", merge_heads(y * share.unsqueeze(-1).to(y.dtype)).view(batch, time, -1))
         return select_valid(self.out(y), chunk.valid), state
 
     def places(self, x: Tensor, state: CrossState) -> Tensor:

@@ -46,6 +46,7 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton
@@ -395,9 +396,12 @@ class LinearAttention(Crosses, CausalMixer):
             k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
             beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
         strengths = beta if self.level_scales is None else self.level_scales(x)
+        if self.config.steps > 1:
+            no_weights(f"A token writes {self.config.steps} values in this layer, so no weight belongs to a token.")
+        v = probe("values", v, implied=KERNEL)
         y, s, z = self._update((q, k, v, strengths), state, log_decay, (reset, chunk.valid), positions)
         after = KernelState(s, z, recent, maximum, seen)
-        y = self._output(y, x, dtype, chunk.valid)
+        y = self._output(probe("outputs", y), x, dtype, chunk.valid)
         return y, after if self.crossing is None else after.after_row(self.crossing)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

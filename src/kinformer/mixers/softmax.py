@@ -58,6 +58,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
+from kinformer.core.probe import probe
 from kinformer.core.reserved import DecayedKeysValues, KeysValues, ReservedSlots
 from kinformer.core.span import SpanConfig, TokenSpan, relative_of
 from kinformer.kernels.attention import Attended, AttentionDropout, Needs, Scoring, Visibility, check_impl, merge, spans
@@ -249,7 +250,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         return NewTokens(q, k, self._values(v, chunk), far, recent)
 
     def _values(self, v: Tensor, chunk: Chunk) -> Tensor:
-        return self.position.values(v if self.value_residual is None else self.value_residual(v, chunk.values))
+        v = v if self.value_residual is None else self.value_residual(v, chunk.values)
+        return probe("values", self.position.values(v))
 
     def _pinned(
         self, call: AttentionCall, new: NewTokens, positions: Tensor, seen: Tensor
@@ -299,7 +301,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             y = (attended if pinned is None else merge(attended, pinned)).out
         y = y if self.exclusive is None else self.exclusive(y, v[:, :, -y.shape[2] :])
         y = y if self.differential is None else self.differential(y)
-        return written(self.out, self.gate, merge_heads(y), call.chunk, output_mask, self.head_norm)
+        return written(self.out, self.gate, probe("outputs", merge_heads(y)), call.chunk, output_mask, self.head_norm)
 
 
 PARTS = {

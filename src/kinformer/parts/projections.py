@@ -29,6 +29,7 @@ from kinformer.core.parts import (
     is_plain,
     merge_heads,
 )
+from kinformer.core.probe import probe, probed
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
 
@@ -639,17 +640,26 @@ class ByPiece(MultiHead):
         if self.of_global is None:
             q, k, v = self(x)
             short, long = ((k[:, :, part], v[:, :, part]) for part in (slice(num_global), slice(num_global, None)))
-            return Pieces(q[:, :, num_global:], q[:, :, :num_global], long, short, short, long)
+            return _show(Pieces(q[:, :, num_global:], q[:, :, :num_global], long, short, short, long), num_global)
         global_input, long_input = x[:, :num_global], x[:, num_global:]
         q_long, *l2l = self(long_input)
         q_global, *g2g = self.of_global(global_input)
         l2g = self.keys_values(global_input) if self.l2g is None else self._split(self.l2g(global_input))
         g2l = self.of_global.keys_values(long_input) if self.g2l is None else self._split(self.g2l(long_input))
-        return Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l)
+        return _show(Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l), num_global)
 
     def _split(self, projected: Tensor) -> KeysValues:
         k, v = projected.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
         return k, v
+
+
+def _show(pieces: Pieces, num_global: int) -> Pieces:
+    """Show the values of all four pieces to a probe, in the order l2l, l2g, g2g, g2l."""
+    if not probed("values"):
+        return pieces
+    begins = (num_global, 0, 0, num_global)
+    values = [(k, probe("values", v, at)) for (k, v), at in zip(pieces[2:], begins, strict=True)]
+    return Pieces(*pieces[:2], *values)
 
 
 # Queries from a chunk, keys and values from a source (Vaswani et al. 2017, section 3.2.3), which is projected once.
