@@ -60,9 +60,9 @@ def check_gradients(folder):
     logits = folder.ours(ids)[0]
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     kind, place = kind_of(folder.config["model_type"]), folder.folder / "config.json"
-    model = ARCHITECTURES[kind].model_config(folder.config, place)
+    model = ARCHITECTURES[kind].read_config(folder.config, place)
     theirs = {name.removeprefix("grad/"): grad for name, grad in folder.golden.items() if name.startswith("grad/")}
-    wanted = ARCHITECTURES[kind].convert(theirs, model, folder.folder)
+    wanted = ARCHITECTURES[kind].read_tensors(theirs, model, folder.folder)
     ours = {name: parameter.grad for name, parameter in folder.ours.named_parameters()}
     assert ours.keys() == wanted.keys()
     for name, gradient in ours.items():

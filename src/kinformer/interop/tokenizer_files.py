@@ -12,15 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kinformer.inputs.filterbank import CHARACTERS
-from kinformer.interop.checkpoint import TOKENIZER
-from kinformer.interop.encoder_routes import labels_of
-from kinformer.interop.encoders import ids_of
-from kinformer.interop.images import PREPROCESSOR
+from kinformer.interop.architecture import Padding
 from kinformer.interop.key_map import ConfigView
-from kinformer.interop.routes import Padding
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.settings import PREPROCESSOR, TOKENIZER, labels_of, optional_table
 from kinformer.runtime.files import read_json, reading, write_json
 from kinformer.runtime.parsing import JsonObject
 
@@ -68,8 +65,8 @@ def prompting_of(folder: Path) -> Prompting:
 
     Errors: ``KinformerError`` for damaged files.
     """
-    data, settings = read_json(folder / TOKENIZER), _table(folder / TOKENIZER_CONFIG)
-    named = _table(folder / SPECIAL_TOKENS_MAP) | settings
+    data, settings = read_json(folder / TOKENIZER), optional_table(folder / TOKENIZER_CONFIG)
+    named = optional_table(folder / SPECIAL_TOKENS_MAP) | settings
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
     special_tokens = {role: text for role in SPECIAL_TOKENS if isinstance(text := texts.get(role), str)}
     with reading(folder / TOKENIZER):
@@ -80,12 +77,53 @@ def prompting_of(folder: Path) -> Prompting:
     return Prompting(before, behind, special_tokens, chat_templates(folder, settings.get("chat_template")))
 
 
-def _table(path: Path) -> JsonObject:
-    """Return the table in a JSON file, or an empty table if the file is missing."""
-    table = read_json(path) if path.is_file() else {}
-    if not isinstance(table, dict):
-        raise KinformerError(f"{path}: is not a table of settings; restore it from a copy, or remove it.")
-    return table
+ROLES = {
+    "mask_token": (("mask_token",), ("[MASK]", "<mask>")),
+    "bos_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
+    "eos_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
+}
+"""Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, int]:
+    """Return the ids of a mask and of a sequence's two ends (ROLES) in ``tokenizer.json`` and its neighbours in
+    ``folder``, else by ``settings`` of the config.
+
+    ``settings``: role to the name of the setting of ``config.json`` that holds its id.
+    """
+    ids = ids_of(optional_table(folder / TOKENIZER))
+    named = {**optional_table(folder / TOKENIZER_CONFIG), **optional_table(folder / SPECIAL_TOKENS_MAP)}
+    tokens = {}
+    for role, (names, usual) in ROLES.items():
+        texts = [_text(named[name]) for name in names if named.get(name) is not None] or list(usual)
+        present = [ids[text] for text in texts if text in ids]
+        setting = config.get(settings.get(role, ""))
+        if present:
+            tokens[role] = present[0]
+        elif isinstance(setting, int) and 0 <= setting < config["vocab_size"]:
+            tokens[role] = setting
+    return tokens
+
+
+def ids_of(data: Mapping[str, object]) -> dict[str, int]:
+    """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
+    table, or a list of tokens and costs."""
+    model = data.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids |= vocabulary
+    elif isinstance(vocabulary, list):
+        ids |= {str(entry[0]): number for number, entry in enumerate(vocabulary) if entry}
+    added = data.get("added_tokens")
+    if isinstance(added, list):
+        ids |= {str(one.get("content")): one["id"] for one in added if isinstance(one, dict) and "id" in one}
+    return {text: number for text, number in ids.items() if isinstance(number, int)}
+
+
+def _text(token: object) -> str:
+    """Return the text of a token as the files have it: its text, or a table that holds it."""
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def _around(processor: JsonObject | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kinformer.core.config import Config, field_types
-from kinformer.interop.architecture import rope
 from kinformer.interop.key_map import ConfigData
 from kinformer.interop.patching.cache import refuse_fixed_size, state_layer
+from kinformer.interop.settings import Settings, rope
 from kinformer.nn.causal import CausalLayer
 from kinformer.nn.factory import layer, layer_config
 from kinformer.runtime.errors import KinformerError
@@ -136,7 +137,7 @@ def rope_of(config: PretrainedConfig) -> ConfigData | None:
     if getattr(config, "rope_parameters", None) is None:
         return None
     try:
-        return rope(config.to_dict(), "the model", partial=config.model_type == "gpt_neox")
+        return rope(Settings(config.to_dict(), Path("the model")), partial=config.model_type == "gpt_neox")
     except KinformerError as error:
         remedy = 'position={"kind": "rope", "base": 10000}'
         raise KinformerError(f'{error} Give a position to use instead: {remedy} or position="none".') from None

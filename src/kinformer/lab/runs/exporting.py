@@ -15,15 +15,13 @@ from kinformer.core.model import CausalModel, SourceModel, WholeModel
 from kinformer.core.state import Leaf
 from kinformer.family.table import member as member_called
 from kinformer.generation.packed import use_package
-from kinformer.interop.checkpoint import TOKENIZER
-from kinformer.interop.encoder_routes import labels_of
-from kinformer.interop.encoders import ids_of
-from kinformer.interop.graphs import onnx, package
-from kinformer.interop.graphs.flat import require_graphable
-from kinformer.interop.routes import Padding
+from kinformer.interop import graphs
+from kinformer.interop.architecture import Padding
+from kinformer.interop.settings import TOKENIZER, labels_of
 from kinformer.interop.tokenizer_files import (
     Special,
     chat_templates,
+    ids_of,
     of_encoder,
     padding_of,
     write_chat_templates,
@@ -84,9 +82,9 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
 
     Errors: ``KinformerError`` for a model that is no graph, and for what is not installed here.
     """
-    (onnx.require_packages if format == "onnx" else package.require_compiler)()
+    (graphs.require_packages if format == "onnx" else graphs.require_compiler)()
     try:
-        require_graphable(run.config)
+        graphs.require_graphable(run.config)
     except KinformerError as error:
         raise KinformerError(f"{run.folder}: {error}") from None
     require_new(out)
@@ -96,9 +94,9 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
     with appearing(out) as place:
         try:
             if format == "onnx":
-                described, difference = onnx.write_onnx(model, place, facts)
+                described, difference = graphs.write_onnx(model, place, facts)
             else:
-                described = package.write_package(model, place)
+                described = graphs.write_package(model, place)
         except KinformerError as error:
             raise KinformerError(f"{run.folder}: {error}") from error
         if facts["tokenizer"] == TOKENIZER:
@@ -147,7 +145,7 @@ def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
         raise KinformerError(
             f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
         )
-    step = package.load_package(folder / facts["file"], facts)
+    step = graphs.load_package(folder / facts["file"], facts)
     use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
 

@@ -15,9 +15,8 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
 from kinformer.interop import read_checkpoint
-from kinformer.interop.checkpoint import OURS
+from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.proof import LIMIT, Plain, Theirs, Verdict, beside, judge
-from kinformer.interop.routes import DECODERS
 from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
 from kinformer.interop.writing import form_of
 from kinformer.lab.runs.exporting import export
@@ -213,7 +212,8 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         raise KinformerError(f"{folder / CONFIG}: has no vocab_size; give a folder with a causal language model.")
     theirs = Theirs(loaded)
     laws = tuple(judge(theirs, length, limit))
-    if kind not in (*DECODERS, OURS):
+    form = ARCHITECTURES.get(kind)
+    if kind != OURS and (form is None or not form.exported or form.auto_class != "AutoModelForCausalLM"):
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
@@ -221,8 +221,8 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
-    if kind != OURS:
-        names = lambda weights: DECODERS[kind].write(weights, imported.model)  # noqa: E731
+    if form is not None:
+        names = lambda weights: form.write_tensors(weights, imported.model, dict(config))  # noqa: E731
     return Proof(str(folder), kind, laws, tuple(beside(Plain(model), theirs, names, limit)))
 
 

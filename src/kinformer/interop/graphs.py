@@ -1,30 +1,170 @@
-"""A causal model as one ONNX graph for prompts and steps: any batch, any time, any number of past slots.
+"""Causal models as graphs without Python: an ONNX file, or a package that PyTorch's AOTInductor compiles.
 
-Kernel attention becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; all else is
-operators of ``torch.export``. Attention is dense in the graph: a pattern is a mask.
+A graph is a function of flat tensors: tokens and the leaves of a state go in, logits and the leaves behind the tokens
+come out. Both formats are made of the program that ``torch.export`` captures.
+
+The ONNX graph is one for prompts and steps, with any batch, any time and any number of past slots. Kernel attention
+becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; everything else is operators of
+``torch.export``. Attention is dense in the graph: a pattern is a mask.
+
+The package is machine code for the step of one token, with the weights. It runs without a compiler, on the kind of
+processor and with the version of PyTorch that it was made on. It checks no argument, so its callers do.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import platform
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel
-from kinformer.core.state import Leaf, named_leaves
-from kinformer.interop.graphs.flat import FlatStep, captured, without_notes
-from kinformer.runtime.compiling import Operator
+from kinformer.core.config import Config, field_types
+from kinformer.core.model import PROTOCOLS, CausalModel
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import BATCH, PAST, Leaf, leaves_of, map_tensors, named_leaves, unflattened
+from kinformer.runtime.compiling import Operator, substituting
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import checksum
+from kinformer.runtime.host import HostDriven, trusted_arguments
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
+TIME = "time"
+ROWS, TOKENS, SLOTS = 5, 11, 13
+"""Sizes of a graph's examples. A size that a model has elsewhere, too, or 0 or 1, could be taken for a constant."""
+
+TALKATIVE = ("torch", "onnxscript", "onnx_ir")
+"""The loggers of packages that note what a user cannot change."""
+
+
+class FlatStep(nn.Module):
+    """The function (tokens [batch, time] int64, leaf, leaf, ...) -> (logits [batch, time, vocab], leaf, leaf, ...).
+
+    ``model`` computes by its references, which consist of operators that any runtime has, and by ``operators`` in
+    place of kernels. No argument is checked.
+    """
+
+    def __init__(self, model: CausalModel, operators: Mapping[str, Operator]) -> None:
+        super().__init__()
+        self.leaves = leaves_of(model)
+        self.operators = operators
+        self.model = _by_references(model)
+        self._like = map_tensors(lambda leaf: leaf.to("meta"), model.initial_state(1))
+
+    def forward(self, tokens: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Return logits, and the leaves behind the tokens."""
+        with trusted_arguments(), substituting(self.operators):
+            logits, state = self.model(tokens, unflattened(self._like, leaves))
+        return (logits, *(leaf for _, leaf in named_leaves(state)))
+
+
+def require_graphable(config: ModelConfig) -> None:
+    """Raise unless a model of ``config`` continues sequences of tokens, and takes no step that its data decide.
+
+    Errors: ``KinformerError``, with what the model is.
+    """
+    if config.protocol is not CausalModel or config.input.kind != "tokens":
+        raise KinformerError(
+            f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, but a graph continues "
+            "sequences of tokens; export a run of a causal model of tokens."
+        )
+
+
+def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None) -> torch.export.ExportedProgram:
+    """Return the graph of ``step``; ``rows`` and ``tokens`` are its batch and time, None for any.
+
+    Errors: ``KinformerError`` for a model that is no graph, with the place where it is none.
+    """
+    _require_no_host(step.model)
+    names = {name for name, size in ((BATCH, rows), (TIME, tokens)) if size is None}
+    names |= {PAST for leaf in step.leaves if leaf.grows}
+    open_axes = {name: torch.export.Dim(name, min=int(name != PAST)) for name in names}
+    batch, time = rows or ROWS, tokens or TOKENS
+    examples = (torch.zeros(batch, time, dtype=torch.int64), *(leaf.zeros(batch, SLOTS) for leaf in step.leaves))
+    shapes = ((BATCH, TIME), *(leaf.shape for leaf in step.leaves))
+    dynamic = [{axis: open_axes[name] for axis, name in enumerate(shape) if name in open_axes} for shape in shapes]
+    try:
+        with torch.no_grad(), without_notes():
+            return torch.export.export(step, examples, dynamic_shapes=(dynamic[0], tuple(dynamic[1:])), strict=False)
+    except Exception as error:
+        raise KinformerError(
+            f"torch.export makes no graph of this model, as {_reason(error)}; export another member, or this one with "
+            "`format` hf."
+        ) from error
+
+
+def _require_no_host(model: Any) -> None:
+    """Raise for a part of ``model`` whose steps follow numbers that the host reads."""
+    for module in model.modules():
+        reads = module.host_reads if isinstance(module, HostDriven) else ""
+        if reads:
+            raise KinformerError(
+                f"its part {module.config.kind!r} is no graph, which makes the same steps for all numbers, as the "
+                f"host follows some of its numbers ({reads}); export another member, or this one with `format` hf."
+            )
+
+
+def _reason(error: Exception) -> str:
+    """Return what ``error`` of PyTorch says, in a clause."""
+    name = type(error).__name__
+    fixed = dict.fromkeys(re.findall(r"You marked (\w+) as dynamic but your code specialized it", str(error)))
+    if fixed:
+        return (
+            f"its operators depend on {' and '.join(fixed)} on the host, so that a graph would hold for one size only"
+        )
+    if "DataDependent" in name or "data-dependent" in str(error):
+        return "what it computes next depends on numbers that it has computed"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"it says: {lines[0].rstrip('.')} ({name})" if lines else f"it raises {name}"
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Hide the warnings and notes of PyTorch and of the converter about their own graphs."""
+    loggers = {logger: logger.level for logger in map(logging.getLogger, TALKATIVE)}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+
+
+def _by_references(model: Any) -> Any:
+    """Return a model of the same weights, in eval mode, that computes everything by its references."""
+    with private_numbers(0):  # the stored weights replace the random ones
+        other = _by_reference(model.config).build()
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def _by_reference(config: object) -> Any:
+    """Return ``config`` with every ``impl`` in it set to "reference"."""
+    if isinstance(config, tuple):
+        return tuple(map(_by_reference, config))
+    if not isinstance(config, Config):
+        return config
+    values = {name: getattr(config, name) for name in field_types(type(config))}
+    changed = {name: "reference" if name == "impl" else _by_reference(value) for name, value in values.items()}
+    return config.replace(**{name: value for name, value in changed.items() if value is not values[name]})
+
 
 # Operators of ONNX's opset 27 in place of kernels: ``LinearAttention``, ``CausalConvWithState`` and ``LSTM``.
 #
@@ -142,7 +282,7 @@ def _emit(
     return torch.onnx.ops.symbolic_multi_out(name, inputs, {**attributes}, dtypes=dtypes, shapes=shapes)
 
 
-FILE = "model.onnx"
+ONNX_FILE = "model.onnx"
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 CONVERTED = 25
 """The opset that the converter of onnxscript reaches. What it writes means the same in opset 27."""
@@ -179,16 +319,16 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
             )  # fmt: skip
     except Exception as error:
         raise KinformerError(
-            f"ONNX has no counterpart to this model: {_reason(error.__cause__ or error)}; export another member, or "
-            "this one with `format` hf."
+            f"ONNX has no counterpart to this model: {converter_reason(error.__cause__ or error)}; export another "
+            "member, or this one with `format` hf."
         ) from error
     assert written is not None
     written.model.opset_imports[""] = OPSET
-    described = {"file": FILE, "opset": OPSET, "inputs": inputs, "outputs": outputs}
+    described = {"file": ONNX_FILE, "opset": OPSET, "inputs": inputs, "outputs": outputs}
     described["state"] = [leaf.facts for leaf in step.leaves]
     written.model.metadata_props["kinformer"] = json.dumps({**facts, **described})
-    written.save(str(folder / FILE))
-    difference = gap(model, folder / FILE, step.leaves)
+    written.save(str(folder / ONNX_FILE))
+    difference = gap(model, folder / ONNX_FILE, step.leaves)
     if not difference <= LIMIT:
         raise KinformerError(
             f"the ONNX file computes other logits than the model, by {difference:.1e} of the largest; nothing is "
@@ -197,7 +337,7 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
     return described, difference
 
 
-def _reason(error: BaseException) -> str:
+def converter_reason(error: BaseException) -> str:
     """Return what the converter could not write, in a clause."""
     operator = re.search(r"target=torch\.ops\.([\w.]+)", str(error))
     return f"it has no operator {operator[1]}" if operator else str(error).splitlines()[0].rstrip(".")
@@ -304,3 +444,67 @@ WRITTEN_OTHERWISE = {
     torch.ops.aten.argsort.default: _order,
 }
 """Operators of PyTorch that the converter lacks, to what stands in for them."""
+
+
+# Packages of AOTInductor.
+
+PACKAGE_FILE = "model.pt2"
+COMPILERS = ("g++", "clang++", "c++")
+Step = Callable[..., list[Tensor]]
+
+
+def require_compiler() -> None:
+    """Raise where no C++ compiler is installed, which making a package takes and running one does not."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
+    if not any(map(shutil.which, names)):
+        raise KinformerError(
+            f"`format` aoti: needs a C++ compiler, but {' or '.join(names)} is not installed here; install g++, or "
+            "export on another machine with this kind of processor."
+        )
+
+
+def machine() -> dict[str, str]:
+    """Return what a package is made for: PyTorch's version, the processor, and what vectors it has."""
+    return {
+        "torch": torch.__version__,
+        "processor": platform.machine(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def write_package(model: CausalModel, folder: Path) -> dict[str, Any]:
+    """Compile the step of ``model`` for one sequence into ``folder``; return the facts of the file.
+
+    Errors: ``KinformerError`` for a model that is no graph, and where the compiler fails.
+    """
+    step = FlatStep(model, {})
+    program = captured(step, rows=1, tokens=1)
+    try:
+        with without_notes():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(folder / PACKAGE_FILE))
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise KinformerError(f"AOTInductor cannot compile this model; it says: {lines[0]}") from error
+    return {
+        "file": PACKAGE_FILE,
+        "sha256": checksum(folder / PACKAGE_FILE),
+        "machine": machine(),
+        "state": [leaf.facts for leaf in step.leaves],
+    }
+
+
+def load_package(path: Path, facts: Mapping[str, Any]) -> Step:
+    """Return the step (token [1, 1], leaves) -> [logits, leaves] of the package at ``path``, which has these ``facts``.
+
+    Errors: ``KinformerError`` for a file that is another one, or was made for another machine.
+    """
+    current = machine()
+    for name, made_for in facts["machine"].items():
+        if current.get(name) != made_for:
+            raise KinformerError(
+                f"{path}: was made for {name} {made_for}, but here is {current.get(name)}; export the run again, here."
+            )
+    if checksum(path) != facts["sha256"]:
+        raise KinformerError(f"{path}: is not the file that was exported (its checksum differs); export the run again.")
+    loaded: Step = torch._inductor.aoti_load_package(str(path))
+    return loaded
