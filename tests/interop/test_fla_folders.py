@@ -133,7 +133,7 @@ REFUSED = {
     "parts of a number": ("gla", {"expand_k": 0.3}, "expand_k is 0.3, but 16 times it must be .* a multiple of 2"),
     "widths": ("gated_deltanet", {"expand_v": 2.0}, "is not what config.json says"),
     "another gate": ("gated_deltanet", {"output_gate_activation": "relu"}, "but only swish, silu, sigmoid"),
-    "attention without layers": ("retnet", {"attn": {"num_heads": 2}}, "attn names no list of layers"),
+    "attention without layers": ("retnet", {"attn": {"num_heads": 2}}, "attn does not name a list of layers"),
     "attention beyond the layers": ("retnet", {"attn": {"layers": [2], "num_heads": 2}}, "layers of attn is 2"),
 }
 

@@ -228,7 +228,7 @@ def test_an_operator_that_the_converter_lacks_is_named():
     text = (
         "Error when translating node %sort : call_function[target=torch.ops.aten.sort.stable](args = (%cat,)).\nMore."
     )
-    assert graphs.converter_reason(ValueError(text)) == "it has no operator aten.sort.stable"
+    assert graphs.converter_reason(ValueError(text)) == "it does not have the operator aten.sort.stable"
     assert graphs.converter_reason(ValueError("Something else.\nMore.")) == "Something else"
 
 

@@ -46,11 +46,11 @@ class Architecture:
     ``defaults``: the values of missing settings; ``required``: the only values with which our model computes the same;
     ``names``: further names of settings; ``causal``: whether the model is causal (see :func:`complete`).
     ``read`` returns our model config, as data, of complete settings.
-    ``write`` is its inverse, which may raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model that is not
-    of this architecture.
+    ``write`` is its inverse, which may raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model of another
+    architecture.
     ``keys`` maps tensors in both directions; it may depend on our model config.
     A subclass may override the methods in place of these three.
-    ``buffers``: the names of tensors that are not weights. ``processor``: the class that prepares images.
+    ``buffers``: the names of tensors beside the weights. ``processor``: the class that prepares images.
     ``exported``: whether our models are written as this architecture.
     """
 
@@ -118,7 +118,7 @@ class Architecture:
         return weights
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
-        """Return notes for the user on what the import left out or added."""
+        """Return notes for the user on tensors that the import left out or added."""
         return ()
 
     # From our model to a folder.
@@ -228,6 +228,19 @@ def _with_half_layout(layer: ConfigView) -> ConfigView:
     return {**layer, "mixer": {**mixer, "position": {**position, "layout": "half"}}}
 
 
+def decoder_of(full: Settings, dim: int, layers: list[ConfigData], norm: ConfigView) -> ConfigData:
+    """Return our config, as data, of a decoder of tokens with these ``layers`` and without absolute positions."""
+    return {
+        "kind": "decoder",
+        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
+        "dim": dim,
+        "layers": layers,
+        "position": "none",
+        "norm": norm,
+        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
+    }
+
+
 def ends_of(model: ConfigView) -> JsonObject:
     """Return the ids that begin and end a text, None included, as transformers has defaults for them."""
     return {"bos_token_id": model["input"]["bos_token"], "eos_token_id": model["input"]["eos_token"]}
@@ -245,7 +258,7 @@ def _longest(model: ConfigView, length: int | None) -> JsonObject:
 
 
 def add_ends(tokens: ConfigData, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
-    """Add the ids that end a text to the input ``tokens`` of a decoder; return notes on ids that are left out.
+    """Add the ids that end a text to the input ``tokens`` of a decoder; return notes on the ids it leaves out.
 
     ``generation_config.json`` names the ids; without it, or without the setting, ``config.json`` does.
     """

@@ -1,4 +1,4 @@
-"""Models of this library as classes of the library transformers, for models that are not one of its architectures.
+"""Models of this library as classes of the library transformers, for models that none of its architectures computes.
 
 Folders that ``kinformer export`` writes name these classes in their ``auto_map``; the code in the folder imports them
 from here. ``generate``, ``Trainer`` and PEFT use them. Importing this file registers the classes, so that
@@ -61,8 +61,11 @@ __all__ = [
 
 
 class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
-    """``composition`` is the config of the model as data, as a run's ``config.json`` holds it; ``member`` is what it is
-    of the family. The other settings are those of transformers."""
+    """The config of a model of this library.
+
+    ``composition``: our model config as data, as in a run's ``config.json``. ``member``: the member of the family.
+    ``settings``: settings of transformers.
+    """
 
     model_type = "kinformer"
 
@@ -90,12 +93,14 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 IGNORED = -100
-"""The label of what is not predicted."""
+"""The label of positions without a prediction."""
 
 
 class KinformerModel(PreTrainedModel):  # type: ignore[misc]
-    """A model of this library, ``model``, with the interface of transformers; ``use`` is what the class is for, as in
-    the end of its name, ``KinformerForMaskedLM``."""
+    """A model of this library, ``model``, with the interface of transformers.
+
+    ``use``: the purpose of the class, which ends its name, as in ``KinformerForMaskedLM``.
+    """
 
     use: ClassVar[str]
     config_class = KinformerConfig
@@ -108,7 +113,7 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         self.model = config.build()
         use = use_of(self.model.config)
         if use != self.use:
-            theirs = f"load it by {auto_class_of(use)}" if use else "transformers has no class for it"
+            theirs = f"load it by {auto_class_of(use)}" if use else "transformers does not have a class for it"
             raise KinformerError(
                 f"composition: its model is {PROTOCOLS[self.model.config.protocol]} with the input "
                 f"{self.model.config.input.kind!r} and the head {self.model.config.head.kind!r}, which is no "
@@ -141,8 +146,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
     def _with_costs(
         self, loss: Tensor, labels: Tensor, positions: int, options: Mapping[str, Any], *costs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return ``loss``, in training with what a run's trainer adds: auxiliary losses [batch] as a mean over the
-        ``positions`` that were read, and penalties.
+        """Return ``loss``; in training with the auxiliary losses and penalties that a run's trainer adds.
+
+        An auxiliary loss [batch] is a mean over the ``positions`` that were read.
 
         Of several micro-batches in a step, each counts by its ``labels``, as in the loss of transformers.
         """
@@ -232,7 +238,7 @@ class StateCache(Cache):  # type: ignore[misc]
         return self.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1, as there is no limit."""
+        """Return -1, which means without a limit."""
         return -1
 
     get_max_cache_shape = get_max_length
@@ -308,7 +314,7 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         return select_valid(logits, None if valid is None else valid[:, rows]), state
 
     def _cache_to_fill(self, cache: StateCache | None, use_cache: bool | None) -> StateCache | None:
-        """Return the cache that is to hold the state behind a chunk, None if none is wanted."""
+        """Return the cache for the state behind a chunk; None if the call wants no cache."""
         if not (use_cache if use_cache is not None else self.config.use_cache and not self.training):
             return None
         return StateCache() if cache is None else cache
@@ -395,8 +401,8 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         return SourceReader(self.model.encoder)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Return what the decoder reads to predict ``labels`` [batch, time]: the id that begins, then all but the
-        last."""
+        """Return the ids that the decoder reads to predict ``labels`` [batch, time]: the begin id, then all but the
+        last label."""
         begin = self.config.decoder_start_token_id
         if begin is None:
             raise KinformerError("decoder_start_token_id is None, so that no target begins; set it in the config.")
@@ -413,12 +419,12 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
         **options: Any,
     ) -> ContinuedOutput | tuple[object, ...]:
-        """Return logits [batch, time, vocab] of ``decoder_input_ids`` [batch, time], which follow those in the cache.
+        """Return logits [batch, time, vocab] of ``decoder_input_ids`` [batch, time], which follow the ids in the cache.
 
-        A cache holds all that is read of the source. Without one the source is ``input_ids`` [batch, length], or what
-        the encoder made of it, ``encoder_outputs``. attention_mask, of the source, and decoder_attention_mask: 0 marks
-        padding. labels [batch, time]: the ids to predict, which also give ``decoder_input_ids`` where those are
-        left out; -100 is ignored.
+        A cache holds everything that the decoder reads of the source. Without a cache the source is ``input_ids``
+        [batch, length], or the outputs of the encoder, ``encoder_outputs``. attention_mask, of the source, and
+        decoder_attention_mask: 0 marks padding. labels [batch, time]: the ids to predict; they give
+        ``decoder_input_ids`` where the call leaves them out; -100 is ignored.
         """
         if decoder_input_ids is None and labels is not None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
@@ -457,10 +463,10 @@ class KinformerForSeq2SeqLM(ContinuingModel):
 
 
 def _source_valid(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return which tokens of sources [batch, length] are real, None if there is no mask."""
+    """Return which tokens of sources [batch, length] are real; None without a mask."""
     if attention_mask is not None and tuple(attention_mask.shape) != (batch, length):
         raise KinformerError(
-            f"attention_mask is {list(attention_mask.shape)}, but must be that of the source, {[batch, length]}."
+            f"attention_mask is {list(attention_mask.shape)}, but must have the shape of the source, {[batch, length]}."
         )
     return None if attention_mask is None else attention_mask.bool()
 
@@ -469,7 +475,7 @@ def _source_valid(attention_mask: Tensor | None, batch: int, length: int) -> Ten
 
 
 class TextEncoder(KinformerModel):
-    """An encoder of full texts; ``output`` is what a call returns."""
+    """An encoder of full texts; ``output``: the class of the outputs."""
 
     main_input_name = "input_ids"
     output: type[ModelOutput]
@@ -493,7 +499,7 @@ class TextEncoder(KinformerModel):
         further = {"kinds": global_attention_mask, "sentences": options.get("sentences"), "types": token_type_ids}
         if token_type_ids is not None and not self.model.config.input.types:
             if bool(token_type_ids.any()):
-                raise KinformerError("token_type_ids: this model has no types of tokens; leave them out.")
+                raise KinformerError("token_type_ids: this model does not have types of tokens; leave them out.")
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
         with self._costs() as costs:
@@ -605,7 +611,7 @@ class KinformerForCTC(KinformerModel):
         """Return positions [batch, time, width, mels] of ``sound`` [batch, samples] and which are real."""
         if attention_mask is not None and attention_mask.shape != sound.shape:
             raise KinformerError(
-                f"attention_mask is {list(attention_mask.shape)}, but must be that of input_values, "
+                f"attention_mask is {list(attention_mask.shape)}, but must have the shape of input_values, "
                 f"{list(sound.shape)}."
             )
         lengths = [sound.shape[1]] * len(sound) if attention_mask is None else attention_mask.sum(1).tolist()

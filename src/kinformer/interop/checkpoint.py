@@ -83,13 +83,13 @@ class Imported:
 def read_checkpoint(folder: str | Path) -> Imported:
     """Read a checkpoint folder.
 
-    Errors: ``KinformerError`` for anything that is missing, damaged, of an unknown kind, or that our model would
-    compute otherwise; nothing is skipped in silence.
+    Errors: ``KinformerError`` for anything missing, damaged, of an unknown kind, or that our model would compute
+    otherwise; nothing is skipped in silence.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise KinformerError(f"{folder}: is no folder; give the folder that holds the checkpoint's {CONFIG}.")
-    with reading(folder, "cannot be imported: its settings or tensors are not what they should be"):
+        raise KinformerError(f"{folder}: is not a folder; give the folder that holds the checkpoint's {CONFIG}.")
+    with reading(folder, "cannot be imported: its settings or tensors do not have the values they should have"):
         return _imported(folder)
 
 
@@ -142,7 +142,7 @@ def _language_settings(config: JsonObject, place: Path) -> JsonObject:
 
 
 def _language_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the language model's ``tensors`` without their prefix, and a note on the tensors that are left out."""
+    """Return the language model's ``tensors`` without their prefix, and a note on the tensors it leaves out."""
     part, left_out = {}, set()
     for name, tensor in tensors.items():
         if match := OF_IMAGES.fullmatch(name):
@@ -203,11 +203,11 @@ def _shards(folder: Path) -> dict[str, Tensor]:
     index = read_json(folder / INDEX)
     file_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(file_of, dict) or not file_of:
-        raise KinformerError(f"{folder / INDEX}: has no weight_map; restore it from a copy.")
+        raise KinformerError(f"{folder / INDEX}: does not have a weight_map; restore it from a copy.")
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(map(str, file_of.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise KinformerError(f"{folder / INDEX}: names {file!r}, which is no safetensors file of this folder.")
+            raise KinformerError(f"{folder / INDEX}: names {file!r}, which is not a safetensors file of this folder.")
         shard = load_tensors(folder / file)[0]
         wanted = [name for name, holder in file_of.items() if holder == file]
         if missing := [name for name in wanted if name not in shard]:

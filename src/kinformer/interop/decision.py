@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, object] = {
     "n_head": 1,
     "activation_function": "relu",
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 POSITIONS = "encoder.wpe.weight"
 UNTRAINED = re.compile(r"predict_(state|return)\.(weight|bias)")
 NO_TOKENS = r"wte\.weight"
@@ -73,7 +73,7 @@ KEYS = KeyMap(
 
 
 NORMALISED = {"return_scale": 1.0, "state_mean": [], "state_std": []}
-"""The settings of an input that takes values as they are."""
+"""The settings of an input that takes plain values."""
 
 
 def _normalisation(model: ConfigView) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
@@ -83,7 +83,7 @@ def _normalisation(model: ConfigView) -> tuple[float, tuple[float, ...], tuple[f
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionTransformer(Architecture):
-    """Decision Transformer, which takes returns and states as they are and gives actions from -1 to 1."""
+    """Decision Transformer, which takes plain returns and states and gives actions from -1 to 1."""
 
     reads: str = "steps"
     of = ""
@@ -142,7 +142,7 @@ class DecisionTransformer(Architecture):
         return model if _normalisation(model) == _normalisation(plain) and head == model["head"] else plain
 
     def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
-        """Return ``weights`` whose products take returns and states as they are."""
+        """Return ``weights`` whose products take plain returns and states."""
         import torch
 
         scale, mean, std = _normalisation(model)

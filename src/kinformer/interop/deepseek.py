@@ -54,7 +54,7 @@ DEEPSEEK_V3: Mapping[str, object] = {
     "max_position_embeddings": 4096,
     "rope_interleave": True,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 
 
 def _deepseek_keys(model: ConfigView) -> KeyMap:
@@ -82,11 +82,10 @@ def _deepseek_keys(model: ConfigView) -> KeyMap:
 
 def _deepseek(full: Settings, experts: ConfigData) -> ConfigData:
     """Return the model config, as data, of a DeepSeek with these ``experts``."""
-    full.choice("hidden_act", "silu")
     head_dim, heads = full.integer("qk_nope_head_dim"), full.integer("num_attention_heads")
     if full.get("num_key_value_heads") is not None:
         full.require({"num_key_value_heads": heads})
-    model = like_llama(full.changed(num_key_value_heads=None, head_dim=head_dim))
+    model = like_llama(full.changed(num_key_value_heads=None, head_dim=head_dim), biases=(False, False))
     shared = full.integer("n_shared_experts", minimum=0) * experts["hidden_dim"]
     mixture = experts | {"shared_dim": shared, "scale": full.positive("routed_scaling_factor")}
     rank = None if full["q_lora_rank"] is None else full.integer("q_lora_rank")

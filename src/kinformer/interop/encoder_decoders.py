@@ -1,7 +1,7 @@
 """Encoder-decoders of the library transformers: T5, T5 1.1 and mT5 (Raffel et al. 2020), BART (Lewis et al. 2019), and
 Marian (Opus-MT).
 
-T5 has biases by buckets of distance, with one table for all layers of a side. Its scores have no scale; RMSNorm stands
+T5 has biases by buckets of distance, with one table for all layers of a side. Its scores are not scaled; RMSNorm stands
 before each sublayer, and nothing has a bias. A tied head takes hidden states times dim ** -0.5. BART and Marian have
 norms behind sublayers. BART has learned positions; two rows of their table belong to no token. Marian has sinusoids in
 the split layout, and may have one table of ids for each side. A target begins with ``decoder_start_token_id``, which is
@@ -149,7 +149,7 @@ def _side_keys(side: str, *outside: Key, left_out: str = "") -> KeyMap:
         key("feed_forward.down", "fc2"),
         key("feed_forward_residual.norm", "final_layer_norm"),
     ]
-    return KeyMap(model=outside, layer=tuple(layer), prefix=f"model.{side}.", left_out=re.compile(left_out))
+    return KeyMap(model=outside, layer=tuple(layer), layers=f"{side}.layers", left_out=re.compile(left_out))
 
 
 def _cross_keys(norm: str, query: str, keys: str, values: str, out: str) -> list[Key]:
@@ -320,7 +320,7 @@ def _marian_layer(full: Settings, side: str) -> ConfigData:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderDecoder(Architecture):
-    """An encoder-decoder, whose sides have key maps of their own."""
+    """An encoder-decoder, with one key map for each side."""
 
     member: str = "vanilla"
     kind: str = "encoder_decoder"
@@ -360,7 +360,7 @@ class EncoderDecoder(Architecture):
         return weights
 
     def _tables(self, tables: Tensors, model: ConfigView, folder: Path) -> dict[str, Tensor]:
-        """Return the table of ids of each side that has one; the output matrix is the table of the decoder."""
+        """Return the table of ids of each side; the decoder's table is also the output matrix."""
         import torch
 
         groups = {"": (SHARED, SOURCE, TARGET, OUTPUT)}
@@ -411,13 +411,13 @@ class T5(EncoderDecoder):
 
 
 class Bart(EncoderDecoder):
-    """BART."""
+    """BART, which has learned positions and a norm behind the embedding."""
 
     def side_keys(self, data: ConfigView, side: str) -> KeyMap:
         return _side_keys(
             side,
-            key("embedding_norm", "layernorm_embedding"),
-            key("position.table", "embed_positions.weight", layout=Behind(2), tensors=("",)),
+            key("embedding_norm", f"{side}.layernorm_embedding"),
+            key("position.table", f"{side}.embed_positions.weight", layout=Behind(2), tensors=("",)),
         )
 
 
@@ -431,7 +431,7 @@ class Marian(EncoderDecoder):
     reordered = "the features of hidden states change their order"
 
     def side_keys(self, data: ConfigView, side: str) -> KeyMap:
-        return _side_keys(side, left_out=r"embed_positions\.weight")
+        return _side_keys(side, left_out=rf"{side}\.embed_positions\.weight")
 
     def with_tensors(
         self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path

@@ -6,7 +6,7 @@ name the head, but the tensors of the head do. Old files have other names of nor
 pooler that no model here reads.
 
 RoBERTa and Longformer count positions from behind the number of the padding token. There a padding token within a text
-has no position; here ``valid`` alone says which tokens are padding.
+does not have a position; here ``valid`` alone says which tokens are padding.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class TextEncoder(Architecture):
 
     ``prefix`` and ``heads``: the names of tensors.
     ``shifted``: positions are counted from behind the padding token's number; ``activated``: the kinds of heads with
-    the activation of the layers; ``first_is_global``: the first token of a text that is classified is global;
+    the activation of the layers; ``first_is_global``: the first token is global where a text is classified;
     ``tokens``: our roles of special tokens to the settings of their ids, for folders without a tokenizer.
     """
 
@@ -427,9 +427,10 @@ class BigBird(TextEncoder):
     """Big Bird (Zaheer et al. 2020), our member ``big-bird``.
 
     The random blocks are the blocks that transformers draws while it trains, where the layer's number is the seed, as
-    in the paper. In evaluation transformers reads block 0 in their place. Transformers counts a block that is listed
-    twice twice, ours once. Its table of lengths (1024, 3072 and 4096) also holds for 2048, as in the paper. The last
-    block of a padded batch is global there, the last block of each text here. Block-sparse attention has no dropout.
+    in the paper. In evaluation transformers reads block 0 in their place. Transformers counts a block twice if it is
+    listed twice, ours once. Its table of lengths (1024, 3072 and 4096) also holds for 2048, as in the paper. The last
+    block of a padded batch is global there, the last block of each text here. Block-sparse attention does not have
+    dropout.
     """
 
     def mixers(self, full: Settings) -> list[ConfigData]:

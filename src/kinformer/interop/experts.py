@@ -57,7 +57,7 @@ class OfAllExperts(Layout):
 
 
 def _shared(layer: ConfigView) -> tuple[int, dict[str, int]]:
-    """The gate of the shared expert's first product, and what it multiplies (``u``)."""
+    """The gate (``g``) of the shared expert's first product, and the rows that it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
     return 1, {"g": width, "u": width}
 
@@ -68,7 +68,7 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @cache
 def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:
-    """Return the keys of ``count`` experts: ``inside`` is their module, ``names`` those of gate, up and down."""
+    """Return the keys of ``count`` experts: ``inside``: their module; ``names``: the names of gate, up and down."""
     gate, up, down = names
     first = [f"{inside}.experts.{one}.{name}.weight" for one in range(count) for name in (gate, up)]
     second = [f"{inside}.experts.{one}.{down}.weight" for one in range(count)]
@@ -141,7 +141,7 @@ QWEN_MOE: Mapping[str, object] = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 
 
 def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
@@ -158,21 +158,18 @@ def _qwen_keys(model: Mapping[str, object]) -> KeyMap:
 
 
 def _mixtral(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
     windowed = full["sliding_window"] is not None
     kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
-    model = like_llama(full, kinds=kinds)
+    model = like_llama(full, kinds, biases=(False, False))
     experts = experts_of(full, "num_local_experts", "intermediate_size")
     experts["balance"] = full.number("router_aux_loss_coef")
     return model | {"layers": [layer | {"feed_forward": experts} for layer in model["layers"]]}
 
 
 def _qwen3_moe(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
-    biases = full.switch("attention_bias")
     windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
     kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
-    model = like_llama(full, kinds=kinds, biases=(biases, biases), normed=True)
+    model = like_llama(full, kinds, normed=True)
     experts = experts_of(full, "num_experts", "moe_intermediate_size")
     experts |= {
         "normalise": full.switch("norm_topk_prob"),
@@ -189,7 +186,7 @@ def _qwen3_moe(full: Settings) -> ConfigData:
 
 
 def mixture_of(model: ConfigView) -> tuple[ConfigView, list[int]]:
-    """Return the config of the first mixture and the numbers of the layers that have none."""
+    """Return the config of the first mixture and the numbers of the layers without a mixture."""
     feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
     dense = [number for number, one in enumerate(feed_forwards) if one["kind"] != "experts"]
     if len(dense) == len(feed_forwards):
@@ -213,7 +210,7 @@ def write_mixture(model: ConfigView) -> JsonObject:
 
 
 def dense_width(model: ConfigView) -> int:
-    """Return the width of a feed-forward of all tokens, that of an expert where no layer has one."""
+    """Return the width of a feed-forward of all tokens; the width of an expert where every layer is a mixture."""
     feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
     one = next((one for one in feed_forwards if one["kind"] != "experts"), feed_forwards[0])
     return int(one["hidden_dim"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from reprlib import repr as excerpt
 
-from kinformer.interop.architecture import Decoder
+from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import DELTA, GATED, KERNEL_QKV, QKV, TAPS, ConfigData, ConfigView, Key, KeyMap, key
 from kinformer.interop.llama import attention
 from kinformer.interop.settings import Settings
@@ -58,7 +58,7 @@ GLA: Mapping[str, object] = {
 RETNET: Mapping[str, object] = {**DEFAULTS, "hidden_ratio": 2, "num_heads": 8, "expand_v": 2.0, "use_output_gate": True}
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 UNUSED: Mapping[str, object] = {"attnres_block_size": None}
-"""What all of them must not have: attention over the outputs of layers."""
+"""Attention over the outputs of layers, which no model here computes."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 """The only values of settings with which the mixers here compute the same."""
@@ -151,15 +151,7 @@ def _model(mixer: Callable[[Settings], ConfigData]) -> Callable[[Settings], Conf
         layer = {"kind": "decoder", "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
         recurrent, exact = mixer(full), _exact(full)
         mixers = (exact.get(layer, recurrent) for layer in range(full["num_hidden_layers"]))
-        return {
-            "kind": "decoder",
-            "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
-            "dim": dim,
-            "layers": [layer | {"mixer": one} for one in mixers],
-            "position": "none",
-            "norm": norm,
-            "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
-        }
+        return decoder_of(full, dim, [layer | {"mixer": one} for one in mixers], norm)
 
     return model
 
@@ -173,7 +165,7 @@ def _hidden_dim(full: Settings, dim: int) -> int:
 
 
 def _exact(full: Settings) -> dict[int, ConfigData]:
-    """Return softmax attention by the numbers of the layers that have it."""
+    """Return the softmax attention of each layer that has it, by the layer's number."""
     groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
     exact: dict[int, ConfigData] = {}
     for one in groups:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kinformer.interop.architecture import ACTIVATION_NAMES, ACTIVATIONS, Decoder
+from kinformer.interop.architecture import ACTIVATION_NAMES, ACTIVATIONS, Decoder, decoder_of
 from kinformer.interop.key_map import (
     BY_HEAD,
     QKV,
@@ -223,20 +223,13 @@ def read_gpt2(full: Settings) -> ConfigData:
         "norm": norm,
         "dropout": full.number("resid_pdrop"),
     }
-    return {
-        "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
-        "dim": dim,
-        "layers": [layer] * full["n_layer"],
-        "position": {"kind": "learned", "max_length": full.integer("n_positions")},
-        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
-        "norm": norm,
-        "dropout": full.number("embd_pdrop"),
-    }
+    position = {"kind": "learned", "max_length": full.integer("n_positions")}
+    model = decoder_of(full, dim, [layer] * full["n_layer"], norm)
+    return model | {"position": position, "dropout": full.number("embd_pdrop")}
 
 
 def _neox(full: Settings) -> ConfigData:
-    biased = full.switch("attention_bias")
+    biased, dim = full.switch("attention_bias"), full.integer("hidden_size")
     outside = {"rope_theta": full["rotary_emb_base"], "partial_rotary_factor": full["rotary_pct"]}
     mixer = {
         "kind": "softmax",
@@ -250,7 +243,7 @@ def _neox(full: Settings) -> ConfigData:
     layer = _layer(mixer, _mlp(full, "intermediate_size", "hidden_act"), norm, full.number("hidden_dropout"))
     layer["kind"] = "parallel" if full.switch("use_parallel_residual") else "decoder"
     depth = full["num_hidden_layers"]
-    return _model(full, "hidden_size", [layer] * depth) | {"dropout": full.number("hidden_dropout")}
+    return decoder_of(full, dim, [layer] * depth, norm) | {"dropout": full.number("hidden_dropout")}
 
 
 def _opt(full: Settings) -> ConfigData:
@@ -266,7 +259,7 @@ def _opt(full: Settings) -> ConfigData:
     feed_forward = _mlp(full, "ffn_dim", "activation_function")
     layer = _layer(mixer, feed_forward, {"kind": "layer_norm", "eps": 1e-5}, full.number("dropout"))
     length = full.integer("max_position_embeddings")
-    model = _model(full, "hidden_size", [layer] * full["num_hidden_layers"])
+    model = decoder_of(full, dim, [layer] * full["num_hidden_layers"], layer["norm"])
     return model | {"position": {"kind": "learned", "max_length": length}, "dropout": layer["dropout"]}
 
 
@@ -281,7 +274,7 @@ def _bloom(full: Settings) -> ConfigData:
     norm = {"kind": "layer_norm", "eps": full.number("layer_norm_epsilon")}
     feed_forward = {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"}
     layer = _layer(mixer, feed_forward, norm, full.number("hidden_dropout"))
-    return _model(full, "hidden_size", [layer] * full["n_layer"]) | {"embedding_norm": norm}
+    return decoder_of(full, dim, [layer] * full["n_layer"], layer["norm"]) | {"embedding_norm": norm}
 
 
 def _mpt(full: Settings) -> ConfigData:
@@ -290,7 +283,7 @@ def _mpt(full: Settings) -> ConfigData:
     settings.require({"alibi": True, "attn_type": "multihead_attention", **wanted})
     heads = full.integer("n_heads")
     if heads & (heads - 1):
-        raise full.error(f"n_heads is {heads}, for which MPT has slopes of its own; only powers of 2 can be imported.")
+        raise full.error(f"n_heads is {heads}, for which MPT has other slopes; only powers of 2 can be imported.")
     dim = full.integer("d_model")
     mixer = _alibi(heads, False, settings.number("attn_pdrop"))
     norm = {"kind": "layer_norm", "eps": full.number("layer_norm_epsilon"), "bias": False}
@@ -298,7 +291,7 @@ def _mpt(full: Settings) -> ConfigData:
     feed_forward = {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
     layer = _layer(mixer, feed_forward, norm, full.number("resid_pdrop"))
     dropout = full.number("emb_pdrop")
-    return _model(full, "d_model", [layer] * full["n_layers"]) | {"dropout": dropout}
+    return decoder_of(full, dim, [layer] * full["n_layers"], layer["norm"]) | {"dropout": dropout}
 
 
 def _layer(
@@ -322,18 +315,6 @@ def _alibi(heads: int, bias: bool, dropout: float) -> ConfigData:
     projection = {"kind": "multi_head", "bias": bias}
     mixer = {"kind": "softmax", "num_heads": heads, "projection": projection, "position": "alibi"}
     return mixer | {"bias": bias, "dropout": dropout}
-
-
-def _model(full: Settings, width: str, layers: list[dict[str, object]]) -> ConfigData:
-    return {
-        "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
-        "dim": full.integer(width),
-        "layers": layers,
-        "position": "none",
-        "norm": layers[0]["norm"],
-        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
-    }
 
 
 # From our model to settings.

@@ -48,7 +48,7 @@ ROWS, TOKENS, SLOTS = 5, 11, 13
 """Sizes of a graph's examples. A size that a model has elsewhere, too, or 0 or 1, could be taken for a constant."""
 
 TALKATIVE = ("torch", "onnxscript", "onnx_ir")
-"""The loggers of packages that note what a user cannot change."""
+"""The loggers of packages whose notes do not help a user."""
 
 
 class FlatStep(nn.Module):
@@ -73,9 +73,9 @@ class FlatStep(nn.Module):
 
 
 def require_graphable(config: ModelConfig) -> None:
-    """Raise unless a model of ``config`` continues sequences of tokens, and takes no step that its data decide.
+    """Raise unless a model of ``config`` continues sequences of tokens, and takes the same steps for all data.
 
-    Errors: ``KinformerError``, with what the model is.
+    Errors: ``KinformerError``, which says what kind of model it is.
     """
     if config.protocol is not CausalModel or config.input.kind != "tokens":
         raise KinformerError(
@@ -85,9 +85,9 @@ def require_graphable(config: ModelConfig) -> None:
 
 
 def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None) -> torch.export.ExportedProgram:
-    """Return the graph of ``step``; ``rows`` and ``tokens`` are its batch and time, None for any.
+    """Return the graph of ``step``; ``rows`` and ``tokens`` are its batch and time; None for any.
 
-    Errors: ``KinformerError`` for a model that is no graph, with the place where it is none.
+    Errors: ``KinformerError`` for a model that cannot be a graph, with the reason.
     """
     _require_no_host(step.model)
     names = {name for name, size in ((BATCH, rows), (TIME, tokens)) if size is None}
@@ -113,8 +113,8 @@ def _require_no_host(model: Any) -> None:
         reads = module.host_reads if isinstance(module, HostDriven) else ""
         if reads:
             raise KinformerError(
-                f"its part {module.config.kind!r} is no graph, which makes the same steps for all numbers, as the "
-                f"host follows some of its numbers ({reads}); export another member, or this one with `format` hf."
+                f"its part {module.config.kind!r} cannot be in a graph, which makes the same steps for all numbers, as "
+                f"the host follows some of its numbers ({reads}); export another member, or this one with `format` hf."
             )
 
 
@@ -127,7 +127,7 @@ def _reason(error: Exception) -> str:
             f"its operators depend on {' and '.join(fixed)} on the host, so that a graph would hold for one size only"
         )
     if "DataDependent" in name or "data-dependent" in str(error):
-        return "what it computes next depends on numbers that it has computed"
+        return "its next step depends on numbers that it has computed"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"it says: {lines[0].rstrip('.')} ({name})" if lines else f"it raises {name}"
 
@@ -168,11 +168,11 @@ def _by_reference(config: object) -> Any:
 
 # Operators of ONNX's opset 27 in place of kernels: ``LinearAttention``, ``CausalConvWithState`` and ``LSTM``.
 #
-# All are written down, not computed. Shapes are those of the kernels that they stand in for.
+# The operators are written, not computed. They have the shapes of the kernels that they replace.
 
 
 OPSET = 27
-"""The version of ONNX's operators that has all three."""
+"""The first version of ONNX with all three operators."""
 
 
 def linear_attention(
@@ -180,7 +180,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs and the sums s, z behind a chunk (see ``kernels.linear``).
 
-    The operator has no normaliser. A column of ones beside the values makes one: its column of s is z.
+    The operator does not have a normaliser. A column of ones beside the values replaces it: the column's s is z.
     """
     rule = "linear" if log_decay is None else "gated"
     if eps is None:
@@ -202,7 +202,7 @@ def delta_rule(
 def short_convolution(x: Tensor, recent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the convolved chunk, with SiLU, and the tokens before the next (see ``parts.output_parts``)."""
     batch, heads, time, channels = x.shape
-    taps = weight.flip(0).permute(1, 2, 0).reshape(heads * channels, 1, -1)  # the last one is that of the token itself
+    taps = weight.flip(0).permute(1, 2, 0).reshape(heads * channels, 1, -1)  # the last tap is of the token itself
     context = taps.shape[2] - 1
     mixed, after = _emit(
         "CausalConvWithState",
@@ -295,15 +295,15 @@ def require_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise KinformerError(
-            f"`format` onnx: needs {' and '.join(missing)}; pip install 'kinformer[onnx]' brings what is missing."
+            f"`format` onnx: needs {' and '.join(missing)}; pip install 'kinformer[onnx]' brings the missing packages."
         )
 
 
 def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) -> tuple[dict[str, Any], float]:
     """Write ``model`` into ``folder`` with ``facts`` as metadata; return the facts of the file, and the largest
-    difference between the logits that onnxruntime computes and those of the model, relative to the largest logit.
+    difference between the logits of onnxruntime and of the model, relative to the largest logit.
 
-    Errors: ``KinformerError`` for a model that is no graph, and for a file that computes something else.
+    Errors: ``KinformerError`` for a model that cannot be a graph, and for a file that computes something else.
     """
     step = FlatStep(model, SUBSTITUTES)
     program = captured(step)
@@ -319,8 +319,8 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
             )  # fmt: skip
     except Exception as error:
         raise KinformerError(
-            f"ONNX has no counterpart to this model: {converter_reason(error.__cause__ or error)}; export another "
-            "member, or this one with `format` hf."
+            f"ONNX does not have a counterpart to this model: {converter_reason(error.__cause__ or error)}; export "
+            "another member, or this one with `format` hf."
         ) from error
     assert written is not None
     written.model.opset_imports[""] = OPSET
@@ -338,9 +338,9 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
 
 
 def converter_reason(error: BaseException) -> str:
-    """Return what the converter could not write, in a clause."""
+    """Return the reason for which the converter failed, in a clause."""
     operator = re.search(r"target=torch\.ops\.([\w.]+)", str(error))
-    return f"it has no operator {operator[1]}" if operator else str(error).splitlines()[0].rstrip(".")
+    return f"it does not have the operator {operator[1]}" if operator else str(error).splitlines()[0].rstrip(".")
 
 
 def session_of(path: Path, threads: int = 0) -> InferenceSession:
@@ -398,8 +398,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 
 def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return cummax over the last axis, which ONNX has no operator for: the maximum of what a triangle leaves. Its
-    indices are never read."""
+    """Return cummax over the last axis: the maximum behind a triangular mask. Nothing reads its indices."""
     assert dim in (-1, x.dim() - 1)
     index = torch.arange(x.shape[-1], device=x.device)
     lowest = torch.iinfo(x.dtype).min if not x.is_floating_point() else -torch.inf
@@ -408,8 +407,7 @@ def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
-    """Return a stable sort, which ONNX has no operator for, as TopK of all: of equal numbers that takes the first ones
-    first."""
+    """Return a stable sort as TopK of all numbers, which keeps the order of equal numbers."""
     numbers = x if x.is_floating_point() or x.dtype == torch.int64 else x.to(torch.int32)
     values, order = numbers.topk(x.shape[dim], dim, largest=descending)
     return values.to(x.dtype), order
@@ -464,7 +462,7 @@ def require_compiler() -> None:
 
 
 def machine() -> dict[str, str]:
-    """Return what a package is made for: PyTorch's version, the processor, and what vectors it has."""
+    """Return the machine that a package is for: PyTorch's version, the processor, and its vector instructions."""
     return {
         "torch": torch.__version__,
         "processor": platform.machine(),
@@ -475,7 +473,7 @@ def machine() -> dict[str, str]:
 def write_package(model: CausalModel, folder: Path) -> dict[str, Any]:
     """Compile the step of ``model`` for one sequence into ``folder``; return the facts of the file.
 
-    Errors: ``KinformerError`` for a model that is no graph, and where the compiler fails.
+    Errors: ``KinformerError`` for a model that cannot be a graph, and where the compiler fails.
     """
     step = FlatStep(model, {})
     program = captured(step, rows=1, tokens=1)
@@ -496,7 +494,7 @@ def write_package(model: CausalModel, folder: Path) -> dict[str, Any]:
 def load_package(path: Path, facts: Mapping[str, Any]) -> Step:
     """Return the step (token [1, 1], leaves) -> [logits, leaves] of the package at ``path``, which has these ``facts``.
 
-    Errors: ``KinformerError`` for a file that is another one, or was made for another machine.
+    Errors: ``KinformerError`` for another file, and for a package of another machine.
     """
     current = machine()
     for name, made_for in facts["machine"].items():

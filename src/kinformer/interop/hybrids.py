@@ -4,7 +4,7 @@ and OLMo Hybrid.
 Most layers are Gated DeltaNet's, whose heads of keys may each serve several heads of values; every fourth is softmax
 attention with normed queries and keys. Qwen's softmax layers turn a quarter of each head by its position and gate the
 heads' outputs, and its norms multiply by 1 + w. OLMo's softmax layers stand before their norms, norm all heads of
-queries together and may have no positions. Layers of Qwen3-Next may be mixtures of experts.
+queries together and may be without positions. Layers of Qwen3-Next may be mixtures of experts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kinformer.interop.settings import FULL, LINEAR, Settings, rope, rope_table
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-"""A layer's residual to what the norms of its mixer and of its feed-forward are called, in files of any version."""
+"""A layer's residual to the names of the norms of its mixer and of its feed-forward, in files of any version."""
 QWEN35: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 248320,
@@ -124,10 +124,10 @@ def _kinds(full: Settings, interval: int) -> list[str]:
 
 
 def _qwen(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
     full.require({"attention_bias": False})
     kinds = _kinds(full, full.integer("full_attention_interval"))
-    model = like_llama(full, normed=True, positions={FULL: rope(full, partial=True)})
+    positions = {FULL: rope(full, partial=True)}
+    model = like_llama(full, normed=True, biases=(False, False), positions=positions)
     linear = delta(full, model["norm"]["eps"])
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == LINEAR:
@@ -154,13 +154,11 @@ def _qwen3_next(full: Settings) -> ConfigData:
 
 
 def _olmo(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
     kinds = _kinds(full, 4)
     if FULL not in kinds and full.get("layer_types") is None:
         kinds[-1] = FULL
-    biases, position = (full.switch("attention_bias"),) * 2, _olmo_position(full)
-    full = _olmo_sizes(full)
-    model = like_llama(full, biases=biases, normed=True, positions={FULL: position})
+    position, full = _olmo_position(full), _olmo_sizes(full)
+    model = like_llama(full, normed=True, positions={FULL: position})
     linear = delta(full, OLMO_NORM_EPS)
     linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
     for layer, kind in zip(model["layers"], kinds, strict=True):
@@ -173,10 +171,10 @@ def _olmo(full: Settings) -> ConfigData:
 
 
 def _olmo_sizes(full: Settings) -> Settings:
-    """Return the settings that are not null, with the sizes that follow from others where a file has none."""
+    """Return the settings other than null, with the sizes that follow from others where a file has none."""
     heads, place = full.integer("num_attention_heads"), full.place
-    given = {name: value for name, value in full.items() if value is not None}
-    full = Settings({"linear_num_key_heads": heads, "linear_num_value_heads": heads} | given, place)
+    present = {name: value for name, value in full.items() if value is not None}
+    full = Settings({"linear_num_key_heads": heads, "linear_num_value_heads": heads} | present, place)
     keys = full.integer("linear_num_key_heads")
     full = Settings({"linear_key_head_dim": int(0.75 * full.integer("hidden_size") / keys)} | full, place)
     return Settings({"linear_value_head_dim": 2 * full.integer("linear_key_head_dim")} | full, place)

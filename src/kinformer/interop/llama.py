@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kinformer.interop.architecture import Decoder
+from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
 from kinformer.interop.settings import FULL, WINDOW, Settings, rope, rope_parameters
 from kinformer.runtime.parsing import JsonObject
 
+TANH = "gelu_pytorch_tanh"
+"""Gemma's activation."""
 DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -53,7 +55,7 @@ GEMMA: Mapping[str, object] = {
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
     "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_act": TANH,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
@@ -64,7 +66,7 @@ GEMMA2: Mapping[str, object] = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_activation": TANH,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "layer_types": None,
@@ -110,27 +112,21 @@ def keys(
     )
 
 
-def _llama(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
-    biases = full.switch("attention_bias")
-    return like_llama(full, biases=(biases, biases))
+# From settings to our model.
 
 
 def _mistral(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
     kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
-    return like_llama(full, kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW))
+    kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW)
+    return like_llama(full, kinds, biases=(False, False))
 
 
 def _qwen2(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
-    return like_llama(full, kinds=_kinds(full), biases=(True, False))
+    return like_llama(full, _kinds(full), biases=(True, False))
 
 
 def _qwen3(full: Settings) -> ConfigData:
-    full.choice("hidden_act", "silu")
-    biases = full.switch("attention_bias")
-    return like_llama(full, kinds=_kinds(full), biases=(biases, biases), normed=True)
+    return like_llama(full, _kinds(full), normed=True)
 
 
 def _kinds(full: Settings) -> list[str]:
@@ -145,26 +141,21 @@ def _kinds(full: Settings) -> list[str]:
 
 
 def _gemma(full: Settings) -> ConfigData:
-    activation = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
-    full.choice(activation, "gelu_pytorch_tanh")
-    return _as_gemma(like_llama(full, biases=(full.switch("attention_bias"),) * 2), full)
+    name = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
+    return _as_gemma(like_llama(full, activation=(name, TANH)), full)
 
 
 def _gemma2(full: Settings) -> ConfigData:
-    full.choice("hidden_activation", "gelu_pytorch_tanh")
-    kinds = _alternating(full, 2)
-    model = like_llama(full, kinds, biases=(full.switch("attention_bias"),) * 2)
+    model = like_llama(full, _alternating(full, 2), activation=("hidden_activation", TANH))
     return _as_gemma(model, full, _gemma_score(full))
 
 
 def _gemma3(full: Settings) -> ConfigData:
-    full.choice("hidden_activation", "gelu_pytorch_tanh")
     pattern = full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6))
     kinds = _alternating(full, full.changed(sliding_window_pattern=pattern).integer("sliding_window_pattern"))
     local = full.changed(rope_theta=full.get("rope_local_base_freq", 10_000.0), rope_scaling=None)
     positions = {FULL: rope(full, FULL, base=1e6), WINDOW: rope(local, WINDOW)}
-    biases = (full.switch("attention_bias"),) * 2
-    model = like_llama(full, kinds, biases, normed=True, positions=positions)
+    model = like_llama(full, kinds, normed=True, positions=positions, activation=("hidden_activation", TANH))
     return _as_gemma(model, full, _gemma_score(full))
 
 
@@ -202,16 +193,20 @@ def _alternating(full: Settings, pattern: int) -> list[str]:
 def like_llama(
     full: Settings,
     kinds: Sequence[str] | None = None,
-    biases: tuple[bool, bool] = (False, False),
+    biases: tuple[bool, bool] | None = None,
     normed: bool = False,
-    positions: Mapping[str, Mapping[str, object]] | None = None,
+    positions: Mapping[str, ConfigView] | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> ConfigData:
-    """Return the model config, as data, of a LLaMA-like config with all its settings.
+    """Return our model config, as data, of a LLaMA-like model.
 
-    ``kinds``: each layer's kind of attention, all FULL if not given; ``biases``: whether the products before attention
-    and behind it have one; ``normed``: whether queries and keys are normed; ``positions``: those of each kind of
-    attention, where they differ.
+    ``kinds``: each layer's kind of attention, by default FULL; ``biases``: whether the products before and behind
+    attention have biases, by default ``attention_bias`` of both; ``normed``: whether queries and keys are normed;
+    ``positions``: the positions of each kind of attention, where they differ; ``activation``: the setting of the
+    activation and its only value.
     """
+    full.choice(*activation)
+    biases = (full.switch("attention_bias"),) * 2 if biases is None else biases
     depth, dim = full["num_hidden_layers"], full.integer("hidden_size")
     norm = {"kind": "rms_norm", "eps": full.number("rms_norm_eps")}
     mixer = attention(full, dim, biases) | ({} if positions else {"position": rope(full)})
@@ -233,15 +228,8 @@ def like_llama(
     for kind, position in (positions or {}).items():
         if kind in mixers:
             mixers[kind]["position"] = position
-    return {
-        "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
-        "dim": dim,
-        "layers": [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth],
-        "position": "none",
-        "norm": norm,
-        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
-    }
+    layers = [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth]
+    return decoder_of(full, dim, layers, norm)
 
 
 def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData:
@@ -301,14 +289,14 @@ def write_qwen(model: ConfigView, *left_out: str) -> JsonObject:
 
 
 def _write_gemma(model: ConfigView) -> JsonObject:
-    return write_llama(model, "mlp_bias", "layer_types", "sliding_window", hidden_act="gelu_pytorch_tanh")
+    return write_llama(model, "mlp_bias", "layer_types", "sliding_window", hidden_act=TANH)
 
 
 def _write_later_gemma(model: ConfigView) -> JsonObject:
     layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
     scalar = score["scale"] ** -2
     scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
-    settings = write_llama(model, "mlp_bias", "hidden_act", hidden_activation="gelu_pytorch_tanh")
+    settings = write_llama(model, "mlp_bias", "hidden_act", hidden_activation=TANH)
     settings |= {
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": score.get("cap"),
@@ -330,7 +318,7 @@ ARCHITECTURES = {
         member="rope",
         model_class="LlamaForCausalLM",
         defaults=DEFAULTS,
-        read=_llama,
+        read=like_llama,
         write=lambda model: write_llama(model, "layer_types", "sliding_window"),
         keys=keys,
     ),

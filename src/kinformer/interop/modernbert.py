@@ -1,7 +1,8 @@
 """ModernBERT (Warner et al. 2024) as the library transformers saves it.
 
 Its layers have norms before sublayers, rotary positions, a gated feed-forward and no biases. Every third one is full
-attention, the others a window with another base of positions. The first mixer has no norm, as embeddings have one.
+attention, the others a window with another base of positions. The first mixer is without a norm, as embeddings have
+one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEFAULTS: Mapping[str, object] = {
     "mlp_bias": False,
     "tie_word_embeddings": True,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 REQUIRED = {
     "norm_bias": False,
     "classifier_bias": False,

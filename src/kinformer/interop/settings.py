@@ -21,7 +21,7 @@ CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "pre
 TOKENIZER, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
 """The names of the files in a folder of transformers."""
 DEPTH = 10_000
-"""The largest number of layers that is read; a config with more layers is damaged."""
+"""The largest number of layers; a config with more layers is damaged."""
 EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
 CAUSAL: Mapping[str, object] = {
     "is_causal": True,
@@ -32,7 +32,7 @@ CAUSAL: Mapping[str, object] = {
 }
 """Settings that transformers reads in every architecture, and in every causal architecture.
 
-An architecture that does not read one of them itself is imported with this value only.
+An architecture that does not read such a setting is imported with this value only.
 """
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """The kinds of layers in the setting ``layer_types``."""
@@ -75,7 +75,7 @@ class Settings(dict[str, Any]):
         return float(value)
 
     def switch(self, name: str) -> bool:
-        """Return a setting that is true or false."""
+        """Return a setting that must be true or false."""
         value = self.get(name)
         if not isinstance(value, bool):
             raise self.error(f"{name} is {excerpt(value)}, but must be true or false.")
@@ -114,8 +114,7 @@ class Settings(dict[str, Any]):
         value, depth = self["layer_types"], self["num_hidden_layers"]
         if not isinstance(value, list) or len(value) != depth or not all(one in kinds for one in value):
             raise self.error(
-                f"layer_types must be a list of {depth} kinds of attention, of which only {', '.join(kinds)} can be "
-                "imported."
+                f"layer_types must be a list of {depth} kinds of attention; only {', '.join(kinds)} can be imported."
             )
         return value
 
@@ -209,7 +208,7 @@ READERS: dict[str, Callable[[Settings, str], float]] = {
     "original_length": Settings.integer,
     "truncate": Settings.switch,
 }
-"""The readers of settings that are not positive numbers."""
+"""The readers of settings other than positive numbers."""
 
 
 def rope(full: Settings, kind: str | None = None, base: float = 10000.0, partial: bool = False) -> ConfigData:
@@ -243,7 +242,7 @@ def rope_parameters(position: ConfigView) -> JsonObject:
 
     The position "none" gives parameters without a base.
 
-    Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers does not have.
+    Errors: ``KeyError`` for positions other than rotary, or scaled in a way that transformers does not have.
     """
     if position["kind"] == "none":
         return {"rope_type": "default", "rope_theta": None}

@@ -37,7 +37,7 @@ DEFAULTS: Mapping[str, object] = {
     "patch_size": 4,
     "num_channels": 3,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 
 LAYER = (
     key("mixer_residual.norm", "layernorm_before"),

@@ -181,7 +181,8 @@ def of_encoder(tokens: ConfigView, pad: str | None) -> Special:
 
 
 def padding_of(source: bytes | None) -> Padding | None:
-    """Return the padding token of a tokenizer.json, or of bytes, else one that is in no text; None if all may be."""
+    """Return the padding token of a tokenizer.json, or of bytes, else a token that occurs in no text; None if every
+    token may occur."""
     if source is None:
         return Padding(0)
     ids = ids_of(json.loads(source))
@@ -215,7 +216,7 @@ def write_tokenizer(
 
 
 def _with_special(data: JsonObject, special: Special) -> JsonObject:
-    """Return a tokenizer.json with the ``special`` tokens that have a text and are not among its own."""
+    """Return a tokenizer.json with the ``special`` tokens that have a text and are new."""
     present = {number: text for text, number in ids_of(data).items()}
     new = sorted((number, text) for number, text in special.roles.values() if text and number not in present)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -255,7 +256,7 @@ def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, o
 def byte_tokenizer() -> dict[str, object]:
     """Return a tokenizer.json, as data, whose 256 ids are the bytes of UTF-8.
 
-    Signs that stand for bytes are those of GPT-2: visible ones for themselves, the others from U+0100 on.
+    The signs of bytes are GPT-2's: visible signs stand for themselves, the others are from U+0100 on.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -277,7 +278,7 @@ def byte_tokenizer() -> dict[str, object]:
 # The files of a folder of speech recognition: how sound is prepared, and which symbols are written.
 
 BLANK = "<pad>"
-"""What transformers calls class 0, which is no symbol."""
+"""The name that transformers has for class 0, which is not a symbol."""
 VOCABULARY = "vocab.json"
 
 

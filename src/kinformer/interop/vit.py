@@ -50,7 +50,7 @@ class LeadingTable(Layout):
 
 
 class Kernel(Layout):
-    """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of them]."""
+    """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of these]."""
 
     def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
         return tensor.flatten(1) if tensor.dim() == 4 else tensor
@@ -84,7 +84,7 @@ class ImageEncoder(Architecture):
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         if (folder / PREPROCESSOR).is_file():
             return ()
-        return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read as they are, without mean and deviation",)
+        return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read without mean and deviation",)
 
     def differences(self, model: ConfigView) -> list[str]:
         if model["input"]["resize"] == "bicubic" or not model["input"]["positions"]:
@@ -261,7 +261,7 @@ def _deit(full: Settings) -> ConfigData:
 
 @dataclass(frozen=True, kw_only=True)
 class Vit(ImageEncoder):
-    """ViT, or DeiT."""
+    """An encoder of images with a class token: ViT, or DeiT, which also has a distillation token."""
 
     def read_tensors(
         self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None

@@ -35,7 +35,7 @@ GENERATE = ("CausalLM", "Seq2SeqLM")
 
 
 def use_of(config: ModelConfig) -> str | None:
-    """Return the use of a model of ``config``; None for one that transformers has no class for."""
+    """Return the use of a model of ``config``; None where transformers does not have a class for it."""
     model: Any = config
     reads_ids = model.input.kind == "tokens"
     if model.input.kind == "frames":
@@ -73,10 +73,10 @@ UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance"
 
 @dataclass(frozen=True)
 class Native:
-    """A model as an architecture: its ``model_type``, the ``config.json`` and our ``model`` config, as data.
+    """A model of ours as an architecture: its ``model_type``, the ``config.json`` and our ``model`` config, as data.
 
-    ``original``: our config where features stand in another order there, or products take other values; otherwise it
-    is ``model``. ``notes``: what transformers does otherwise.
+    ``original``: our config before features were reordered, or products changed; otherwise it is ``model``.
+    ``notes``: what transformers does otherwise.
     """
 
     model_type: str
@@ -87,22 +87,22 @@ class Native:
 
     @property
     def architecture(self) -> Architecture:
-        """Return the architecture."""
+        """Return the architecture of the ``model_type``."""
         return ARCHITECTURES[self.model_type]
 
     @property
     def classes(self) -> tuple[str, str]:
-        """Return the class of transformers, and the one that loads it."""
+        """Return the class of transformers, and the class that loads it."""
         return self.architecture.classes(self.model)
 
     @property
     def reordered(self) -> str:
-        """Return what stands in another order there; empty where nothing does."""
+        """Return what the export reorders, for the user; empty where nothing is reordered."""
         return "" if self.model is self.original else self.architecture.reordered
 
     @property
     def preprocessor(self) -> JsonObject | None:
-        """Return the ``preprocessor_config.json`` of a model of images, None of others."""
+        """Return the ``preprocessor_config.json`` of a model of images; None for other models."""
         kind = self.architecture.processor
         return None if kind is None else preprocessor(self.model["input"], kind)
 
@@ -114,10 +114,10 @@ class Native:
 
 
 def native_form(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Native | str:
-    """Return ``config`` as an architecture of transformers, or a sentence that says why it is none.
+    """Return ``config`` as an architecture of transformers, or a sentence that says why it is not an architecture.
 
-    ``length``: how many positions ``config.json`` names where those of the model do not end. ``padding``: the token
-    that texts are padded with, if there is one.
+    ``length``: the number of positions in ``config.json``, for positions that do not end. ``padding``: the padding
+    token, if there is one.
     """
     data = to_dict(_explicit(config))
     differences: dict[str, list[tuple[str, object]]] = {}
@@ -146,8 +146,8 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
 
 def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:
     """Return the types that a ``model`` may be; RoBERTa before BERT where padding is spelled as there."""
-    found = (model["kind"], model["input"]["kind"])
-    names = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == found]
+    kinds = (model["kind"], model["input"]["kind"])
+    names = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
     return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
 
 
@@ -223,7 +223,7 @@ class Form:
 
     @property
     def use(self) -> str:
-        """Return what the model is used for, as the classes' names end."""
+        """Return the use of the model, which ends the names of the classes."""
         return self.auto_class.removeprefix(auto_class_of(""))
 
     @property
@@ -233,10 +233,10 @@ class Form:
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
-    """Return the form of an exported model of ``config``; ``length``: that of training texts, ``padding``: the token
-    that pads them.
+    """Return the form of an exported model of ``config``; ``length``: the longest text of training;
+    ``padding``: the padding token.
 
-    Errors: ``KinformerError`` for a model that transformers has no class for.
+    Errors: ``KinformerError`` for a model without a class of transformers.
     """
     native = native_form(config, length, padding)
     if isinstance(native, Native):
@@ -347,7 +347,7 @@ def _preprocessor(composition: ConfigView) -> JsonObject | None:
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return ``tensors``, those of float32 as ``dtype``.
+    """Return ``tensors``, where float32 becomes ``dtype``.
 
     Errors: ``KinformerError`` for weights that it cannot hold.
     """

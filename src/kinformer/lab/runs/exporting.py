@@ -78,9 +78,9 @@ class ExportedGraph:
 
 
 def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], object]) -> ExportedGraph:
-    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with what it will be.
+    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with a sentence on the folder.
 
-    Errors: ``KinformerError`` for a model that is no graph, and for what is not installed here.
+    Errors: ``KinformerError`` for a model that cannot be a graph, and for packages that are not installed.
     """
     (graphs.require_packages if format == "onnx" else graphs.require_compiler)()
     try:
@@ -135,7 +135,7 @@ def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
 
 
 def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
-    """Let sessions of ``model``, that of ``run``, step by the package in ``folder``.
+    """Let sessions of ``model``, the model of ``run``, step by the package in ``folder``.
 
     Errors: ``KinformerError`` for a folder without a package, one of other weights, and one for another machine.
     """
@@ -176,7 +176,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 class Exported:
     """The ``folder``, its ``model_type``, the classes of transformers that load it, and how much it holds.
 
-    ``reason``: why the model is no architecture of transformers; empty if it is one.
+    ``reason``: why the model is not an architecture of transformers; empty if it is.
     """
 
     folder: Path
@@ -209,7 +209,7 @@ def export(
     max_shard_size: str | int = "5GB",
     announce: Callable[[str], object] = lambda sentence: None,
 ) -> Exported | ExportedGraph:
-    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with what it will be and why."""
+    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with a sentence on the folder."""
     require_path("out", out)
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
@@ -219,7 +219,7 @@ def export(
             )
         return export_graph(_exportable(folder), Path(out), format, announce)
     if dtype not in DTYPES:
-        raise KinformerError(f"`dtype` {dtype!r}: is no type of exported weights; {nearest(str(dtype), DTYPES)}")
+        raise KinformerError(f"`dtype` {dtype!r}: is not a type of exported weights; {nearest(str(dtype), DTYPES)}")
     shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
         has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
@@ -249,10 +249,10 @@ def export(
 
 
 def _exportable(folder: str | Path) -> Run:
-    """Return the run in ``folder``; refuse one that is not complete without a datastore."""
+    """Return the run in ``folder``; refuse a run that needs a datastore."""
     run = open_run(folder)
     if "retrieval" in run.data:
-        raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
+        raise KinformerError(f"{folder}: reads a datastore, which an exported folder cannot hold; export its base.")
     return run
 
 
@@ -260,12 +260,12 @@ def size_in_bytes(size: str | int) -> int:
     """Return the bytes of a size such as ``5GB``, ``500 MB``, ``64KiB`` or a number of bytes."""
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([KMG]?I?)B?\s*", str(size).upper())
     if match is None or match[2] not in UNITS or (count := int(float(match[1]) * UNITS[match[2]])) < 1:
-        raise KinformerError(f"`max_shard_size` {size}: is no size; write for example 5GB, 500MB or 64KiB.")
+        raise KinformerError(f"`max_shard_size` {size}: is not a size; write for example 5GB, 500MB or 64KiB.")
     return count
 
 
 def sentence_of(form: Form) -> str:
-    """Return what a folder in ``form`` will be."""
+    """Return a sentence on a folder in ``form``: the kind of folder, and why."""
     if form.native is None:
         return (
             f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
@@ -375,7 +375,7 @@ PIPELINES = {
 
 
 def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
-    """Return the model card: what the model is, what it was trained on, and what was measured."""
+    """Return the model card, which describes the model, its training data and its measurements."""
     record = member_called(run.member)
     sentence = sentence_of(form)
     preparer, use = _use(run, form, name)

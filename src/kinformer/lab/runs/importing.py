@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """The run, how many parameters its model has, whether it came with a tokenizer, and what is to be known of it."""
+    """The run, its number of parameters, whether the folder had a tokenizer, and notes for the user."""
 
     run: Run
     parameters: int
@@ -204,12 +204,14 @@ def _run_proof(folder: Path, length: int, limit: float) -> Proof:
 
 
 def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
-    """Return the proof of a folder of transformers: its laws there, and what is imported beside it."""
+    """Return the proof of a folder of transformers: its laws there, and the imported model beside it."""
     kind = str(config["model_type"])
     with _quiet():
         loaded = _loaded(folder, trust)
     if not getattr(loaded.config.get_text_config(), "vocab_size", None):
-        raise KinformerError(f"{folder / CONFIG}: has no vocab_size; give a folder with a causal language model.")
+        raise KinformerError(
+            f"{folder / CONFIG}: does not have a vocab_size; give a folder with a causal language model."
+        )
     theirs = Theirs(loaded)
     laws = tuple(judge(theirs, length, limit))
     form = ARCHITECTURES.get(kind)
@@ -275,6 +277,6 @@ def _object(name: str) -> object:
             return value() if isinstance(value, type) or type(value).__name__ == "function" else value
     except Exception as error:
         raise KinformerError(
-            f"{name}: is no folder, and no object that can be imported ({type(error).__name__}: {error}); give a run, "
-            "a folder of transformers, or module:object of a causal model."
+            f"{name}: is not a folder, and not an object that can be imported ({type(error).__name__}: {error}); give "
+            "a run, a folder of transformers, or module:object of a causal model."
         ) from None
