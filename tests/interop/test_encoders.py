@@ -151,7 +151,7 @@ def test_a_model_without_a_head_gets_a_new_one_and_says_so(model_type, tmp_path,
     peer = Peer(tmp_path / "peer", model_type, "Model")
     model = imported(peer.folder, tmp_path / "run").double()
     told = capsys.readouterr().err
-    assert "it has no head, so the masked-language head is a new one" in told
+    assert "it does not have a head, so the masked-language head is a new one" in told
     assert "pooler.dense.bias, pooler.dense.weight left out" in told
     tokens, valid, types = peer.texts()
     with torch.no_grad():

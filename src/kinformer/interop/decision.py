@@ -87,7 +87,7 @@ class DecisionTransformer(Architecture):
 
     reads: str = "steps"
     of = ""
-    reordered = "the normalisation of returns and states is part of its products, so that it takes both as they are"
+    reordered = "the normalisation of returns and states is part of its products, so that it takes plain values"
 
     def read_tensors(
         self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
@@ -107,7 +107,7 @@ class DecisionTransformer(Architecture):
         out = sorted(name for name in tensors if UNTRAINED.fullmatch(name))
         scale = (
             "it does not say how returns and states are normalised: give `set` input.return_scale, input.state_mean "
-            "and input.state_std, or values that are"
+            "and input.state_std, or normalised values"
         )
         return (f"{', '.join(out)} left out: nothing trains them", scale) if out else (scale,)
 

@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3, as the library transformers saves them: latent attention, plain feed-forwards in the first
-layers, and in the others a shared expert beside those that a token chooses."""
+layers, and in the others a shared expert beside the experts that a token chooses."""
 
 from __future__ import annotations
 

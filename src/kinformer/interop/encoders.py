@@ -144,7 +144,7 @@ def _with_language_head(
     return weights
 
 
-NEW_HEAD = "it has no head, so the masked-language head is a new one; hidden states are as they were"
+NEW_HEAD = "it does not have a head, so the masked-language head is a new one; hidden states do not change"
 
 
 def new_head(model: ConfigView) -> dict[str, Tensor]:
@@ -390,8 +390,8 @@ def write_sublayers(model: ConfigView) -> JsonObject:
 class Longformer(TextEncoder):
     """Longformer (Beltagy et al. 2020), our member ``longformer``.
 
-    Its ``attention_window`` counts both sides. A token is global if ``kinds`` mark it, as is the first token of a text
-    that is classified.
+    Its ``attention_window`` counts both sides. A token is global if ``kinds`` mark it, or if it
+    is the first token of a text to classify.
     """
 
     def mixers(self, full: Settings) -> list[ConfigData]:
@@ -408,7 +408,7 @@ class Longformer(TextEncoder):
     def differences(self, model: ConfigView) -> list[str]:
         notes = super().differences(model)
         if model["global_tokens"] and model["head"]["kind"] != "classification":
-            notes.append("give it a global_attention_mask that is 1 at the first token, which is global here")
+            notes.append("give it a global_attention_mask with 1 at the first token, which is global here")
         return notes
 
 

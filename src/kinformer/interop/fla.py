@@ -165,7 +165,7 @@ def _hidden_dim(full: Settings, dim: int) -> int:
 
 
 def _exact(full: Settings) -> dict[int, ConfigData]:
-    """Return the softmax attention of each layer that has it, by the layer's number."""
+    """Return the softmax attention of layers by the layers' numbers."""
     groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
     exact: dict[int, ConfigData] = {}
     for one in groups:

@@ -224,41 +224,38 @@ OLMO_NORMS: Norms = {
     "pre": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
     "res_post": (("post_attention_layernorm", "feedforward_layer_norm"), ("post_feedforward_layernorm",)),
 }
-RATES = (
-    key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
-    key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+
+
+def _linear_keys(norm: str, out: str, *others: Key) -> tuple[Key, ...]:
+    """Return the keys of Gated DeltaNet: the ``norm`` of heads, the product ``out``, and ``others``."""
+    return (
+        *others,
+        key("mixer.norm", f"linear_attn.{norm}"),
+        key("mixer.out", f"linear_attn.{out}"),
+        key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED),
+        key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
+        key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+    )
+
+
+PRODUCTS = ("mixer.qkv", "mixer.gate", "mixer.decay.gate")
+FUSED = _linear_keys(
+    "norm", "out_proj", key(PRODUCTS, "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", layout=DELTA_FUSED)
 )
-CONVOLUTION = key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED)
-FUSED = (
-    key(
-        ("mixer.qkv", "mixer.gate", "mixer.decay.gate"),
-        "linear_attn.in_proj_qkvz",
-        "linear_attn.in_proj_ba",
-        layout=DELTA_FUSED,
-    ),
-    key("mixer.norm", "linear_attn.norm"),
-    key("mixer.out", "linear_attn.out_proj"),
-    CONVOLUTION,
-    *RATES,
-)
-JOINED = (
+JOINED = _linear_keys(
+    "norm",
+    "out_proj",
     key("mixer.qkv", "linear_attn.in_proj_qkv", "linear_attn.in_proj_b", layout=DELTA_JOINED),
     key("mixer.gate", "linear_attn.in_proj_z"),
     key("mixer.decay.gate", "linear_attn.in_proj_a"),
-    key("mixer.norm", "linear_attn.norm"),
-    key("mixer.out", "linear_attn.out_proj"),
-    CONVOLUTION,
-    *RATES,
 )
-APART = (
+APART = _linear_keys(
+    "o_norm",
+    "o_proj",
     key("mixer.qkv", *(f"linear_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
     key("mixer.gate", "linear_attn.g_proj"),
     key("mixer.decay.gate", "linear_attn.a_proj"),
-    key("mixer.norm", "linear_attn.o_norm"),
-    key("mixer.out", "linear_attn.o_proj"),
     key("mixer.convolution", *(f"linear_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
-    CONVOLUTION,
-    *RATES,
 )
 _qwen_keys = partial(_keys, ONE_PLUS, softmax=_softmax_keys(ONE_PLUS, gated=True), names=QWEN_NORMS)
 
@@ -309,7 +306,7 @@ class Hybrid(Decoder):
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         if not any(name.startswith(MTP) for name in tensors):
             return ()
-        return (f"{MTP}* left out: what predicts further tokens here has no attention",)
+        return (f"{MTP}* left out: the parts that predict further tokens here are without attention",)
 
 
 ARCHITECTURES = {

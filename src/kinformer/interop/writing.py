@@ -97,7 +97,7 @@ class Native:
 
     @property
     def reordered(self) -> str:
-        """Return what the export reorders, for the user; empty where nothing is reordered."""
+        """Return a sentence on what the export reorders; empty for nothing."""
         return "" if self.model is self.original else self.architecture.reordered
 
     @property

@@ -224,7 +224,7 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
     if form is not None:
-        names = lambda weights: form.write_tensors(weights, imported.model, dict(config))  # noqa: E731
+        names = partial(form.write_tensors, model=imported.model, settings=dict(config))
     return Proof(str(folder), kind, laws, tuple(beside(Plain(model), theirs, names, limit)))
 
 
