@@ -9,7 +9,7 @@ import torch
 import kinformer
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
-from kinformer.lab.cli.show import DEFAULTS, folded, tree
+from kinformer.lab.cli.family import DEFAULTS, folded, tree
 from kinformer.lab.drawing.formulas import formulas
 
 

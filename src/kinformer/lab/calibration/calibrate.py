@@ -202,14 +202,6 @@ def keep(
 TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Evaluation in windows, as the run was trained."""
-
-    context: str
-    overlap: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, beside the bits of ``all_layers``;
@@ -268,7 +260,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         held.split.require(2, "a search")
         changes = placed(run, options)
         model = run.model(changes | {"stack.rule.thresholds": [1.0]}).to(device)
-        windows = main_windows(run, model, _Windows(str(run.training.get("length") or model.max_length)))
+        windows = main_windows(run, model, run.training.get("length") or model.max_length)
         assert windows is not None
         outlook_ = outlook(model, held.split, windows)
         curve = outlook_.search(options.search, options.seed)

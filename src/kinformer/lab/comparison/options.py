@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from kinformer.lab.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
+from kinformer.lab.runs.options import LearningOptions, Machine
+from kinformer.lab.training.settings import OptimizerName, Precision
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed
 from kinformer.runtime.parsing import parse_counts
 
 DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet")
@@ -31,7 +32,6 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 """What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
 training, and its training that of ``rope``."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
-DEFAULT_STEPS = 1000
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
 """Bytes of the test split that are measured where nothing else is asked for."""
@@ -40,17 +40,13 @@ WORKS = ("forward", "step", "prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Machine):
+class CompareOptions(LearningOptions):
     """Members side by side: one parameter budget, one data set in one order, one recipe except for the learning
     rate."""
 
-    data: str | None = None
-    """What to learn from, as for kinformer train; stdlib if nothing is given."""
     plan: Literal["text", "recall", "long-text", "generation"] | None = None
     """What the members are for: chooses the task, sizes and minutes that are not given, to compare them by quality on
     text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
-    task: str | None = None
-    """What to train for; if not given, the usual one of the first member."""
     parameters: int | None = None
     """Parameters of every model, within 5 %; those of the first member's recipe if not given."""
     steps: int | None = None
@@ -75,18 +71,12 @@ class CompareOptions(Machine):
     """Tokens of each row of a batch (256, or what all members' positions allow)."""
     batch_size: int = 8
     """Rows of a step."""
-    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "muon"
+    optimizer: OptimizerName = "muon"
     """Muon takes the layers' matrices and AdamW the rest."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    precision: Precision = "fp32"
     """bf16-mixed computes in bfloat16 where that is safe."""
-    tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if not given)."""
-    train_tokenizer: int | None = None
-    """Train a tokenizer of N tokens on the data first, which all members share."""
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
-    holdout: float | None = None
-    """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
     max_bytes: int | None = None
     """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
@@ -101,21 +91,9 @@ class CompareOptions(Machine):
     """The folder of results: what is there already is not computed again."""
     seed: int = 0
     """The first seed."""
-    task_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "parameters",
-            "steps",
-            "tokens",
-            "seeds",
-            "length",
-            "batch_size",
-            "rounds",
-            "sweep_steps",
-            "train_tokenizer",
-        ):
+        for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
             require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
@@ -132,7 +110,6 @@ class CompareOptions(Machine):
             raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
         require_seed(self.seed)
-        require_share("holdout", self.holdout)
         require("ema", self.ema, 0, 1)
         super().__post_init__()
 

@@ -125,14 +125,6 @@ def _head(site: AttentionTrace, options: DrawOptions) -> tuple[int, list[int]]:
 # The text of a run's data, or another, with the exits by which its tokens were predicted.
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """The options of reading in windows as the run was trained, which overlap by half, or with the state carried."""
-
-    context: None = None
-    overlap: float = 0.5
-
-
 def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
     """Return the first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and
     the number of tokens by exit."""
@@ -160,7 +152,7 @@ def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
 
 def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int], Exited]:
     """Return the exits of all but the last of ``tokens``, read with half a window or more of text before each."""
-    windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
+    windows, seen = main_windows(run, model, overlap=0.5, beside_lengths=True), []
     stack = early_exit_stack(model)
     assert stack is not None
     hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))

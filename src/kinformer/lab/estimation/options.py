@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
+from kinformer.lab.training.settings import Precision
 from kinformer.runtime.errors import KinformerError, nearest, require, require_share
 from kinformer.runtime.fields import Checked
 
@@ -89,8 +90,8 @@ def numbers_of(text: str) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(Checked):
-    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
+class SubjectOptions(Checked):
+    """The options that name a model: a member in a recipe, or a run, with changes."""
 
     member: str
     """A member of the family (see: kinformer list), or a run folder."""
@@ -98,15 +99,25 @@ class EstimateOptions(Checked):
     """Which of the member's recipes (see: kinformer show MEMBER; small if not given)."""
     vocab_size: int | None = None
     """Size of the vocabulary; the recipe's own if not given."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
+
+    def __post_init__(self) -> None:
+        require("vocab_size", self.vocab_size, 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(SubjectOptions):
+    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
+
     length: int | None = None
     """Tokens of a sequence (1024, that of a run's training, or what an image of the recipe's size has)."""
     batch_size: int = 1
     """Sequences of a batch."""
     optimizer: Literal["adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
     """Whose state is counted; sgd has momentum, and adamw-8bit is that of bitsandbytes, which training here lacks."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    precision: Precision = "fp32"
     """Precision of the activations in training, and of the weights in inference."""
 
     devices: str | None = None
@@ -122,6 +133,6 @@ class EstimateOptions(Checked):
 
     def __post_init__(self) -> None:
         require_share("efficiency", self.efficiency, zero=False)
-        for name in ("vocab_size", "length", "batch_size", "rounds"):
+        for name in ("length", "batch_size", "rounds"):
             require(name, getattr(self, name), 1)
         super().__post_init__()

@@ -23,9 +23,7 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     Evaluation,
     EvaluationReport,
-    EvaluationSettings,
     Predicted,
-    PredictionSettings,
 )
 from kinformer.lab.tasks.next_token.generate import Conversation
 from kinformer.lab.tasks.runs import LoadedRun
@@ -94,15 +92,9 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         options = replace(options, data=data)
         if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:
             return report
-        evaluation_settings = EvaluationSettings(
-            **{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)}
-        )
         if len({run.task.name for run in runs}) == 1:
-            return _measured(runs, options, evaluation_settings, options_of_task[0], quiet)
-        parts = [
-            _measured([run], options, evaluation_settings, item, quiet)
-            for run, item in zip(runs, options_of_task, strict=True)
-        ]
+            return _measured(runs, options, options_of_task[0], quiet)
+        parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
         return EvaluationReport([part.evaluations[0] for part in parts])
 
 
@@ -116,13 +108,7 @@ def _check_alike(runs: Sequence[Run]) -> None:
             )
 
 
-def _measured(
-    runs: Sequence[Run],
-    options: EvaluateOptions,
-    evaluation_settings: EvaluationSettings,
-    task_options: object,
-    quiet: bool,
-) -> EvaluationReport:
+def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: object, quiet: bool) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     lookups: dict[Path, Mapping[str, object] | None] = {}
     taken: dict[Path, PonderRecorder] = {}
@@ -136,11 +122,11 @@ def _measured(
         return LoadedRun(run, model, changes, lookups[run.folder], language_model=beside)
 
     with ExitStack() as open_counts:
-        report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)
+        report = runs[0].task.evaluate(runs, load, options, task_options, quiet)
     evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
     report = replace(report, evaluations=evaluations)
     for run in runs:
-        STORES.note_text(lookups.get(run.folder), run, evaluation_settings, getattr(task_options, "holdout", None))
+        STORES.note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
     return report
 
 
@@ -283,10 +269,9 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
         )
     task_options = prediction_options(run.task, options.task_options, str(run.folder))
     _check_read(run.task, options)
-    settings = PredictionSettings(**{item.name: getattr(options, item.name) for item in fields(PredictionSettings)})
     model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
-    yield from run.task.predict(subject, source, settings, task_options)
+    yield from run.task.predict(subject, source, options, task_options)
 
 
 def _check_read(task: Task, options: PredictOptions) -> None:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.errors import require, require_seed
+from kinformer.runtime.errors import KinformerError, marked, require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
@@ -39,10 +39,13 @@ class ItemSettings(Checked):
     """Take the first N items only."""
     quiet: bool = False
     """Print only the result, without progress or notes."""
+    seed: int = 0
+    """Decides everything random, such as the hashes of a member that has some."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_items"):
             require(name, getattr(self, name), 1)
+        require_seed(self.seed)
         super().__post_init__()
 
 
@@ -107,6 +110,56 @@ class EvaluationSettings(Checked):
         require("max_bytes", self.max_bytes, 2)
         require("chunk", self.chunk, 1)
         require_seed(self.seed)
+        super().__post_init__()
+
+
+MAX_SAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(Checked):
+    """How runs of any task generate."""
+
+    max_new_tokens: int | None = None
+    """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
+    temperature: float = 1.0
+    """1 draws as the model predicts, 0 always takes the most probable token (0.8 for text, 1 for images)."""
+    top_k: int | None = None
+    """Draw from the N most probable tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens whose probability together is X or more."""
+    min_p: float | None = None
+    """Draw from tokens that are at least X times as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
+    stop: tuple[str, ...] = ()
+    """End before this text appears; may be given again. A text also ends with the model's `input.eos_token`."""
+    samples: int = 1
+    """Continue the prompt N times, written one after the other when all are done; or draw N images."""
+    chunk: int = 1024
+    """Tokens of the prompt that the model sees at a time."""
+    draft_length: int = 4
+    """With `draft`: how many tokens are guessed at most."""
+    seed: int = 0
+    """The seed of the draws; another one every time if not given."""
+    quiet: bool = False
+    """Print only the result, without progress or notes."""
+    task_options: Any = field(default_factory=dict)
+    """The task's own options, by name; a task gets them as its dataclass."""
+
+    def __post_init__(self) -> None:
+        require("samples", self.samples, 1, MAX_SAMPLES)
+        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
+            require(name, getattr(self, name), 1)
+        for name in ("temperature", "seed"):
+            require(name, getattr(self, name), 0)
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
+                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise KinformerError(
+                f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
+            )
         super().__post_init__()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kinformer.runtime.errors import (
     KinformerError,
@@ -86,6 +86,10 @@ _FROM_ZERO = (
 )  # fmt: skip
 
 
+OptimizerName: TypeAlias = Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"]
+Precision: TypeAlias = Literal["fp32", "bf16-mixed"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
     """The settings that decide the final weights, and when they are validated and saved."""
@@ -96,16 +100,16 @@ class Settings(Checked):
     """Minutes that the whole command may take, instead of `steps`; with `resume`, the total of all its commands. The
     number of steps follows the measured speed. Sizes or a recipe that are not given are chosen to suit the time."""
     length: int = 512
-    """Tokens that each row of a batch predicts."""
+    """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
     batch_size: int = 8
-    """Rows per step, over all processes and all accumulated parts."""
+    """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
     accumulate: int = 1
     """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
-    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Muon takes the layers' matrices and AdamW the rest; lamb moves each tensor by a share of its length;
-    adagrad clips each parameter; sgd has `momentum`."""
+    adagrad clips each parameter; sgd has `momentum` (adamw, or what suits `minutes`)."""
     lr: float = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "plateau"] = "cosine"
     """How the learning rate falls after the warm-up: to the end as a cosine or a line, with the root of the step, not
     at all, or at a plateau of the validations, by `plateau_factor` (cosine; for translation inverse-sqrt)."""
@@ -119,7 +123,7 @@ class Settings(Checked):
     warmup: float = 0.05
     """How long the learning rate rises: a share of all steps if below 1, else a number of steps (0.05)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each layer to the one below it, for fine-tuning. The head moves at the full
     rate, the last layer at this share of it, the input least (1: all alike)."""
@@ -131,8 +135,9 @@ class Settings(Checked):
     """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit (1)."""
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
-    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
+    precision: Precision = "fp32"
+    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
+    `minutes` what is faster)."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     stages: tuple[JsonObject, ...] | None = None
@@ -167,7 +172,7 @@ class Settings(Checked):
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
     ema: float = 0.0
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
-    the steps so far; 0 turns it off."""
+    the steps so far; 0 turns it off (0, or what suits `minutes`)."""
     keep: int = 2
     """Checkpoints that are kept; older ones are removed."""
     async_saves: bool = False
