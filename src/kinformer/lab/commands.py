@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_kind, require_list, require_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     import numpy as np
 
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run
     from kinformer.lab.runs.trace import Trace
     from kinformer.lab.tasks.evaluation import Evaluation
+    from kinformer.lab.tasks.table import OptionKind
     from kinformer.lab.tasks.task import Task
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+O = TypeVar("O")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,6 +52,35 @@ def preserving(function: Callable[P, R]) -> Callable[P, R]:
             return function(*arguments, **options)
 
     return preserved
+
+
+def request(kind: type[O], options: Mapping[str, object], function: str, tasks: OptionKind | None = None) -> O:
+    """Return the ``options`` of ``kinformer.<function>`` as the dataclass ``kind``, the tasks' own in ``task_options``.
+
+    A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
+
+    Errors: ``KinformerError`` for an unknown name, and for a value of another type.
+    """
+    from kinformer.lab.tasks.table import option_names
+
+    texts = {option.name for option in fields(kind) if option.type in ("str", "str | None")}  # type: ignore[arg-type]
+    general = {option.name for option in fields(kind)} - {"task_options"}  # type: ignore[arg-type]
+    of_tasks = {} if tasks is None else option_names(tasks)
+    for name in options:
+        if name not in general and name not in of_tasks:
+            names = sorted(general | of_tasks.keys())
+            raise KinformerError(f"kinformer.{function}: {name!r} is not an option; {nearest(name, names)}")
+    values = {name: _text(value, name in texts) for name, value in options.items()}
+    if tasks is not None:
+        values["task_options"] = {name: values.pop(name) for name in list(values) if name not in general}
+    require_types(SimpleNamespace(**values), kind, values)
+    return kind(**values)
+
+
+def _text(value: object, is_text: bool) -> object:
+    if isinstance(value, list | tuple) and is_text:
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, Path) else value
 
 
 def tasks() -> list[Task]:
@@ -81,9 +118,18 @@ def train(
 
     Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
     """
-    from kinformer.lab.runs.functions import train
+    from kinformer.lab.runs import train as training
+    from kinformer.lab.runs.options import TrainOptions
 
-    return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
+    quiet = bool(options.pop("quiet", False)) or not sys.stderr.isatty()
+    named = {"member": member, "out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}}
+    try:
+        summary = training.train(request(TrainOptions, named | options, "train", "Options"), quiet)
+    except InterruptedError:
+        raise KeyboardInterrupt from None
+    if summary.result.signal:
+        raise KeyboardInterrupt
+    return open_run(summary.folder)
 
 
 @preserving
@@ -93,9 +139,11 @@ def evaluate(run: str | Path, **options: object) -> Evaluation:
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
         (see ``lab.runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
     """
-    from kinformer.lab.runs.functions import evaluate
+    from kinformer.lab.runs.inference import evaluate
+    from kinformer.lab.runs.options import EvaluateOptions
 
-    return evaluate(run, options)
+    quiet = bool(options.pop("quiet", False))
+    return evaluate([run], request(EvaluateOptions, options, "evaluate", "EvaluationOptions"), quiet).evaluations[0]
 
 
 @preserving
@@ -117,9 +165,11 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
     Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
     """
-    from kinformer.lab.runs.functions import predict
+    from kinformer.lab.runs.inference import predictions
+    from kinformer.lab.runs.options import PredictOptions
 
-    return predict(run, inputs, options)
+    requested = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
+    return [dict(predicted.row) for predicted in predictions(run, inputs, requested)]
 
 
 @preserving
@@ -129,9 +179,11 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     run: the run's folder.
     set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.lab.runs.functions import load
+    from kinformer.lab.runs.run import STORES
 
-    return load(run, set)
+    opened = open_run(run)
+    model: Decoder | Encoder = STORES.attach(opened, opened.model(set))
+    return model
 
 
 def open_run(run: str | Path) -> Run:
@@ -189,7 +241,6 @@ def estimate(member: str, **options: object) -> MemberEstimate:
     """
     from kinformer.lab.estimation.options import EstimateOptions
     from kinformer.lab.runs.describe import estimate_member
-    from kinformer.lab.runs.functions import request
 
     return estimate_member(request(EstimateOptions, {"member": member, **options}, "estimate"))
 
@@ -209,7 +260,6 @@ def draw(subject: str | Path, **options: object) -> Drawing:
     """
     from kinformer.lab.drawing.command import draw
     from kinformer.lab.drawing.options import DrawOptions
-    from kinformer.lab.runs.functions import request
 
     return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
 
@@ -232,8 +282,6 @@ def bench(members: Sequence[str] = (), **options: object) -> Bench:
     """
     from kinformer.lab.comparison.bench import bench
     from kinformer.lab.comparison.options import BenchOptions
-    from kinformer.lab.runs.functions import request
-    from kinformer.runtime.fields import require_list
 
     require_list("members", members)
     return bench(members, request(BenchOptions, options, "bench"))
@@ -258,8 +306,6 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
     """
     from kinformer.lab.comparison.compare import report
     from kinformer.lab.comparison.options import CompareOptions
-    from kinformer.lab.runs.functions import request
-    from kinformer.runtime.fields import require_list
 
     require_list("members", members)
     require_list("merge", merge)
@@ -287,7 +333,6 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Cali
     """
     from kinformer.lab.calibration.options import CalibrateOptions
     from kinformer.lab.calibration.run import calibrate
-    from kinformer.lab.runs.functions import request
 
     return calibrate(run, request(CalibrateOptions, options, "calibrate"), quiet)
 
@@ -307,7 +352,6 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
     Errors: ``KinformerError`` for a datastore of another run or text.
     """
-    from kinformer.lab.runs.functions import request
     from kinformer.lab.runs.index import index
     from kinformer.lab.runs.options import IndexOptions
 
@@ -327,9 +371,15 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
     Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads
     none of these, for a text that is empty or not UTF-8, and for a damaged file.
     """
-    from kinformer.lab.runs.functions import embed
+    import numpy as np
 
-    return embed(run, texts, options)
+    from kinformer.lab.runs.inference import embeddings
+    from kinformer.lab.runs.options import EmbedOptions
+
+    if not isinstance(texts, str | Path):
+        require_list("texts", texts)
+    requested = request(EmbedOptions, {"quiet": True, **options}, "embed")
+    return np.stack([embedded.vector for embedded in embeddings(run, texts, requested)])
 
 
 @preserving
@@ -340,7 +390,6 @@ def serve(run: str | Path, **options: object) -> None:
 
     Errors: ``KinformerError`` for a run that continues no text, an address that is taken, and missing packages.
     """
-    from kinformer.lab.runs.functions import request
     from kinformer.lab.serving.options import ServeOptions
     from kinformer.lab.serving.server import serve
 
@@ -364,9 +413,12 @@ def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
 
     Errors: ``KinformerError`` for a run that continues no text, and for wrong options, when it is called.
     """
-    from kinformer.lab.runs.functions import stream
+    from kinformer.lab.runs.inference import converse
+    from kinformer.lab.runs.options import GenerateOptions
 
-    return stream(run, prompt, options)
+    stop: Any = options.get("stop", ())
+    named = {"quiet": True, **options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return converse(run, request(GenerateOptions, named, "stream")).turn(prompt)
 
 
 @preserving
@@ -395,9 +447,11 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
 
     Errors: ``KinformerError`` for a run that reads no text, an empty text, and numbers of no layer or head.
     """
-    from kinformer.lab.runs.functions import trace
+    from kinformer.lab.runs.trace import trace
+    from kinformer.lab.runs.trace_options import TraceOptions
 
-    return trace(run, text, options)
+    require_kind("text", text, str)
+    return trace(run, text, request(TraceOptions, options, "trace"))
 
 
 # Functions of the package that write folders: of the library transformers, of graphs, and of token shards. Free of
