@@ -17,7 +17,7 @@ from kinformer.lab.datastore.attach import KeyedDecoder, looks_up
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure
-from kinformer.lab.runs.create import plan_of, rows_of
+from kinformer.lab.runs.rows import plan_of, rows_of
 from kinformer.lab.runs.run import STORES, open_run
 from kinformer.lab.training.settings import Settings
 

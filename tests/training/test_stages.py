@@ -13,7 +13,7 @@ import pytest
 import kinformer
 from kinformer.family.build import configure, weight_shapes
 from kinformer.family.table import MEMBERS
-from kinformer.lab.runs.create import config_of, plan_of, staged_rows
+from kinformer.lab.runs.rows import config_of, plan_of, staged_rows
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.training.loop import Updater, UpdateResult
 from kinformer.lab.training.settings import Settings

@@ -145,7 +145,7 @@ class Ladder(Choosing):
         the last are the usual ones."""
         wanted = self.options
         usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = wanted.replicas * wanted.accumulate
+        share = wanted.parallelism.replicas * wanted.accumulate
         shares = ROWS if wanted.batch_size is None else (1.0,)
         rows = {max(share, int(usual * part) // share * share) for part in shares}
         recipes = (
@@ -367,7 +367,7 @@ class Chooser(Choosing):
         """Return the options, those that are open chosen by ``size``."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
-        share = self.options.replicas * self.options.accumulate
+        share = self.options.parallelism.replicas * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}

@@ -100,20 +100,16 @@ def spread(text: str | None, devices: int, strategy: str = "ddp") -> dict[str, o
 
 
 class Processes:
-    """Mixin of options that have ``devices`` and ``parallel``."""
+    """Mixin of options that have ``devices``, ``strategy`` and ``parallel``."""
 
     devices: int
+    strategy: Literal["ddp", "fsdp", "diloco"]
     parallel: str | None
 
     @property
-    def shared(self) -> Parallel:
-        """What processes share according to ``parallel``."""
-        return Parallel(1, 1, "ddp") if self.parallel is None else parallel_of(self.parallel)
-
-    @property
-    def replicas(self) -> int:
-        """The number of shares of a batch's rows."""
-        return self.devices // (self.shared.tensor * self.shared.context)
+    def parallelism(self) -> Parallel:
+        """The processes, and what they share."""
+        return Parallel(1, self.devices, self.strategy) if self.parallel is None else parallel_of(self.parallel)
 
 
 MAX_THREADS = 1024
