@@ -94,8 +94,8 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["show", "gpt", "--set", "layers.*.mixer.num_head=2"], "did you mean 'num_heads'"),
         (["show", "gpt", "--vocab-size", "0"], "--vocab-size is 0 but must be 1 or more."),
         (["evaluate"], "evaluate: needs DIR; see kinformer evaluate --help."),
-        (["evaluate", "no/such/run"], "no/such/run: is no run folder"),
-        (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is no run folder"),
+        (["evaluate", "no/such/run"], "no/such/run: is not a run folder"),
+        (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is not a run folder"),
         (
             ["generate", "no/such/run", "--weights", "fp8", "--prompt", "a"],
             "--weights: 'fp8' is not one of bf16, fp32",
@@ -114,7 +114,9 @@ def test_verbose_tells_where_a_mistake_arose_after_its_sentence(cli):
     code, _, err = cli("evaluate", "no/such/run", "--verbose")
     versions, first, second, *_ = err.splitlines()
     assert (
-        code == 2 and versions.startswith("kinformer ") and first.startswith("kinformer: no/such/run: is no run folder")
+        code == 2
+        and versions.startswith("kinformer ")
+        and first.startswith("kinformer: no/such/run: is not a run folder")
     )
     assert second.startswith("Traceback")
 

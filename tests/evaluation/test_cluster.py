@@ -101,7 +101,7 @@ def test_time_is_shared_where_nothing_else_fits() -> None:
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("tpu", "'tpu' is no device that is described; valid names are"),
+        ("tpu", "'tpu' is not a described device; valid names are"),
         ("h100,ram=3", "'ram' is none of its numbers"),
         ("h100,link=fast", "link must be a number above 0"),
         ("h100,link=-1", "link must be a number above 0"),

@@ -1,4 +1,4 @@
-"""Functions of the package that do what a command does. Nothing here imports PyTorch before it is needed."""
+"""The functions of the package that do the same as commands. Nothing here imports PyTorch before it is needed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _text(value: object, is_text: bool) -> object:
 
 
 def tasks() -> list[Task]:
-    """Return the records of the tasks: what a model can be trained for, with name, title, metrics and options."""
+    """Return the records of the tasks, with name, title, metrics and options."""
     from kinformer.lab.tasks.table import tasks
 
     return tasks()
@@ -177,7 +177,7 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
 
     run: the run's folder.
-    set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
+    set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
     from kinformer.lab.runs.run import STORES
 
@@ -226,8 +226,8 @@ def show(
 def estimate(member: str, **options: object) -> MemberEstimate:
     """Estimate the costs of a member, before anything is run.
 
-    The result has ``parameters`` and ``active_parameters`` (those that one token uses); ``flops_inference`` (of a
-    forward without gradients), ``flops_forward`` (of that of a training step) and ``flops_step``, additions and
+    The result has ``parameters`` and ``active_parameters`` (the parameters that one token uses); ``flops_inference``
+    (a forward without gradients), ``flops_forward`` (the forward of a training step) and ``flops_step``, additions and
     multiplications for the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a
     process on a CPU); ``parts`` and ``memory``, which break these down; ``rules_of_thumb``; and ``cluster``, the
     costs on many devices.
@@ -247,7 +247,7 @@ def estimate(member: str, **options: object) -> MemberEstimate:
 
 @preserving
 def draw(subject: str | Path, **options: object) -> Drawing:
-    """Draw attention patterns, encodings of positions, spans, early exits or what a model looks at in an image.
+    """Draw attention patterns, encodings of positions, spans, early exits or what a model sees in an image.
 
     The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (what each panel shows) and
     ``facts`` (all of it as data for JSON). It needs matplotlib.
@@ -302,7 +302,7 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
 
     It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 
-    Errors: ``KinformerError`` for what is wrong of all members; a member that fails alone is out.
+    Errors: ``KinformerError`` for a mistake that concerns all members; a member that fails alone is out.
     """
     from kinformer.lab.comparison.compare import report
     from kinformer.lab.comparison.options import CompareOptions
@@ -339,9 +339,9 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Cali
 
 @preserving
 def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: object) -> Indexed:
-    """Write what a run makes of every context of a text, and the token that came next, into a datastore for kNN-LM.
+    """Write a run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
-    A build that was stopped continues where it was. The result has ``store``, ``new`` (entries that were written),
+    A build that was stopped continues at the same place. The result has ``store``, ``new`` (entries that were written),
     ``seconds``, ``bytes``, ``lists`` and ``facts``.
 
     run: the run's folder.
@@ -386,9 +386,9 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
-    options: those of ``lab.serving.options.ServeOptions``; ``quiet`` is True.
+    options: see ``lab.serving.options.ServeOptions``; ``quiet`` is True.
 
-    Errors: ``KinformerError`` for a run that continues no text, an address that is taken, and missing packages.
+    Errors: ``KinformerError`` for a run that cannot continue a text, a used address, and missing packages.
     """
     from kinformer.lab.serving.options import ServeOptions
     from kinformer.lab.serving.server import serve
@@ -398,7 +398,7 @@ def serve(run: str | Path, **options: object) -> None:
 
 @preserving
 def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
-    """Continue a text with a trained run; an iterator of the pieces of text, each as soon as it is drawn.
+    """Continue a text with a trained run; an iterator of the pieces of text, without delay.
 
         for piece in kinformer.stream("runs/book", "It was ", max_new_tokens=100, temperature=0.8):
             print(piece, end="", flush=True)
@@ -435,12 +435,12 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
     ``spans`` ([heads] or [heads, T]). ``exits`` [T] counts the layers that a token went through, ``steps`` [T] those
     that it took until it halted; both None where all take all. See ``lab.runs.trace``.
 
-    Weights are those that the mixer's kernels used, not computed again by another way. Rows of softmax attention sum to
+    The weights are the ones in the mixer's kernels, not computed again by another way. Rows of softmax attention sum to
     1. Kernel attention computes no probabilities: its weights are ``implied``, what each value adds to the output, of
     any sign. Mechanisms without weights (LSTM, tensorized attention, a star) have None and a ``note`` that says why.
 
-    run: the folder of a run whose model reads text. Of one that translates, the trace is that of the target, and
-        ``source`` is the encoder's.
+    run: the folder of a run whose model reads text. Of a run that translates, the trace covers the target, and
+        ``source`` covers the encoder.
     text: what to trace; ``[MASK]`` stands for a mask where the model has one.
     options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
         ``device``, ``threads``; see ``lab.runs.trace_options.TraceOptions``.
@@ -466,7 +466,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
     folder: the checkpoint; the how-to on Hugging Face checkpoints lists what can be imported.
     out: the run folder, which must be new or empty.
-    name: what the run calls its recipe.
+    name: the name of the run's recipe.
 
     Errors: ``KinformerError`` that names what cannot be imported faithfully.
     """
@@ -519,7 +519,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
     length: the most tokens of a text, 2 to 64.
     limit: the largest difference of logits that counts as rounding, as a share of the largest logit.
 
-    Errors: ``KinformerError`` for what is no causal model or cannot be loaded.
+    Errors: ``KinformerError`` for a subject that is not a causal model or cannot be loaded.
     """
     from kinformer.lab.runs.importing import verify
 
@@ -539,7 +539,7 @@ def pack(
 ) -> Packed:
     """Turn text into token shards with a manifest, which training reads where they are: ``data=`` takes the folder.
 
-    What a killed call has done is kept, and the same call goes on. The result has ``folder``, ``manifest``, ``tokens``
+    The same call continues one that was killed. The result has ``folder``, ``manifest``, ``tokens``
     (by split), ``bytes`` and ``facts``.
 
     data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row. Or documents

@@ -51,7 +51,7 @@ class Export(Printing):
 
     Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo Hybrid, Gemma 1 to 3, GPT-2, GPT-NeoX,
     OPT, BLOOM or MPT, the folder is one, and whatever reads that architecture reads it. The same holds for encoders
-    that are a BERT, RoBERTa, Longformer, Big Bird, ViT, DeiT or Swin, for translators that are a Marian, and for
+    of the kinds BERT, RoBERTa, Longformer, Big Bird, ViT, DeiT or Swin, for Marian translators, and for
     Decision Transformers. All other causal models, encoders and translators of tokens, and encoders of images with
     classes, come with a file of code that imports kinformer.
 
@@ -72,7 +72,7 @@ class Export(Printing):
     """The most that a file of weights holds, as in 500MB; a model of more becomes several files and an index."""
 
     def run(self) -> int:
-        """Print what the folder will be, write it, and return the exit status."""
+        """Announce the kind of folder, write it, and return the exit status."""
         from kinformer.lab.runs.exporting import ExportedGraph, export
 
         def announce(sentence: str) -> None:

@@ -72,7 +72,7 @@ class List(CommonOptions):
 
 
 def _list_tasks(as_json: bool) -> None:
-    """Print what a model can be trained for."""
+    """Print the tasks."""
     rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
     if as_json:
         print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])
@@ -113,7 +113,7 @@ COSTS = {
 
 
 def _groups(records: Sequence[Member], by: str) -> dict[str, list[Member]]:
-    """Return the members by what they have in common, in the order of the table; those with several axes under each."""
+    """Return the members in groups, in the order of the table; a member with several axes is in several groups."""
     names: dict[str, Callable[[Member], Sequence[str]]] = {
         "axis": lambda record: record.axes or ("nothing",),
         "cost": lambda record: (COSTS[record.growth_of_cost],),
@@ -159,9 +159,9 @@ class Show(SubjectOptions, CommonOptions):
     """Describe one member or run without computing anything."""
 
     brief: bool = False
-    """Only name the settings that are at their defaults."""
+    """Only name the settings with default values."""
     explain: bool = False
-    """Say behind each setting what it means; with --brief only of those that are not at their defaults."""
+    """Explain each setting; with --brief only the settings with other values than their defaults."""
 
     def run(self) -> int:
         """Print the member or run and return the exit status."""
@@ -221,7 +221,7 @@ def _print_training(training: JsonObject) -> None:
 
 
 def _print_formulas(page: DescriptionFacts) -> None:
-    """Print what the model computes, and its sizes in papers' symbols and ours."""
+    """Print the formulas of the model, and its sizes in papers' symbols and ours."""
     for formula in page["computes"]:
         kind = "mixer" if formula["slot"] == "encoder_mixer" else formula["slot"].replace("_", " ")
         says = f"{kind} {formula['kind']}: {formula['says']}"

@@ -59,7 +59,7 @@ _REQUIRED: dict[str, tuple[object, ...]] = {
     "out": (tyro.conf.arg(metavar="DIR"),),
     "datastore": (tyro.conf.arg(metavar="FOLDER"),),
 }
-"""The parser's marks of options that have to be given."""
+"""The parser's marks of required options."""
 
 
 class Entry(NamedTuple):
@@ -79,10 +79,10 @@ def form_of(
     """Return a dataclass with the fields of ``options``: the most used first, the others in groups, and one group for
     each class of tasks' own options.
 
-    A group of a task is named after the first task that has it. Tasks share an option of one name, type and default. An
+    A group has the name of the first task with these options. Tasks share an option of one name, type and default. An
     option whose name is taken has its task's name before its own: ``--task.option``.
 
-    ``defaults``: values of options that are not given, by name. ``only``: the tasks whose options are shown (all).
+    ``defaults``: values of missing options, by name. ``only``: the tasks whose options are shown (all).
     """
     by_name = _entries(options, defaults or {})
     named = {
@@ -279,7 +279,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number, such as 3, 0.5 or 1e-3") from None
+        raise ValueError(f"{text!r} is not a number, such as 3, 0.5 or 1e-3") from None
 
 
 _COUNT = PrimitiveConstructorSpec(
@@ -301,7 +301,7 @@ _NUMBER = PrimitiveConstructorSpec(
 def option_docs(options: type) -> dict[str, str]:
     """Return the text under every field of a dataclass and of its bases, by name, as one line.
 
-    The parser reads such texts too, but not those of a class that :func:`form_of` makes at run time.
+    The parser reads such texts too, but it cannot read them of a class that :func:`form_of` makes at run time.
     """
     return {name: spelled(text) for name, text in field_docs(options).items()}
 
@@ -455,7 +455,7 @@ def _switch(place: str, flag: str, value: object) -> list[str]:
 
 
 def _texts(place: str, value: object) -> list[str]:
-    """Return an option's value as it is written on the command line; of a list or a table, one text for each item."""
+    """Return an option's value in the notation of the command line; of a list or a table, one text for each item."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
@@ -471,7 +471,7 @@ def _text(place: str, value: object) -> str:
     return str(value)
 
 
-# Names of options in other tools: for one that a command does not have, a sentence names the option here.
+# Names of options in other tools: a sentence names the option here.
 
 OPTIONS = {
     "learning-rate": "lr",
@@ -512,7 +512,7 @@ OPTIONS = {
     "sentences": "batch-size",
     "rows": "batch-size",
 }
-"""To the option that is meant, where the command has it."""
+"""A name in another tool to the option here, where the command has this option."""
 
 MODEL = {
     "dim": "dim",
@@ -532,7 +532,7 @@ MODEL = {
     "n-head": "layers.*.mixer.num_heads",
     "vocab-size": "input.vocab_size",
 }
-"""To the place in a member's config, where the command takes changes to it."""
+"""A name in another tool to the path in a member's config, where the command takes changes."""
 
 SENTENCES = {
     "epochs": ("steps", "there are no epochs; give --steps N or --minutes N."),
@@ -543,11 +543,12 @@ SENTENCES = {
     "cuda": ("device", "give --device cuda."),
     "cpu": ("device", "give --device cpu."),
 }
-"""To an option that the command must have for this to be said, and what is said."""
+"""A name in another tool to an option that the command must have, and the sentence."""
 
 
 def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """Return a sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
+    """Return a sentence on the first argument that is a name in another tool of one of ``valid_names``; None without
+    such an argument."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()

@@ -253,7 +253,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
-    """Return lines that say whose options the help of a command shows, and how to see those of other tasks."""
+    """Return lines that name the tasks whose options the help shows, and the way to the options of other tasks."""
     from kinformer.lab.cli.form import named_tasks
     from kinformer.lab.tasks.table import ALL
 

@@ -128,15 +128,15 @@ def _memory(result: MemberEstimate) -> str:
 class Compare(CompareOptions, CommonOptions):
     """Compare members by one parameter budget, the same data and order, and a learning rate that suits each.
 
-    A page reports which member is better, at which cost, and what is not significant.
+    A page reports which member is better, the costs, and which differences are not significant.
     """
 
     members: Members = ()
     """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a comparison of
     five on the standard library's sources, in at most 45 minutes."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
-    """Train nothing: merge this comparison with those that follow it, all of one task and data, as in
-    --merge A.json B.json, and report on all of them."""
+    """Train nothing: merge this comparison with the following ones, all of one task and data, as in
+    --merge A.json B.json, and report on all."""
 
     def run(self) -> int:
         """Compare, write the report, and print it; returns 1 where a member is out."""
@@ -156,7 +156,7 @@ class Compare(CompareOptions, CommonOptions):
 class Bench(BenchOptions, CommonOptions):
     """Time members in turns with plain attention, at several lengths, beside this machine's measured peak.
 
-    A member whose outputs in chunks are not those of the whole, or that sees later tokens, is not timed.
+    A member is not timed if its outputs in chunks differ from its outputs of the whole, or if it sees later tokens.
     """
 
     members: Members = ()

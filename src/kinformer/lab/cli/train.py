@@ -13,7 +13,7 @@ from kinformer.runtime.errors import KinformerError, plural
 
 @dataclass(frozen=True, kw_only=True)
 class Train(TrainOptions, CommonOptions):
-    """Train a member; with ``--resume``, options that are not given are those of the run."""
+    """Train a member; with ``--resume``, missing options are taken from the run."""
 
     def run(self) -> int:
         """Train, print a summary, and return the exit status."""

@@ -46,7 +46,7 @@ class Evaluate(EvaluateOptions, CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(GenerateOptions, Printing):
-    """Continue a text, every token written as it is drawn, draw or classify images, or translate lines as they come.
+    """Continue a text and write every token at once, draw or classify images, or translate lines as they come.
 
     The cost of the generation goes to standard error.
     """
@@ -158,7 +158,7 @@ class Chat(GenerateOptions, Printing):
     """What stands after every line of yours, and which the run continues; a backslash and n are a new line."""
     samples: Hidden = 1
     json: bool = False
-    """Print a JSON object for every turn, one on a line, instead of text as it is drawn."""
+    """Print a JSON object for every turn, one on a line, instead of text at once."""
 
     def run(self) -> int:
         """Read lines and stream what follows each, until the input ends."""
@@ -240,8 +240,8 @@ class Embed(EmbedOptions, Printing):
     folder: RunFolder
     """The run folder."""
     inputs: Inputs = "-"
-    """Texts: a file (lines, .tsv, .csv, .jsonl), a folder of them, or - for lines on standard input. Of a run of images
-    or speech: a file, or a folder of them."""
+    """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
+    speech: a file or a folder."""
     out: str | None = None
     """Write the vectors to this file: .npz (the array `vectors` [items, dim]) or .jsonl (item and vector)."""
     json: bool = False
@@ -274,7 +274,7 @@ def _refuse_terminal(inputs: str) -> None:
 
 
 def _refuse_same(out: str, inputs: str) -> None:
-    """Refuse to write over the file that is read."""
+    """Refuse to write over the input file."""
     if inputs != "-" and Path(out).expanduser().resolve() == Path(inputs).expanduser().resolve():
         raise KinformerError(f"`out` {out}: is the file that is read; give another.")
 

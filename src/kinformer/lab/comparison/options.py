@@ -30,11 +30,11 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
-training, and its training that of ``rope``."""
+training, and ``local`` would train as ``rope`` does."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
-"""Bytes of the test split that are measured where nothing else is asked for."""
+"""The usual number of bytes of the test split to measure on."""
 WORKS = ("forward", "step", "prefill", "decode")
 """What can be timed of a model."""
 
@@ -45,10 +45,10 @@ class CompareOptions(LearningOptions):
     rate."""
 
     plan: Literal["text", "recall", "long-text", "generation"] | None = None
-    """What the members are for: chooses the task, sizes and minutes that are not given, to compare them by quality on
+    """The use of the members: chooses missing options such as task, sizes and minutes, to compare members by quality on
     text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
     parameters: int | None = None
-    """Parameters of every model, within 5 %; those of the first member's recipe if not given."""
+    """Parameters of every model, within 5 %; as many as the first member's recipe has if not given."""
     steps: int | None = None
     """Optimiser steps of every run (1000 if no other budget is given)."""
     tokens: int | None = None
@@ -86,9 +86,9 @@ class CompareOptions(LearningOptions):
     rounds: int = 5
     """How often each time is measured, in turns."""
     set: Mapping[str, object] = field(default_factory=dict)
-    """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
+    """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     out: str = "comparison"
-    """The folder of results: what is there already is not computed again."""
+    """The folder of results; results that are there already are not computed again."""
     seed: int = 0
     """The first seed."""
 
@@ -97,7 +97,9 @@ class CompareOptions(LearningOptions):
             require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
-            raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
+            raise KinformerError(
+                f"`contexts` {self.contexts}: is not a list of lengths; write as in 1x,2x,4x or 256,512."
+            )
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
         require("parameters", self.parameters, 1, MAX_PARAMETERS)
@@ -105,7 +107,7 @@ class CompareOptions(LearningOptions):
         for name in limits:
             require_above(name, getattr(self, name), 0)
         if len(limits) > 1:
-            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one of them.")
+            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
         if self.sweep == 2:
             raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
@@ -146,7 +148,7 @@ class BenchOptions(Machine):
     rounds: int = 5
     """How often each time is measured, in turns; the median counts."""
     memory: bool = False
-    """Also measure the highest memory of a training step, each member in a process of its own."""
+    """Also measure the highest memory of a training step, each member in a separate process."""
     peers: bool = False
     """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
     set: Mapping[str, object] = field(default_factory=dict)
@@ -185,8 +187,10 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """Return the members and options of a comparison, with those that its plan chooses where nothing else is given.
-    Members that are named without a plan have none."""
+    """Return the members and options of a comparison, with the choices of its plan for options that are not given.
+
+    Without a plan, members that are named keep their options.
+    """
     plan = options.plan or (None if members else DEFAULT_PLAN)
     chosen = dict(PLANS[plan]) if plan else {}
     members = members or DEFAULT_MEMBERS

@@ -215,8 +215,8 @@ def resume_retrieval(run: StoredRun, options: TrainOptions) -> dict[str, object]
         moved = retrieval is not None and name in ("datastore", "retriever")
         if value is not None and not moved and (retrieval is None or (value or None) != retrieval[name]):
             raise KinformerError(
-                f"`{name}` {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
-                "leave it out, or give another `out`."
+                f"`{name}` {value}: the run in {run.folder} was started with another value, and a resumed run keeps "
+                "its settings; leave it out, or give another `out`."
             )
     if retrieval is None:
         return {}

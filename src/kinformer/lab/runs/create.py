@@ -1,4 +1,4 @@
-"""The plan of a training: options resolved once, to a new run's folder or to a run that is resumed."""
+"""The plan of a training: options are resolved once, to a new run's folder or to a resumed run."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
 
 
 def set_threads(threads: int | None, processes: int, device: str) -> None:
-    """Set the threads of one of this many ``processes``, for training and for measuring how fast it will be."""
+    """Set the threads of one of this many ``processes``, for training and for measuring its speed."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":
@@ -180,14 +180,14 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
 
 def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
-    """Return the entry ``init`` of a run's data. A base whose ids are not those of the task's data (of text where these
-    are not, or the other way round) is refused."""
+    """Return the entry ``init`` of a run's data. A base is refused if its ids mean text where the ids of the task's
+    data do not, or the other way round."""
     if base is None:
         return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
         raise KinformerError(
-            f"`init` {options.init}: is a run of the task {base.task.name}, whose ids mean other things than those of "
-            f"{task.name}; begin with a run of {task.name}, or with none."
+            f"`init` {options.init}: is a run of the task {base.task.name}, whose ids mean other things than "
+            f"the ids of {task.name}; begin with a run of {task.name}, or with none."
         )
     return {"init": str(base.folder.resolve())}
 
@@ -218,7 +218,7 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
     return None if named else recipe_config(options, base, None)
 
 
-# A run that is resumed keeps its own options, except for those that may change.
+# A resumed run keeps its own options; MAY_CHANGE names the exceptions.
 
 MAY_CHANGE = {
     "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
@@ -258,7 +258,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
 
 def _merged(run: Run, options: TrainOptions) -> Settings:
-    """Return the run's settings with the new ones, which must be of those that may change."""
+    """Return the run's settings with the new ones; refuse a new setting that may not change."""
     stored = dict(vars(settings_in(run.training)))
     setting_names = {field.name for field in fields(Settings)}
     values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
@@ -269,11 +269,11 @@ def _merged(run: Run, options: TrainOptions) -> Settings:
         if name not in MAY_CHANGE and value != stored.get(name):
             flag = marked(name)
             raise KinformerError(
-                f"{flag}={value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run goes "
-                f"on as it was; leave {flag} out, or give another `out`."
+                f"{flag}={value}: the run in {run.folder} was begun with {stored.get(name)}, and a resumed run keeps "
+                f"its settings; leave {flag} out, or give another `out`."
             )
     if (before := stored.get("lr")) != (rate := values.get("lr", before)):
-        note(f"note: the highest learning rate is {rate:g} from here on, and was {before:g}; the schedule goes on.")
+        note(f"note: the highest learning rate is {rate:g} from here on, and was {before:g}; the schedule continues.")
     if "steps" in values or "minutes" in values:
         stored |= {"steps": None, "minutes": None}
     return Settings(**stored | values)
@@ -308,18 +308,18 @@ def _config_again(run: Run, options: TrainOptions, data: Data) -> ModelConfig:
 
 def _otherwise(run: Run, changed: str) -> KinformerError:
     return KinformerError(
-        f"{changed}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
+        f"{changed}: the run in {run.folder} was started with another value, and a resumed run keeps its settings; "
         "leave it out, or give another `out`."
     )
 
 
-# A run that begins with the weights of another: what it takes, what is new, what is left, and the lines about it.
+# A run that begins with the weights of another run: the weights that it takes, and the lines about them.
 
 _SHOWN = 6
 
 
 def inherited_by(run: Run, base: Run) -> Inheritance:
-    """What the model of ``run`` takes from that of ``base``; a head that predicts other things is new.
+    """Return what the model of ``run`` takes from the model of ``base``; a head that predicts other things is new.
 
     Errors: ``KinformerError`` where nothing fits.
     """
@@ -352,7 +352,7 @@ def inheritance_text(data: JsonObject) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """The names, those of all layers as one, and how many there are beyond the first few."""
+    """Return the first few names, with one name for all layers, and the number of further names."""
     counts: dict[str, int] = {}
     for name in names:
         pattern = re.sub(r"layers\.\d+", "layers.*", name)
@@ -363,7 +363,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _same_head(base: Run, run: Run) -> bool:
-    """Whether both predict the same things with the same head."""
+    """Return whether both predict the same things with the same head."""
     names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
     heads = [getattr(item.config, "head", None) for item in (base, run)]
     return names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)

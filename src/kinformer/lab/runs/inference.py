@@ -35,8 +35,8 @@ from kinformer.runtime.errors import KinformerError, marked
 
 
 def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts, each by itself; ``instead`` names what a run of another kind can be used
-    with."""
+    """Raise unless ``run`` continues texts, each by itself; ``instead`` names a use of runs of another
+    kind."""
     generation = run.task.generation
     run.task.check_generation(run)
     if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
@@ -99,7 +99,7 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """Refuse runs of models that are measured in different ways."""
+    """Refuse runs whose models are measured in different ways."""
     for run in runs[1:]:
         if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
             raise KinformerError(
@@ -154,7 +154,7 @@ def generate(
     write: Callable[[str], None] | None = None,
 ) -> Any:
     """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
-    says. ``write`` is called with every piece of a single sample as soon as it is drawn."""
+    says. ``write`` is called with every new piece of a single sample."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -256,7 +256,7 @@ def check_drawing(task: Task, options: GenerateOptions) -> None:
 
 
 def predictions(folder: str | Path, source: object, options: PredictOptions) -> Iterator[Predicted]:
-    """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one as they are computed.
+    """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one.
 
     source: a file or a folder, "-" for standard input, or a list of items.
 
@@ -288,7 +288,7 @@ def _check_read(task: Task, options: PredictOptions) -> None:
 
 
 def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Iterator[Embedded]:
-    """Yield the items of ``source`` in order, each with its vector, as they are computed.
+    """Yield the items of ``source`` in order, each with its vector.
 
     source: a file or a folder, "-" for standard input, or a list of texts or of paths.
 

@@ -1,6 +1,6 @@
 """The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
 
-Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
+Nothing here imports PyTorch until :meth:`Machine.prepare` is called. An option that is None is not given.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class RunOptions(Machine):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningOptions(OfTask, Machine):
-    """The options by which training and comparing name what is learnt."""
+    """The options that name the data and the task, for training and comparing."""
 
     data: str | None = None
     """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input,
@@ -219,9 +219,11 @@ class LearningOptions(OfTask, Machine):
     "weight_decay", "average", "validation_tokens", "ema", "precision",
 )  # fmt: skip
 class TrainOptions(Processes, Settings, LearningOptions):
-    """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
-    it suits the time (see ``lab.runs.minutes``); else that of the recipe's paper, or the default of
-    :class:`Settings`."""
+    """Train a member.
+
+    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it on running text (see
+    ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
+    """
 
     member: str
     """A member of the family (see: kinformer list)."""
@@ -265,7 +267,7 @@ class TrainOptions(Processes, Settings, LearningOptions):
         LearningOptions.__post_init__(self)
 
     def settings(self) -> Settings:
-        """Return the settings that decide the weights, with the defaults of those that are not given."""
+        """Return the settings of training, with defaults for missing ones."""
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         return Settings(**{name: value for name, value in values.items() if value is not None})
 
@@ -276,7 +278,7 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
 
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
-    first half of the text where that is the same; the metrics are those of the rest."""
+    first half of the text where both are the same; the metrics are measured on the rest."""
     sizes: str | None = None
     """With `datastore`: also measure with its first N entries, as in 10000,100000."""
 
@@ -291,7 +293,7 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
 @dataclass(frozen=True, kw_only=True)
 @optional("temperature", "seed")
 class GenerateOptions(StoreOptions, GenerationSettings, RunOptions):
-    """Continue a text, every token written as soon as it is drawn, or draw images."""
+    """Continue a text and write every token at once, or draw images."""
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
@@ -303,8 +305,10 @@ class GenerateOptions(StoreOptions, GenerationSettings, RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions(ListOptions, Machine):
-    """Write what the run makes of every context of a text, and the token that came next, into a datastore; a build that
-    was stopped goes on when the same command is given again."""
+    """Write the run's vector of every context of a text, and the token that came next, into a datastore.
+
+    The same options continue a build that was stopped.
+    """
 
     datastore: str
     """The datastore: a new folder, or with `append` one that this run made."""
@@ -315,13 +319,13 @@ class IndexOptions(ListOptions, Machine):
     holdout: float | None = None
     """Hold out the last share of the data, instead of the run's."""
     append: bool = False
-    """Add the text to what the datastore holds."""
+    """Add the text to the datastore."""
     max_bytes: int | None = None
     """Take the first N bytes only."""
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
     overlap: float = 0.0
-    """The share of each window that is context only: its entries are those of the window before."""
+    """The share of each window that is context only: its entries belong to the window before."""
     chunk: int = 4096
     """Tokens computed at a time."""
     dtype: Literal["float16", "float32"] = "float16"

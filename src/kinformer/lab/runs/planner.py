@@ -1,4 +1,4 @@
-"""The planning of a run: its task, data, tokenizer, model and settings by the options, and what is refused."""
+"""The planning of a run: its task, data, tokenizer, model and settings by the options, and the checks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def base_of(options: TrainOptions) -> Run | None:
 
 
 def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
-    """Return the recipe's config for this many ids (None: the recipe's number), or that of the run to begin with."""
+    """Return the recipe's config for this many ids (None: the recipe's number), or the config of the base run."""
     if base is None:
         return configure(options.member, options.recipe or "small", vocab_size)
     if base.member == options.member:
@@ -142,7 +142,7 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data 
 
 def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
-    # Bytes are no tokenizer, and what every task without one reads.
+    # Bytes are not a tokenizer; every task without one reads them.
     refuse_options(task.data.refused, replace(options, tokenizer=None) if options.tokenizer == BYTES else options)
     if (
         options.text_field is not None
@@ -178,7 +178,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
-    """Return the tokenizer that ``options`` name, that of the run to begin with, or a new one for the text to train on.
+    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, or a new one.
 
     It is None where the task reads no text.
     """
@@ -204,7 +204,7 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
 def _file_tokenizer(path: str) -> FileTokenizer:
     if not Path(path).is_file():
         raise KinformerError(
-            f"`tokenizer` {path}: is no file; give the path of a tokenizer.json, as a checkpoint or a run with "
+            f"`tokenizer` {path}: is not a file; give the path of a tokenizer.json, as a checkpoint or a run with "
             "`train_tokenizer` holds one, or leave it out and train on bytes."
         )
     return FileTokenizer(path)
@@ -217,8 +217,10 @@ def _longest(config: ModelConfig) -> int | None:
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
-    """Return the settings; those that are not given are as in the recipe's paper, then as usual for the task.
-    ``length``: of every row, where the data decide it."""
+    """Return the settings; a missing setting comes from the recipe's paper, then from the task.
+
+    ``length``: the positions of every row, where the data decide them.
+    """
     usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
     if options.minutes is not None:
         usual.pop("steps", None)
@@ -276,8 +278,7 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
 
 
 def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
-    """Refuse exits with weights of their own, and predictions of further tokens, that ``objective`` leaves as they
-    begin."""
+    """Refuse weights of exits, and of predictions of further tokens, that ``objective`` does not train."""
     if getattr(model, "ahead", None) is not None and not getattr(objective, "trains_ahead", False):
         raise KinformerError(
             f"`objective` {plan.settings.objective}: leaves the weights of `set` ahead as they begin; give `objective` "

@@ -36,7 +36,7 @@ def plan_of(run: Run, settings: Settings) -> TrainingPlan:
 
 
 _STAGE = 0x53544147
-"""Sets the seeds of stages' rows apart from those of others."""
+"""Sets the seeds of stages' rows apart from other seeds."""
 
 
 def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
@@ -57,7 +57,7 @@ def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
 
 
 def stage_plan(plan: TrainingPlan, stage: Stage) -> TrainingPlan:
-    """Return the plan by which a stage's rows are made: those of a run of its own, whose seed is its own, too."""
+    """Return the plan of a stage's rows: they are made as for a separate run with a separate seed."""
     seed = stage.settings.seed
     if stage.number:
         seed = int(mix(seed, _STAGE, stage.number)[0] >> np.uint64(1))
@@ -66,7 +66,7 @@ def stage_plan(plan: TrainingPlan, stage: Stage) -> TrainingPlan:
 
 
 class StagedRows(DataModule):
-    """The rows of a stage that begins at step ``begin``: ``train`` to train on, and those of the run, ``final``, to
+    """The rows of a stage that begins at step ``begin``: ``train`` to train on, and the rows ``final`` of the run to
     validate with."""
 
     def __init__(self, train: DataModule, final: DataModule, begin: int) -> None:

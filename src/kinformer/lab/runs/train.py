@@ -1,4 +1,4 @@
-"""Training: a run created or resumed, in this process, in several that are started here, or under torchrun."""
+"""Training: a run created or resumed, in this process, in several processes, or under torchrun."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.processor import emulates_bfloat16
 from kinformer.runtime.progress import tolerant
 
-# A few lines that say what training is going to do, before it begins.
+# A few lines about the training, before it begins.
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
-    """Return lines with the member, recipe, parameters and task, what is taken over from the run of ``init``, the data
-    and their size, the device, the precision, the tokens a step, and a note on ``frozen`` random parameters."""
+    """Return lines with the member, recipe, parameters and task, the weights from the run of ``init``, the data and
+    their size, the device, the precision, the tokens a step, and a note on ``frozen`` random parameters."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
@@ -171,7 +171,7 @@ def work(plan: Plan, group: Group) -> Summary:
 
 
 def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, announces: bool = False) -> Summary:
-    """Train to the end of ``stage``, the only one of most runs; ``announces``: first print what is going to be done."""
+    """Train to the end of ``stage``, the only one of most runs; ``announces``: print lines about the training first."""
     run, settings = replace(plan.run, config=config_of(training.config, stage)), plan.settings
     data = staged_rows(run, training, stage, plan.device.type, plan.quiet)
     torch.manual_seed(settings.seed)

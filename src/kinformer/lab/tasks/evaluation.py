@@ -34,7 +34,7 @@ class ItemSettings(Checked):
     format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
     """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
     batch_size: int = 32
-    """Items that are computed at a time; bounds the memory, does not change the result."""
+    """Items computed at a time; bounds the memory, does not change the result."""
     max_items: int | None = None
     """Take the first N items only."""
     quiet: bool = False
@@ -72,8 +72,8 @@ class EmbeddingSettings(ItemSettings):
 
 
 class Embedded(NamedTuple):
-    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: what it is the name of,
-    ``text``, ``image`` or ``audio``."""
+    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: the kind of
+    item, ``text``, ``image`` or ``audio``."""
 
     kind: str
     name: str
@@ -164,7 +164,7 @@ class GenerationSettings(Checked):
 
 
 class TextTable(NamedTuple):
-    """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
+    """A table for printing; the columns in ``numeric`` are aligned to the right."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -173,7 +173,7 @@ class TextTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How good a run is. ``metrics``: the values of ``units``, which say what they are and whether less is better;
+    """How good a run is. ``metrics``: the values of ``units``, which name them and say whether less is better;
     ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
     of it and more, as values for JSON; ``text``: the same for people."""
 
@@ -194,7 +194,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` for JSON."""
+    """Several evaluations, and a report on all: ``together`` as text, ``facts`` for JSON."""
 
     evaluations: Sequence[Evaluation]
     together: Sequence[str | TextTable] = ()
@@ -202,7 +202,7 @@ class EvaluationReport:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The report as data that JSON can hold: one run's facts, or those of all under ``runs``."""
+        """The report as data that JSON can hold: one run's facts, or the facts of all under ``runs``."""
         if self.facts_of_task is not None:
             return self.facts_of_task
         facts = [evaluation.facts for evaluation in self.evaluations]
@@ -210,7 +210,7 @@ class EvaluationReport:
 
     @property
     def text(self) -> list[str | TextTable]:
-        """The report as lines and tables to print: each evaluation's, then what concerns all of them."""
+        """The report as lines and tables to print: each evaluation's, then text on all."""
         return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
 
 
