@@ -28,7 +28,7 @@ import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show, train
 from kinformer.family.build import configure
-from kinformer.lab.runs.create import plan_of
+from kinformer.lab.runs.rows import plan_of
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
-from kinformer.lab.runs.create import data_of
+from kinformer.lab.runs.rows import data_of
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.translate import Decoding

@@ -12,7 +12,7 @@ from generator.facts import config_of, facts
 from generator.text import contents, escaped, html, page, table, write
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.lab.cli.list_ import COSTS, GROWTHS
+from kinformer.lab.cli.family import COSTS, GROWTHS
 from kinformer.lab.training.logging import flops
 
 FIRST = ("rope", "local", "gated-deltanet", "reformer")

@@ -19,8 +19,7 @@ from generator.typeset import typeset
 from kinformer.core.config import parts_in
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.lab.cli.list_ import COSTS, GROWTHS
-from kinformer.lab.cli.show import folded, tree
+from kinformer.lab.cli.family import COSTS, GROWTHS, folded, tree
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import Panel
 from kinformer.lab.drawing.pictures import draw_panels

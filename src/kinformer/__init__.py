@@ -108,7 +108,7 @@ __all__ = [
 
 
 def members() -> list[Member]:
-    """Return the records of the family, in the order of the table, and then those of other packages."""
+    """Return the records of the family, in the order of the table, and then the records of other packages."""
     from kinformer.family.table import members
 
     return members()
@@ -153,10 +153,10 @@ def layer(
     name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
     dim: the width.
     block: the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
-    recipe: the recipe of the member from which settings come that are not given. Where its number of heads does not
-        divide dim, the next smaller one that does is taken.
-    settings: those of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A part
-        may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
+    recipe: the recipe of the member for missing settings. Where its number of heads does not divide dim, the next
+        smaller divisor is taken.
+    settings: settings of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A
+        part may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
     set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
     device, dtype: of the weights, which are initialised by PyTorch's global generator.
 
@@ -194,8 +194,8 @@ def generate(
 
     model: a causal one.
     prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
-    max_new_tokens: the most that are drawn for each row.
-    stop: sequences of ids that end a row, as soon as it produced one of them.
+    max_new_tokens: the most tokens to draw for each row.
+    stop: sequences of ids; each ends a row as soon as the row has produced it.
     valid: [batch, time] bool, the real tokens of prompts of unlike length.
     draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most; see ``generation.drafts``.
     sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,

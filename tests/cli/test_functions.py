@@ -130,7 +130,7 @@ def test_import_checkpoint(tmp_path):
         (lambda: kinformer.bench(["gpt"], lengths=["many"]), "is not a list of whole numbers"),
         (lambda: kinformer.compare(["gpt"], sweep=2), "has no middle"),
         (lambda: kinformer.calibrate("no/run", risk=2.0), "is a share"),
-        (lambda: kinformer.index("no/run", datastore="x"), "is no run folder"),
+        (lambda: kinformer.index("no/run", datastore="x"), "is not a run folder"),
         (lambda: kinformer.import_checkpoint("no/folder", "out"), "no/folder"),
     ],
 )  # fmt: skip

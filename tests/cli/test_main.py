@@ -1,7 +1,6 @@
 """The command line as a whole: quick, and every mistake is one sentence."""
 
 import gc
-import importlib
 import io
 import json
 import os
@@ -14,7 +13,7 @@ import pytest
 
 import kinformer
 from kinformer.lab.cli import main as command_line
-from kinformer.lab.cli.parsing import overrides
+from kinformer.lab.cli.form import overrides
 from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
 
@@ -46,11 +45,11 @@ def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_
     """A command's work runs with the search for garbage on; what was loaded before it is out of the search."""
     code = (
         "import gc, sys\n"
-        "import kinformer.lab.cli.bench as bench\n"
+        "from kinformer.lab.cli.studying import Bench\n"
         "from kinformer.lab.cli.main import main\n"
         "sys.argv = ['kinformer', 'bench', 'gpt']\n"
         "told = lambda: print(gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr)\n"
-        "bench.run = lambda options: told() or 0\n"
+        "Bench.run = lambda options: told() or 0\n"
         "main()\n"
         "print(gc.isenabled(), file=sys.stderr)"
     )
@@ -76,8 +75,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
     assert "--json" in out and ("--seed" in out or name in ("export", "pack", "verify"))  # which take none
     if name in ("train", "evaluate", "generate"):
         assert "--device" in out and "--threads" in out
-    module = importlib.import_module(command_line.COMMANDS[name].module)
-    assert callable(module.run)
+    assert callable(command_line.COMMANDS[name].options().run)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +94,8 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["show", "gpt", "--set", "layers.*.mixer.num_head=2"], "did you mean 'num_heads'"),
         (["show", "gpt", "--vocab-size", "0"], "--vocab-size is 0 but must be 1 or more."),
         (["evaluate"], "evaluate: needs DIR; see kinformer evaluate --help."),
-        (["evaluate", "no/such/run"], "no/such/run: is no run folder"),
-        (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is no run folder"),
+        (["evaluate", "no/such/run"], "no/such/run: is not a run folder"),
+        (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is not a run folder"),
         (
             ["generate", "no/such/run", "--weights", "fp8", "--prompt", "a"],
             "--weights: 'fp8' is not one of bf16, fp32",
@@ -116,7 +114,9 @@ def test_verbose_tells_where_a_mistake_arose_after_its_sentence(cli):
     code, _, err = cli("evaluate", "no/such/run", "--verbose")
     versions, first, second, *_ = err.splitlines()
     assert (
-        code == 2 and versions.startswith("kinformer ") and first.startswith("kinformer: no/such/run: is no run folder")
+        code == 2
+        and versions.startswith("kinformer ")
+        and first.startswith("kinformer: no/such/run: is not a run folder")
     )
     assert second.startswith("Traceback")
 
@@ -149,9 +149,9 @@ def test_an_override_may_hold_equals_signs_and_json():
     ],
 )
 def test_how_commands_end(cli, monkeypatch, error, code, told):
-    from kinformer.lab.cli import list_
+    from kinformer.lab.cli.family import List
 
-    monkeypatch.setattr(list_, "run", lambda options: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(List, "run", lambda options: (_ for _ in ()).throw(error))
     ended, out, err = cli("list")
     assert (ended, out) == (code, "")
     assert err.startswith(told) and (told or not err)

@@ -5,21 +5,19 @@ import math
 import re
 import subprocess
 from dataclasses import MISSING, fields
-from importlib import import_module
 from typing import get_args, get_type_hints
 
 import pytest
 
 from kinformer.lab.cli import main as command_line
-from kinformer.lab.cli.form import bare, flags, form_of
-from kinformer.lab.cli.parsing import parse
+from kinformer.lab.cli.form import bare, flags, form_of, parse
 from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
 
 
 def forms(name):
-    module = import_module(command_line.COMMANDS[name].module)
-    return module.Options, getattr(module, "TASK_OPTIONS", None)
+    command = command_line.COMMANDS[name]
+    return command.options(), command.tasks
 
 
 def parsed(name, *arguments):
@@ -40,7 +38,7 @@ def test_help_begins_with_what_is_needed_and_ends_with_an_example(cli):
 @pytest.mark.parametrize("name", command_line.COMMANDS)
 def test_every_option_has_help_and_the_example_is_one_of_the_command(cli, name, tmp_path):
     out = cli(name, "--help")[1]
-    if getattr(import_module(command_line.COMMANDS[name].module), "TASK_OPTIONS", None) is not None:
+    if command_line.COMMANDS[name].tasks is not None:
         for task in TASKS:  # a command shows the options of one task
             (tmp_path / "config.json").write_text(json.dumps({"task": {"name": task}}))
             out = cli(name, tmp_path, "--help")[1] + out
@@ -128,7 +126,7 @@ def test_a_file_of_options(tmp_path):
         2000,
         {"segments": True},
     )
-    assert options.set == ("dim=256", 'layers.*.mixer.pattern={"kind": "local", "window": 4}', "dim=8")
+    assert options.set == {"dim": "8", "layers.*.mixer.pattern": '{"kind": "local", "window": 4}'}
     assert parsed("train", "linear-transformer", f"--config={path}").member == "linear-transformer"
     path.write_text('folders = ["a", "b"]\nmax-bytes = 9\nstop_ = 1\n'.replace("stop_ = 1\n", ""))
     options = parsed("evaluate", "--config", str(path))

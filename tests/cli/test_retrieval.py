@@ -17,7 +17,7 @@ from kinformer.lab.datastore.attach import KeyedDecoder, looks_up
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure
-from kinformer.lab.runs.create import plan_of, rows_of
+from kinformer.lab.runs.rows import plan_of, rows_of
 from kinformer.lab.runs.run import STORES, open_run
 from kinformer.lab.training.settings import Settings
 
@@ -104,7 +104,7 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
     carried.rename(moved)
     resumed = ("train", "spalm", "--out", cut, "--resume")
     assert "is no datastore" in refused(cli, *resumed, "--threads", 1)
-    assert "goes on as it was" in refused(cli, *resumed, "--neighbours", 9)
+    assert "keeps its settings" in refused(cli, *resumed, "--neighbours", 9)
     done(cli, *resumed, "--datastore", moved, "--threads", 1)
     theirs, ours = open_run(whole).model().state_dict(), open_run(cut).model().state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
@@ -121,7 +121,7 @@ def test_looks_into_lists_where_there_are_some(cli, text_file, gpt_run, store, t
     _, err = done(cli, *train(text_file, tmp_path / "run", store, gpt_run))
     assert err.count("neighbours of every token are looked up approximately, in 8 of the datastore's lists") == 1
     assert open_run(tmp_path / "run").data["retrieval"]["probes"] == 8
-    assert "goes on as it was" in refused(cli, "train", "spalm", "--out", tmp_path / "run", "--resume", "--probes", 0)
+    assert "keeps its settings" in refused(cli, "train", "spalm", "--out", tmp_path / "run", "--resume", "--probes", 0)
 
 
 def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store):
@@ -168,7 +168,7 @@ def test_foreign_stores_and_retrievers_are_refused(cli, text_file, gpt_run, line
 
     assert "belongs to another model" in told(retriever=linear_run)
     assert "is no datastore (it has no store.json)" in told(folder=tmp_path / "nothing")
-    assert "is no run folder" in told(retriever=tmp_path / "nothing")
+    assert "is not a run folder" in told(retriever=tmp_path / "nothing")
     assert "it holds another part of it" in told("--holdout", 0.2)
     other = tmp_path / "other.txt"
     other.write_text("It was another text altogether. " * 100)

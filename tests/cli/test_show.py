@@ -9,7 +9,7 @@ import torch
 import kinformer
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
-from kinformer.lab.cli.show import DEFAULTS, folded, tree
+from kinformer.lab.cli.family import DEFAULTS, folded, tree
 from kinformer.lab.drawing.text import formulas
 
 
@@ -78,12 +78,12 @@ def test_a_run_is_shown_with_its_own_config(cli, make_run):
     for option, given in (("--recipe", "small"), ("--vocab-size", 9)):
         code, _, err = cli("show", folder, option, given)
         assert code == 2 and f"{option} {given}: the run in" in err
-    assert "is no run folder" in cli("show", folder.parent)[2]
+    assert "is not a run folder" in cli("show", folder.parent)[2]
 
 
 def test_a_tokenizer_is_a_path(cli, tmp_path):
     code, _, err = cli("train", "gpt", "--tokenizer", "gpt2", "--out", tmp_path / "run")
-    assert code == 2 and "--tokenizer gpt2: is no file; give the path of a tokenizer.json" in err
+    assert code == 2 and "--tokenizer gpt2: is not a file; give the path of a tokenizer.json" in err
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_listops(cli, tmp_path):
     assert cli("train", "longformer", "--out", tmp_path / "run", "--resume", "--steps", "6")[0] == 0
     for wrong in (["--examples=65"], ["--example-tokens=20-300"], ["--task", "mlm"]):
         code, _, told = cli("train", "longformer", "--out", tmp_path / "run", "--resume", *wrong)
-        assert code == 2 and "was begun otherwise" in told and " ".join(wrong) in told
+        assert code == 2 and "was started with another value" in told and " ".join(wrong) in told
 
 
 def test_staged_by_one_run_after_another(cli, text_file, tmp_path):

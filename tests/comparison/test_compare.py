@@ -108,7 +108,7 @@ def test_a_run_that_is_killed_again_and_again_is_told(tmp_path):
         (["--sweep", "2"], "--sweep 2: has no middle"),
         (["--lr", "0"], "--lr is 0 but must be above 0"),
         (["--lengths", "1,x"], "--lengths 1,x: is not a list of whole numbers"),
-        (["--contexts", "twice"], "--contexts twice: is no list of lengths"),
+        (["--contexts", "twice"], "--contexts twice: is not a list of lengths"),
         (["--data", "-"], "--data -: is read once"),
         (["--data", "nowhere"], "nowhere"),
         (["--task", "mlm"], "--task mlm: gpt is causal"),

@@ -154,12 +154,12 @@ def test_how_a_member_is_trained_is_understood(name):
     from generator.commands import training
 
     from kinformer.lab.cli.form import flags, form_of
-    from kinformer.lab.cli.train import TASK_OPTIONS, Options
+    from kinformer.lab.cli.train import Train
 
     lines = training(MEMBERS[name], configure(name, "small"))
     (train,) = [words for words in commands_of("\n".join(lines)) if words[:2] == ["train", name]]
     shown = {word[2:] for word in train if word.startswith("--")}
-    assert shown <= flags(form_of(Options, TASK_OPTIONS)).keys()
+    assert shown <= flags(form_of(Train, "Options")).keys()
     assert all(f"--{need.replace('_', '-')}" in train for need in MEMBERS[name].needs)
 
 

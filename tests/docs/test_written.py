@@ -1,6 +1,5 @@
 """What README, tutorial and how-tos show: their Python runs, their commands have the options that are shown."""
 
-import importlib
 import re
 import sys
 from functools import cache
@@ -21,8 +20,7 @@ LINES = 150
 @cache
 def flags_of(name):
     """What the command's options are called."""
-    module = importlib.import_module(COMMANDS[name].module)
-    return flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
+    return flags(form_of(COMMANDS[name].options(), COMMANDS[name].tasks))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_of(page)], ids=lambda page: page.stem)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kinformer.family.build import configure
-from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation.cluster import Cluster, Mesh, Part, Payload, Shared, meshes, serving_costs
 from kinformer.lab.estimation.estimate import estimate
 from kinformer.lab.estimation.options import DEVICES, device_of, numbers_of
@@ -80,7 +80,7 @@ def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFi
     cluster = Cluster(configure("performer", "tiny", 64), DEVICES["a100"], 0.5, batch=2, **SIZES)
     assert {cost.mesh for cost in cluster.costs(2)} == {"dp=2", "fsdp=2"} and "redrawn" in cluster.refused
     assert [cost.devices for cost in serving_costs(cluster, 8)] == [1]
-    assert run(Options(member="rope", recipe="tiny", length=32, batch_size=4, devices="4")) == 0
+    assert Estimate(member="rope", recipe="tiny", length=32, batch_size=4, devices="4").run() == 0
     text = capsys.readouterr().out
     assert "tp=2,fsdp=2" in text and "num_heads = 2 is no multiple of 4" in text and "tokens/s a device" in text
 
@@ -101,7 +101,7 @@ def test_time_is_shared_where_nothing_else_fits() -> None:
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("tpu", "'tpu' is no device that is described; valid names are"),
+        ("tpu", "'tpu' is not a described device; valid names are"),
         ("h100,ram=3", "'ram' is none of its numbers"),
         ("h100,link=fast", "link must be a number above 0"),
         ("h100,link=-1", "link must be a number above 0"),
@@ -118,4 +118,4 @@ def test_numbers_of_devices() -> None:
         with pytest.raises(KinformerError, match="must be a number from 1 to"):
             numbers_of(text)
     with pytest.raises(KinformerError, match="batch_size.? 3 cannot be shared by 64 devices.*multiple of 8"):
-        run(Options(member="rope", recipe="tiny", length=33, batch_size=3, devices="64"))
+        Estimate(member="rope", recipe="tiny", length=33, batch_size=3, devices="64").run()

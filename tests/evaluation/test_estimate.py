@@ -16,7 +16,7 @@ from kinformer.heads.classes import ClassificationHead
 from kinformer.kernels.band import _backward, _forward, limits
 from kinformer.kernels.block_sparse import explain
 from kinformer.kernels.softmax import Visibility
-from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation import estimate as lengths
 from kinformer.lab.estimation.estimate import OPTIMIZERS, at_length, estimate, optimizer_bytes, rules_of_thumb
 from kinformer.lab.estimation.parts import loss_of, measure, measure_state, outputs
@@ -364,7 +364,7 @@ def test_rules_of_thumb():
 
 
 def test_command_prints_json(capsys):
-    assert run(Options(member="gpt", recipe="paper", length=1024, batch_size=8, json=True)) == 0
+    assert Estimate(member="gpt", recipe="paper", length=1024, batch_size=8, json=True).run() == 0
     data = json.loads(capsys.readouterr().out)
     assert data["parameters"] == 124_439_808
     assert data["flops_forward"] < data["flops_step"] < 4 * data["flops_forward"]
@@ -378,7 +378,7 @@ def test_command_prints_json(capsys):
 def test_an_encoder_has_the_same_keys_and_no_state(capsys):
     told = []
     for member in ("gpt", "big-bird"):
-        assert run(Options(member=member, recipe="tiny", length=100, json=True)) == 0
+        assert Estimate(member=member, recipe="tiny", length=100, json=True).run() == 0
         told.append(json.loads(capsys.readouterr().out))
     decoder, encoder = told
     assert encoder.keys() == decoder.keys() and encoder["memory"].keys() == decoder["memory"].keys()
@@ -398,7 +398,7 @@ def test_long_texts_cost_what_their_pattern_says():
 
 
 def test_command_prints_tables(capsys):
-    assert run(Options(member="linear-transformer", recipe="tiny", set=("layers=3",))) == 0
+    assert Estimate(member="linear-transformer", recipe="tiny", set={"layers": 3}).run() == 0
     text = capsys.readouterr().out
     assert "layers.0-2.feed_forward_residual" in text
     assert "FLOPs inference" in text and "FLOPs forward" in text
@@ -416,7 +416,7 @@ def test_command_prints_tables(capsys):
 )
 def test_command_refuses(options, message):
     with pytest.raises(KinformerError, match=message):
-        run(Options(member="gpt", recipe="tiny", **options))
+        Estimate(member="gpt", recipe="tiny", **options).run()
 
 
 @pytest.mark.parametrize("name", ["t5", "local", "linear-transformer", "transformer-xl", "etc", "speech-lstm"])

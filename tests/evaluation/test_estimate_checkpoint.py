@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.family.build import configure
-from kinformer.lab.cli.estimate import Options, run
+from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation.estimate import Live, estimate
 from kinformer.lab.estimation.parts import outputs
 from kinformer.runtime.compiling import unallocated
@@ -100,7 +100,7 @@ def test_long_lengths_are_continued_exactly():
 
 
 def test_command_shows_the_row(capsys):
-    assert run(Options(member="rope", recipe="tiny", set=("stack.checkpoint=true", "layers=8"), batch_size=4)) == 0
+    assert Estimate(member="rope", recipe="tiny", set={"stack.checkpoint": True, "layers": 8}, batch_size=4).run() == 0
     assert "checkpoints" in capsys.readouterr().out
     fewer, more = (configure("rope", "tiny", set={"layers": 8, "stack.checkpoint": on}) for on in (True, False))
     assert activations(fewer, length=512) < activations(more, length=512) / 3

@@ -13,7 +13,7 @@ from kinformer.core.parts import FeatureMapConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.settings import TABLE, group_of, groups, meaning, meanings, meanings_in
-from kinformer.lab.cli.show import explained
+from kinformer.lab.cli.family import explained
 
 SHORTEST, LONGEST = 12, 110
 

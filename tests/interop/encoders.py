@@ -5,7 +5,7 @@ import json
 import torch
 
 import kinformer
-from kinformer.lab.cli.import_ import Options, run
+from kinformer.lab.cli.exchange import Import
 
 SIZES = {
     "vocab_size": 61,
@@ -55,7 +55,7 @@ class Peer:
 
 
 def imported(folder, out):
-    assert run(Options(folder=str(folder), out=str(out))) == 0
+    assert Import(folder=str(folder), out=str(out)).run() == 0
     return kinformer.load(out)
 
 

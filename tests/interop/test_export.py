@@ -259,7 +259,7 @@ def test_the_command_says_what_it_will_be_and_writes_a_card(exported, tmp_path, 
 
 
 REFUSED = {
-    "no run": (["/nowhere"], "is no run folder"),
+    "no run": (["/nowhere"], "is not a run folder"),
     "type": (["RUN", "--dtype", "int8"], "'int8' is not one of"),
     "size": (["RUN", "--max-shard-size", "tiny"], "--max-shard-size tiny: is not a size"),
     "full": (["RUN", "--out", "FULL"], "is not empty; give a new folder"),

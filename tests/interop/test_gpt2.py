@@ -13,7 +13,7 @@ from safetensors.torch import load, save_file
 
 import kinformer
 from kinformer.interop import read_checkpoint
-from kinformer.lab.cli.import_ import Options, run
+from kinformer.lab.cli.exchange import Import
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
@@ -53,7 +53,7 @@ def edit(path, **changes):
 
 
 def imported(folder, out):
-    assert run(Options(folder=str(folder), out=str(out))) == 0
+    assert Import(folder=str(folder), out=str(out)).run() == 0
     return kinformer.load(out)
 
 
@@ -209,7 +209,7 @@ REFUSED = {
 def test_config_is_refused(changes, message, folder, tmp_path):
     edit(folder / "config.json", **changes)
     with pytest.raises(KinformerError, match=message):
-        run(Options(folder=str(folder), out=str(tmp_path / "run")))
+        Import(folder=str(folder), out=str(tmp_path / "run")).run()
     assert not (tmp_path / "run").exists()
 
 
@@ -251,7 +251,7 @@ def test_pickles_are_never_loaded(name, folder, tmp_path):
         (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
     with pytest.raises(KinformerError, match="never loaded; convert" if name.endswith(".bin") else "damaged|readable"):
-        run(Options(folder=str(folder), out=str(tmp_path / "run")))
+        Import(folder=str(folder), out=str(tmp_path / "run")).run()
     assert not (tmp_path / "exploded").exists()
 
 
@@ -291,4 +291,4 @@ def test_out_must_be_new(folder, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").write_text("precious")
     with pytest.raises(KinformerError, match="is not empty"):
-        run(Options(folder=str(folder), out=str(tmp_path / "run")))
+        Import(folder=str(folder), out=str(tmp_path / "run")).run()

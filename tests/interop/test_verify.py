@@ -147,7 +147,7 @@ def test_the_table(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/run"], "is no run folder"),
+        (["no/run"], "is not a run folder"),
         (["nowhere:Thing"], "nowhere:Thing: is not a folder, and not an object that can be imported"),
         (["broken_models:Nothing"], "has no attribute 'Nothing'"),
         (["broken_models:Model", "--length", "1"], "--length is 1 but must be 2 or more"),

@@ -84,7 +84,7 @@ def test_a_run_goes_on(run, text_file, tmp_path):
     first = kinformer.train("gpt", data=text_file, out=tmp_path / "run", set={"dim": 16}, **SMALL)
     again = kinformer.train("gpt", out=tmp_path / "run", resume=True, steps=6)
     assert (first.config.dim, again.config.dim, again.training["steps"]) == (16, 16, 6)
-    with pytest.raises(KinformerError, match="goes on as it was"):
+    with pytest.raises(KinformerError, match="keeps its settings"):
         kinformer.train("gpt", out=tmp_path / "run", resume=True, batch_size=3)
 
 
@@ -114,7 +114,7 @@ def test_mistakes_of_training(text_file, tmp_path, options, told):
 def test_mistakes_of_measuring(run):
     with pytest.raises(KinformerError, match="kinformer.evaluate: 'lenghts' is not an option; did you mean 'lengths'"):
         kinformer.evaluate(run.folder, lenghts="1x")
-    with pytest.raises(KinformerError, match="is no run folder"):
+    with pytest.raises(KinformerError, match="is not a run folder"):
         kinformer.evaluate(run.folder / "nothing")
 
 

@@ -213,7 +213,8 @@ def test_the_harness_command_knows_the_model(runs, monkeypatch, capsys):
     lm = model.create_from_arg_string(f"run={runs / 'bytes'},context=32", options)
     assert (lm.length, lm.rows) == (32, 1)
     wrong = [
-        ({"run": runs}, "is no run folder"), ({"run": runs / "bytes", "batch_size": "x"}, "batch_size is 'x' but must"),
+        ({"run": runs}, "is not a run folder"),
+        ({"run": runs / "bytes", "batch_size": "x"}, "batch_size is 'x' but must"),
     ]  # fmt: skip
     for arguments, sentence in wrong:
         monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda arguments=arguments: model(**arguments))

@@ -11,8 +11,8 @@ from kinformer.family.table import MEMBERS
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import _base, contestants, entrants, with_length
 from kinformer.lab.comparison.training import command_of
-from kinformer.lab.runs.create import Planner, checked, planner_for
 from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.runs.planner import Planner, checked, planner_for
 from kinformer.lab.tasks.table import task_for
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.distributed import Group

@@ -7,7 +7,7 @@ from torch.nn import functional
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
-from kinformer.lab.runs.create import teacher_of
+from kinformer.lab.runs.rows import teacher_of
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.vision import VisionOptions
 from kinformer.lab.tasks.vision.work import Distillation, ImageBatch, ImageClassification

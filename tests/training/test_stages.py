@@ -13,7 +13,7 @@ import pytest
 import kinformer
 from kinformer.family.build import configure, weight_shapes
 from kinformer.family.table import MEMBERS
-from kinformer.lab.runs.create import config_of, plan_of, staged_rows
+from kinformer.lab.runs.rows import config_of, plan_of, staged_rows
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.training.loop import Updater, UpdateResult
 from kinformer.lab.training.settings import Settings
@@ -74,7 +74,7 @@ def test_a_run_killed_around_a_border_ends_as_one_that_was_not(
     begun = [[line["step"], line["stage_length"]] for line in records(tmp_path / "killed") if "stage" in line]
     assert begun == [[1, 8], [4, 16], [6, 16]]
     assert open_run(tmp_path / "killed").config == open_run(tmp_path / "whole").config
-    with pytest.raises(KinformerError, match="a resumed run goes on as it was"):
+    with pytest.raises(KinformerError, match="a resumed run keeps its settings"):
         run(text, tmp_path / "killed", resume=True, stages=[])
 
 

@@ -1,14 +1,20 @@
-"""Functions of the package that do what a command does. Nothing here imports PyTorch before it is needed."""
+"""The functions of the package that do the same as commands. Nothing here imports PyTorch before it is needed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.fields import require_kind, require_list, require_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     import numpy as np
 
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run
     from kinformer.lab.runs.trace import Trace
     from kinformer.lab.tasks.evaluation import Evaluation
+    from kinformer.lab.tasks.table import OptionKind
     from kinformer.lab.tasks.task import Task
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+O = TypeVar("O")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
@@ -46,8 +54,37 @@ def preserving(function: Callable[P, R]) -> Callable[P, R]:
     return preserved
 
 
+def request(kind: type[O], options: Mapping[str, object], function: str, tasks: OptionKind | None = None) -> O:
+    """Return the ``options`` of ``kinformer.<function>`` as the dataclass ``kind``, the tasks' own in ``task_options``.
+
+    A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
+
+    Errors: ``KinformerError`` for an unknown name, and for a value of another type.
+    """
+    from kinformer.lab.tasks.table import option_names
+
+    texts = {option.name for option in fields(kind) if option.type in ("str", "str | None")}  # type: ignore[arg-type]
+    general = {option.name for option in fields(kind)} - {"task_options"}  # type: ignore[arg-type]
+    of_tasks = {} if tasks is None else option_names(tasks)
+    for name in options:
+        if name not in general and name not in of_tasks:
+            names = sorted(general | of_tasks.keys())
+            raise KinformerError(f"kinformer.{function}: {name!r} is not an option; {nearest(name, names)}")
+    values = {name: _text(value, name in texts) for name, value in options.items()}
+    if tasks is not None:
+        values["task_options"] = {name: values.pop(name) for name in list(values) if name not in general}
+    require_types(SimpleNamespace(**values), kind, values)
+    return kind(**values)
+
+
+def _text(value: object, is_text: bool) -> object:
+    if isinstance(value, list | tuple) and is_text:
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, Path) else value
+
+
 def tasks() -> list[Task]:
-    """Return the records of the tasks: what a model can be trained for, with name, title, metrics and options."""
+    """Return the records of the tasks, with name, title, metrics and options."""
     from kinformer.lab.tasks.table import tasks
 
     return tasks()
@@ -81,9 +118,18 @@ def train(
 
     Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
     """
-    from kinformer.lab.runs.functions import train
+    from kinformer.lab.runs import train as training
+    from kinformer.lab.runs.options import TrainOptions
 
-    return train(member, {"out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}, **options})
+    quiet = bool(options.pop("quiet", False)) or not sys.stderr.isatty()
+    named = {"member": member, "out": out, "data": data, "recipe": recipe, "task": task, "set": set or {}}
+    try:
+        summary = training.train(request(TrainOptions, named | options, "train", "Options"), quiet)
+    except InterruptedError:
+        raise KeyboardInterrupt from None
+    if summary.result.signal:
+        raise KeyboardInterrupt
+    return open_run(summary.folder)
 
 
 @preserving
@@ -93,9 +139,11 @@ def evaluate(run: str | Path, **options: object) -> Evaluation:
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
         (see ``lab.runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
     """
-    from kinformer.lab.runs.functions import evaluate
+    from kinformer.lab.runs.inference import evaluate
+    from kinformer.lab.runs.options import EvaluateOptions
 
-    return evaluate(run, options)
+    quiet = bool(options.pop("quiet", False))
+    return evaluate([run], request(EvaluateOptions, options, "evaluate", "EvaluationOptions"), quiet).evaluations[0]
 
 
 @preserving
@@ -117,9 +165,11 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
     Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
     """
-    from kinformer.lab.runs.functions import predict
+    from kinformer.lab.runs.inference import predictions
+    from kinformer.lab.runs.options import PredictOptions
 
-    return predict(run, inputs, options)
+    requested = request(PredictOptions, {"quiet": True, **options}, "predict", "PredictionOptions")
+    return [dict(predicted.row) for predicted in predictions(run, inputs, requested)]
 
 
 @preserving
@@ -127,11 +177,13 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
 
     run: the run's folder.
-    set: overrides that leave the weights as they are, such as ``{"layers.*.mixer.position.factor": 4}``.
+    set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.lab.runs.functions import load
+    from kinformer.lab.runs.run import STORES
 
-    return load(run, set)
+    opened = open_run(run)
+    model: Decoder | Encoder = STORES.attach(opened, opened.model(set))
+    return model
 
 
 def open_run(run: str | Path) -> Run:
@@ -174,8 +226,8 @@ def show(
 def estimate(member: str, **options: object) -> MemberEstimate:
     """Estimate the costs of a member, before anything is run.
 
-    The result has ``parameters`` and ``active_parameters`` (those that one token uses); ``flops_inference`` (of a
-    forward without gradients), ``flops_forward`` (of that of a training step) and ``flops_step``, additions and
+    The result has ``parameters`` and ``active_parameters`` (the parameters that one token uses); ``flops_inference``
+    (a forward without gradients), ``flops_forward`` (the forward of a training step) and ``flops_step``, additions and
     multiplications for the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a
     process on a CPU); ``parts`` and ``memory``, which break these down; ``rules_of_thumb``; and ``cluster``, the
     costs on many devices.
@@ -189,14 +241,13 @@ def estimate(member: str, **options: object) -> MemberEstimate:
     """
     from kinformer.lab.estimation.options import EstimateOptions
     from kinformer.lab.runs.describe import estimate_member
-    from kinformer.lab.runs.functions import request
 
     return estimate_member(request(EstimateOptions, {"member": member, **options}, "estimate"))
 
 
 @preserving
 def draw(subject: str | Path, **options: object) -> Drawing:
-    """Draw attention patterns, encodings of positions, spans, early exits or what a model looks at in an image.
+    """Draw attention patterns, encodings of positions, spans, early exits or what a model sees in an image.
 
     The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (what each panel shows) and
     ``facts`` (all of it as data for JSON). It needs matplotlib.
@@ -209,7 +260,6 @@ def draw(subject: str | Path, **options: object) -> Drawing:
     """
     from kinformer.lab.drawing.command import draw
     from kinformer.lab.drawing.options import DrawOptions
-    from kinformer.lab.runs.functions import request
 
     return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
 
@@ -232,8 +282,6 @@ def bench(members: Sequence[str] = (), **options: object) -> Bench:
     """
     from kinformer.lab.comparison.bench import bench
     from kinformer.lab.comparison.options import BenchOptions
-    from kinformer.lab.runs.functions import request
-    from kinformer.runtime.fields import require_list
 
     require_list("members", members)
     return bench(members, request(BenchOptions, options, "bench"))
@@ -254,12 +302,10 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
 
     It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 
-    Errors: ``KinformerError`` for what is wrong of all members; a member that fails alone is out.
+    Errors: ``KinformerError`` for a mistake that concerns all members; a member that fails alone is out.
     """
     from kinformer.lab.comparison.compare import report
     from kinformer.lab.comparison.options import CompareOptions
-    from kinformer.lab.runs.functions import request
-    from kinformer.runtime.fields import require_list
 
     require_list("members", members)
     require_list("merge", merge)
@@ -287,16 +333,15 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Cali
     """
     from kinformer.lab.calibration.calibrate import calibrate
     from kinformer.lab.calibration.options import CalibrateOptions
-    from kinformer.lab.runs.functions import request
 
     return calibrate(run, request(CalibrateOptions, options, "calibrate"), quiet)
 
 
 @preserving
 def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: object) -> Indexed:
-    """Write what a run makes of every context of a text, and the token that came next, into a datastore for kNN-LM.
+    """Write a run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
-    A build that was stopped continues where it was. The result has ``store``, ``new`` (entries that were written),
+    A build that was stopped continues at the same place. The result has ``store``, ``new`` (entries that were written),
     ``seconds``, ``bytes``, ``lists`` and ``facts``.
 
     run: the run's folder.
@@ -307,7 +352,6 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
     Errors: ``KinformerError`` for a datastore of another run or text.
     """
-    from kinformer.lab.runs.functions import request
     from kinformer.lab.runs.index import index
     from kinformer.lab.runs.options import IndexOptions
 
@@ -327,20 +371,25 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
     Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads
     none of these, for a text that is empty or not UTF-8, and for a damaged file.
     """
-    from kinformer.lab.runs.functions import embed
+    import numpy as np
 
-    return embed(run, texts, options)
+    from kinformer.lab.runs.inference import embeddings
+    from kinformer.lab.runs.options import EmbedOptions
+
+    if not isinstance(texts, str | Path):
+        require_list("texts", texts)
+    requested = request(EmbedOptions, {"quiet": True, **options}, "embed")
+    return np.stack([embedded.vector for embedded in embeddings(run, texts, requested)])
 
 
 @preserving
 def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
-    options: those of ``lab.serving.options.ServeOptions``; ``quiet`` is True.
+    options: see ``lab.serving.options.ServeOptions``; ``quiet`` is True.
 
-    Errors: ``KinformerError`` for a run that continues no text, an address that is taken, and missing packages.
+    Errors: ``KinformerError`` for a run that cannot continue a text, a used address, and missing packages.
     """
-    from kinformer.lab.runs.functions import request
     from kinformer.lab.serving.options import ServeOptions
     from kinformer.lab.serving.server import serve
 
@@ -349,7 +398,7 @@ def serve(run: str | Path, **options: object) -> None:
 
 @preserving
 def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
-    """Continue a text with a trained run; an iterator of the pieces of text, each as soon as it is drawn.
+    """Continue a text with a trained run; an iterator of the pieces of text, without delay.
 
         for piece in kinformer.stream("runs/book", "It was ", max_new_tokens=100, temperature=0.8):
             print(piece, end="", flush=True)
@@ -364,9 +413,12 @@ def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
 
     Errors: ``KinformerError`` for a run that continues no text, and for wrong options, when it is called.
     """
-    from kinformer.lab.runs.functions import stream
+    from kinformer.lab.runs.inference import converse
+    from kinformer.lab.runs.options import GenerateOptions
 
-    return stream(run, prompt, options)
+    stop: Any = options.get("stop", ())
+    named = {"quiet": True, **options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+    return converse(run, request(GenerateOptions, named, "stream")).turn(prompt)
 
 
 @preserving
@@ -383,21 +435,23 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
     ``spans`` ([heads] or [heads, T]). ``exits`` [T] counts the layers that a token went through, ``steps`` [T] those
     that it took until it halted; both None where all take all. See ``lab.runs.trace``.
 
-    Weights are those that the mixer's kernels used, not computed again by another way. Rows of softmax attention sum to
+    The weights are the ones in the mixer's kernels, not computed again by another way. Rows of softmax attention sum to
     1. Kernel attention computes no probabilities: its weights are ``implied``, what each value adds to the output, of
     any sign. Mechanisms without weights (LSTM, tensorized attention, a star) have None and a ``note`` that says why.
 
-    run: the folder of a run whose model reads text. Of one that translates, the trace is that of the target, and
-        ``source`` is the encoder's.
+    run: the folder of a run whose model reads text. Of a run that translates, the trace covers the target, and
+        ``source`` covers the encoder.
     text: what to trace; ``[MASK]`` stands for a mask where the model has one.
     options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
         ``device``, ``threads``; see ``lab.runs.trace_options.TraceOptions``.
 
     Errors: ``KinformerError`` for a run that reads no text, an empty text, and numbers of no layer or head.
     """
-    from kinformer.lab.runs.functions import trace
+    from kinformer.lab.runs.trace import trace
+    from kinformer.lab.runs.trace_options import TraceOptions
 
-    return trace(run, text, options)
+    require_kind("text", text, str)
+    return trace(run, text, request(TraceOptions, options, "trace"))
 
 
 # Functions of the package that write folders: of the library transformers, of graphs, and of token shards. Free of
@@ -412,7 +466,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
     folder: the checkpoint; the how-to on Hugging Face checkpoints lists what can be imported.
     out: the run folder, which must be new or empty.
-    name: what the run calls its recipe.
+    name: the name of the run's recipe.
 
     Errors: ``KinformerError`` that names what cannot be imported faithfully.
     """
@@ -465,7 +519,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
     length: the most tokens of a text, 2 to 64.
     limit: the largest difference of logits that counts as rounding, as a share of the largest logit.
 
-    Errors: ``KinformerError`` for what is no causal model or cannot be loaded.
+    Errors: ``KinformerError`` for a subject that is not a causal model or cannot be loaded.
     """
     from kinformer.lab.runs.importing import verify
 
@@ -485,7 +539,7 @@ def pack(
 ) -> Packed:
     """Turn text into token shards with a manifest, which training reads where they are: ``data=`` takes the folder.
 
-    What a killed call has done is kept, and the same call goes on. The result has ``folder``, ``manifest``, ``tokens``
+    The same call continues one that was killed. The result has ``folder``, ``manifest``, ``tokens``
     (by split), ``bytes`` and ``facts``.
 
     data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row. Or documents

@@ -132,7 +132,7 @@ class TaskSubject:
 
     def rows(self) -> DataModule:
         """Return the run's rows, rebuilt."""
-        from kinformer.lab.runs.create import plan_of, rows_of
+        from kinformer.lab.runs.rows import plan_of, rows_of
         from kinformer.lab.training.settings import Settings
 
         return rows_of(self.run, plan_of(self.run, Settings(**self.run.training)), self.device)

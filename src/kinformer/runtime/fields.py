@@ -17,6 +17,8 @@ from typing import Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require_below_largest, require_finite_number
 
+C = typing.TypeVar("C")
+
 _NAMES: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _NAMES |= {os.PathLike: "a path", Mapping: "a mapping"}
 
@@ -69,6 +71,22 @@ class Checked:
                 require_finite_number(option.name, value)
             elif isinstance(value, int):
                 require_below_largest(marked(option.name), value)
+
+
+def optional(*names: str) -> Callable[[type[C]], type[C]]:
+    """Return a class decorator, to stand below ``@dataclass``, that makes the inherited fields ``names`` optional.
+
+    An optional field is None until it is resolved. Type checkers see the field as its base declares it.
+    """
+
+    def decorate(cls: type[C]) -> type[C]:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        for name in names:
+            cls.__annotations__[name] = hints[name] | None
+            setattr(cls, name, None)
+        return cls
+
+    return decorate
 
 
 def require_types(options: object, declared: type, names: Container[str] | None = None) -> None:

@@ -166,14 +166,6 @@ def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, 
 TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """The settings of an evaluation in windows of the run's training length."""
-
-    context: str
-    overlap: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, and the bits per byte of
@@ -235,7 +227,7 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         held.split.require(2, "a search")
         changes = exit_changes(run, options)
         model = run.model(changes | {"stack.rule.thresholds": [1.0]}).to(device)
-        windows = main_windows(run, model, _Windows(str(run.training.get("length") or model.max_length)))
+        windows = main_windows(run, model, run.training.get("length") or model.max_length)
         assert windows is not None
         predictions = outlook(model, held.split, windows)
         curve = predictions.search(options.search, options.seed)

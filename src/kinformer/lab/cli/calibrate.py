@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kinformer.lab.calibration.options import CalibrateOptions
-from kinformer.lab.cli.options import Printing, RunFolder, options_as
+from kinformer.lab.cli.options import Printing, RunFolder
 from kinformer.lab.cli.output import print_blocks, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(CalibrateOptions, Printing):
+class Calibrate(CalibrateOptions, Printing):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
     A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
@@ -22,14 +22,13 @@ class Options(CalibrateOptions, Printing):
     folder: RunFolder
     """The run folder."""
 
+    def run(self) -> int:
+        """Calibrate the run, print the result, and return the exit status."""
+        from kinformer.lab.calibration.calibrate import calibrate
 
-def run(options: Options) -> int:
-    """Calibrate the run, print the result, and return the exit status."""
-    from kinformer.lab.calibration.calibrate import calibrate
-
-    result = calibrate(options.folder, options_as(CalibrateOptions, options), quiet=options.json or options.quiet)
-    if options.json:
-        print_json(result.facts)
-    else:
-        print_blocks(result.text)
-    return 0
+        result = calibrate(self.folder, self, quiet=self.json or self.quiet)
+        if self.json:
+            print_json(result.facts)
+        else:
+            print_blocks(result.text)
+        return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Literal
 
 import tyro
@@ -28,23 +27,22 @@ _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bash
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(CommonOptions):
+class Completion(CommonOptions):
     """Print a script that completes commands, members and options."""
 
     shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
     """The shell that reads the script."""
 
-
-def run(options: Options) -> int:
-    """Print the completion script, or with ``--json`` the words of each command, and return 0."""
-    words_by_command = words()
-    if options.json:
-        print_json(words_by_command)
+    def run(self) -> int:
+        """Print the completion script, or with ``--json`` the words of each command, and return 0."""
+        words_by_command = words()
+        if self.json:
+            print_json(words_by_command)
+            return 0
+        cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
+        script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
+        print(_ZSH + script if self.shell == "zsh" else script, end="")
         return 0
-    cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
-    script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
-    print(_ZSH + script if options.shell == "zsh" else script, end="")
-    return 0
 
 
 def words() -> dict[str, list[str]]:
@@ -53,8 +51,7 @@ def words() -> dict[str, list[str]]:
 
     words_by_command = {}
     for name, command in COMMANDS.items():
-        module = import_module(command.module)
-        options_text = flags(form_of(module.Options, getattr(module, "TASK_OPTIONS", None)))
-        first = list(FAMILY) if "member" in options_text else []
-        words_by_command[name] = first + [f"--{flag}" for flag, hint in options_text.items() if not is_positional(hint)]
+        hints = flags(form_of(command.options(), command.tasks))
+        first = list(FAMILY) if "member" in hints else []
+        words_by_command[name] = first + [f"--{flag}" for flag, hint in hints.items() if not is_positional(hint)]
     return words_by_command

@@ -1,8 +1,12 @@
-"""The form of a command: its options as parser and help see them, the most used first and the rest in groups."""
+"""The form of a command: its options as the parser and the help see them, and the parsing of arguments into them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
@@ -11,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args,
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from kinformer.lab.tasks.table import OptionKind as Kind
-from kinformer.lab.tasks.table import tasks
+from kinformer.family.table import FAMILY
+from kinformer.lab.tasks.table import OptionKind, tasks
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import RARE, KinformerError, nearest, spelled
 from kinformer.runtime.fields import field_docs
 from kinformer.runtime.files import require_file
@@ -43,9 +48,18 @@ GROUPS = {
     ),
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip
-"""Title to options. What stands in neither table comes after the first ones."""
+"""Groups of options by their titles. Options in neither table come after the first ones."""
 
+CHANGES = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
+"""``set`` on the command line; the options have it as a mapping."""
 _PLACEHOLDERS: dict[object, str] = {float | None: "X", str | None: "TEXT"}
+_REQUIRED: dict[str, tuple[object, ...]] = {
+    "member": (tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")),
+    "subject": (tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER|PATTERN")),
+    "out": (tyro.conf.arg(metavar="DIR"),),
+    "datastore": (tyro.conf.arg(metavar="FOLDER"),),
+}
+"""The parser's marks of required options."""
 
 
 class Entry(NamedTuple):
@@ -58,16 +72,17 @@ class Entry(NamedTuple):
 
 def form_of(
     options: type,
-    kind: Kind | None,
+    kind: OptionKind | None,
     defaults: Mapping[str, object] | None = None,
     only: Collection[str] | None = None,
 ) -> type:
-    """Return a dataclass with the fields of ``options``, the most used flat and first, the others in a group each;
-    and with a group of the own options of every task that has some, under the name of the first that has them. Tasks
-    share an option of one name, type and default; otherwise a group with a name that is taken already keeps its task's
-    name before its options: ``--task.option``.
+    """Return a dataclass with the fields of ``options``: the most used first, the others in groups, and one group for
+    each class of tasks' own options.
 
-    ``defaults``: what is taken where nothing is given, by name. ``only``: the tasks whose options are shown (all).
+    A group has the name of the first task with these options. Tasks share an option of one name, type and default. An
+    option whose name is taken has its task's name before its own: ``--task.option``.
+
+    ``defaults``: values of missing options, by name. ``only``: the tasks whose options are shown (all).
     """
     by_name = _entries(options, defaults or {})
     named = {
@@ -87,10 +102,11 @@ def form_of(
 
 
 def filled(options: type[O], form: DataclassInstance) -> O:
-    """Return ``options`` with the parser's values; the options of tasks stand in ``task_options``."""
+    """Return ``options`` with the parser's values: changes by their paths, and the tasks' options in
+    ``task_options``."""
     names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
-    values: dict[str, object] = {}
-    changed: dict[str, object] = {}
+    values: dict[str, Any] = {}
+    of_task: dict[str, object] = {}
     for item in fields(form):
         value = getattr(form, item.name)
         if not is_dataclass(value):
@@ -99,8 +115,42 @@ def filled(options: type[O], form: DataclassInstance) -> O:
             values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
         else:
             group = {inner.name: getattr(value, inner.name) for inner in fields(value)}
-            changed |= {inner.name: group[inner.name] for inner in fields(value) if group[inner.name] != inner.default}
-    return options(**values | ({"task_options": changed} if "task_options" in names else {}))
+            of_task |= {inner.name: group[inner.name] for inner in fields(value) if group[inner.name] != inner.default}
+    if of_task:
+        values["task_options"] = of_task
+    if "set" in values:
+        changes = overrides(values["set"])
+        values["set"] = {path: text for path, text in changes.items() if not path.startswith(TRAINING)}
+        values |= _training_settings(changes, names & {item.name for item in fields(Settings)})
+    return options(**values)
+
+
+TRAINING = "training."
+"""The prefix of settings of training among the paths of ``--set``."""
+
+
+def overrides(changes: Sequence[str]) -> dict[str, str]:
+    """Return ``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
+    for change in changes:
+        if not re.match(r"[^=]+=", change):
+            raise KinformerError(f"--set {change}: is not path=value; write for example layers.*.mixer.num_heads=8.")
+    return dict(change.split("=", 1) for change in changes)
+
+
+def _training_settings(changes: Mapping[str, str], names: Collection[str]) -> dict[str, object]:
+    """Return the settings of training among ``changes``, by name, as JSON values or text."""
+    values: dict[str, object] = {}
+    for path, text in changes.items():
+        if not path.startswith(TRAINING):
+            continue
+        name = path.removeprefix(TRAINING)
+        if name not in names:
+            raise KinformerError(f"`set` {path}: is not a setting of training here; {nearest(name, names)}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
 
 
 def flags(form: type) -> dict[str, object]:
@@ -132,9 +182,15 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
     entries = {}
     for item in fields(options):
         hint = hints[item.name]
-        if tyro.conf.Suppress in getattr(hint, "__metadata__", ()) or (item.name in RARE and "set" in hints):
+        if item.name == "task_options" or tyro.conf.Suppress in getattr(hint, "__metadata__", ()):
+            continue
+        if item.name in RARE and "set" in hints:
             continue
         default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
+        if item.name == "set":
+            hint, default = CHANGES, field(default=())
+        elif item.name in _REQUIRED and not _has_default(_default(item)):
+            hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
         entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries
 
@@ -166,7 +222,7 @@ def _group(title: str, entries: list[Entry]) -> Entry:
     return Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group))
 
 
-def _task_groups(kind: Kind, taken: set[str], only: Collection[str] | None) -> Iterator[Entry]:
+def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None) -> Iterator[Entry]:
     owners: dict[type, str] = {}
     for task in tasks():
         owners.setdefault(getattr(task, kind), task.name)
@@ -223,7 +279,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number, such as 3, 0.5 or 1e-3") from None
+        raise ValueError(f"{text!r} is not a number, such as 3, 0.5 or 1e-3") from None
 
 
 _COUNT = PrimitiveConstructorSpec(
@@ -245,7 +301,7 @@ _NUMBER = PrimitiveConstructorSpec(
 def option_docs(options: type) -> dict[str, str]:
     """Return the text under every field of a dataclass and of its bases, by name, as one line.
 
-    The parser reads such texts too, but not those of a class that :func:`form_of` makes at run time.
+    The parser reads such texts too, but it cannot read them of a class that :func:`form_of` makes at run time.
     """
     return {name: spelled(text) for name, text in field_docs(options).items()}
 
@@ -262,6 +318,98 @@ def _has_default(entry: Field[object]) -> bool:
 
 def _flag(name: str) -> str:
     return name.replace("_", "-")
+
+
+# Parsing: what cannot be parsed is one sentence.
+
+
+def parse(
+    options: type[O], kind: OptionKind | None, arguments: Sequence[str], *, prog: str, description: str
+) -> O | None:
+    """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after the help was printed.
+
+    ``kind``: which of the tasks' own options there are too.
+    """
+    name = prog.removeprefix("kinformer ")
+    shape = form_of(options, kind)
+    written_options = list(arguments)
+    before_dashes = written_options[: written_options.index("--")] if "--" in written_options else written_options
+    if (path := _config(before_dashes)) is not None:
+        defaults, written = read(path, flags(shape))
+        shape, written_options = form_of(options, kind, defaults), written + written_options
+    if {"-h", "--help"} & set(before_dashes):
+        shape, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            form: DataclassInstance = tyro.cli(
+                shape,
+                prog=prog,
+                description=description,
+                args=written_options,
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
+            )
+        return filled(options, form)
+    except SystemExit as end:
+        if not end.code:
+            return None
+    if sentence_text := suggestion(arguments, flags(shape)):
+        raise KinformerError(f"{name}: {sentence_text}")
+    raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def named_tasks(arguments: Sequence[str]) -> list[str]:
+    """Return the task that ``--task``, a member or a run folder among the arguments names, in a list, or an empty list.
+
+    This does not import PyTorch.
+    """
+    for index, argument in enumerate(arguments):
+        if argument == "--task" and index + 1 < len(arguments):
+            return [arguments[index + 1]]
+        if argument.startswith("--task="):
+            return [argument.removeprefix("--task=")]
+    for argument in arguments:
+        if argument in FAMILY:
+            return [FAMILY[argument].usual_task]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return [str(json.loads((Path(argument) / "config.json").read_text(encoding="utf-8"))["task"]["name"])]
+    return []
+
+
+def _config(arguments: Sequence[str]) -> str | None:
+    """Return the file that ``--config`` names, None where the option is absent."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+    return None
+
+
+def sentence(box: str, prog: str) -> str:
+    """Return the parser's message (framed as the terminal's encoding allows) as one sentence that says where help is.
+
+    Tyro's only structured form of these messages is the private and unstable ``tyro._errors``, so this function reads
+    the printed box. ``tests/cli/test_main.py`` holds it to the version in ``constraints.txt``; a box of another form
+    would make the sentence longer, not lose it.
+    """
+    rows = [row.strip("│").rstrip() for row in box.strip("\n").splitlines()]
+    rows = rows[1:-1] if box.startswith("╭") else rows[2:]
+    message, *hints = re.split(r"\n[─-]{3,}\n", textwrap.dedent("\n".join(rows)).strip("\n"))
+    if message.startswith("Missing from"):
+        names = re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE)
+        sentence_text = "needs " + " and ".join(names)
+    else:
+        sentence_text = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
+        sentence_text = sentence_text.removeprefix("Options: ")
+    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", sentence_text):
+        names = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
+        sentence_text = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
+    if lacking := re.fullmatch(r"Missing value for argument '(?:\(')?([^']*).*'\. Expected .*", sentence_text):
+        sentence_text = f"{lacking[1]}: needs a value"
+    near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
+    remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
+    return f"{prog.removeprefix('kinformer ')}: {sentence_text}; {remedy}"
 
 
 # ``--config run.toml``: options in a file, by their names.
@@ -307,7 +455,7 @@ def _switch(place: str, flag: str, value: object) -> list[str]:
 
 
 def _texts(place: str, value: object) -> list[str]:
-    """Return an option's value as it is written on the command line; of a list or a table, one text for each item."""
+    """Return an option's value in the notation of the command line; of a list or a table, one text for each item."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
@@ -323,7 +471,7 @@ def _text(place: str, value: object) -> str:
     return str(value)
 
 
-# Names of options in other tools: for one that a command does not have, a sentence names the option here.
+# Names of options in other tools: a sentence names the option here.
 
 OPTIONS = {
     "learning-rate": "lr",
@@ -364,7 +512,7 @@ OPTIONS = {
     "sentences": "batch-size",
     "rows": "batch-size",
 }
-"""To the option that is meant, where the command has it."""
+"""A name in another tool to the option here, where the command has this option."""
 
 MODEL = {
     "dim": "dim",
@@ -384,7 +532,7 @@ MODEL = {
     "n-head": "layers.*.mixer.num_heads",
     "vocab-size": "input.vocab_size",
 }
-"""To the place in a member's config, where the command takes changes to it."""
+"""A name in another tool to the path in a member's config, where the command takes changes."""
 
 SENTENCES = {
     "epochs": ("steps", "there are no epochs; give --steps N or --minutes N."),
@@ -395,11 +543,12 @@ SENTENCES = {
     "cuda": ("device", "give --device cuda."),
     "cpu": ("device", "give --device cpu."),
 }
-"""To an option that the command must have for this to be said, and what is said."""
+"""A name in another tool to an option that the command must have, and the sentence."""
 
 
 def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """Return a sentence on the first of ``arguments`` that is none of ``valid_names`` but a usual name of one."""
+    """Return a sentence on the first argument that is a name in another tool of one of ``valid_names``; None without
+    such an argument."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kinformer.lab.cli import train
-from kinformer.lab.cli.options import CommonOptions, require
+from kinformer.lab.cli.form import parse
+from kinformer.lab.cli.options import CommonOptions
 from kinformer.lab.cli.output import print_json
-from kinformer.lab.cli.parsing import parse
-from kinformer.runtime.errors import KinformerError
+from kinformer.lab.cli.train import Train
+from kinformer.runtime.errors import KinformerError, require
 
 PORT = 29500
 CORES = 8
@@ -46,6 +46,10 @@ class Options(CommonOptions):
         require("restarts", self.restarts, 0)
         super().__post_init__()
 
+    def run(self) -> int:
+        """Print the line or script that starts the training, and return the exit status."""
+        return run(self)
+
 
 def run(options: Options) -> int:
     """Check the training's options, print the line or script that starts it, and return the exit status."""
@@ -54,7 +58,7 @@ def run(options: Options) -> int:
         raise KinformerError("launch: needs the training behind two dashes, as in: kinformer launch -- train gpt ...")
     if any("\n" in word for word in words):
         raise KinformerError("launch: a word of the training holds a line break, which scripts would cut; write it so.")
-    training = parse(train.Options, "Options", words[1:], prog="kinformer train", description="")
+    training = parse(Train, "Options", words[1:], prog="kinformer train", description="")
     if training is None:
         return 0
     total = options.nodes * options.processes

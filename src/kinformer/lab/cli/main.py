@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kinformer import __version__
 from kinformer.lab.cli.output import (
@@ -28,144 +28,159 @@ from kinformer.lab.cli.output import (
 from kinformer.runtime.errors import KinformerError, as_flags, memory_sentence, nearest, spelled
 from kinformer.runtime.progress import abandon, tolerant
 
+if TYPE_CHECKING:
+    from kinformer.lab.tasks.table import OptionKind
+
 
 class Command(NamedTuple):
-    """A module with a dataclass ``Options`` and a function ``run(options) -> int``; its ``TASK_OPTIONS``, if there are
-    any, says which of the tasks' own options the command takes too. ``example`` ends the command's help."""
+    """A command by the place of its class, a dataclass of options with a method ``run() -> int``.
 
-    module: str
+    example: the last line of the command's help.
+    tasks: which of the tasks' own options the command takes too.
+    computes: whether the command runs models for long.
+    """
+
+    place: str
     summary: str
     example: str
+    tasks: OptionKind | None = None
+    computes: bool = False
+
+    def options(self) -> type:
+        """Import and return the class."""
+        module, _, name = self.place.partition(":")
+        return getattr(import_module(f"kinformer.lab.cli.{module}"), name)  # type: ignore[no-any-return]
 
 
 COMMANDS = {
     "list": Command(
-        "kinformer.lab.cli.list_",
+        "family:List",
         "List the members of the family, the tasks, or the kinds of parts.",
         "kinformer list --json",
     ),
     "show": Command(
-        "kinformer.lab.cli.show",
+        "family:Show",
         "Show one member or run: paper, config, parameters, state size, attention pattern.",
         "kinformer show gpt --recipe tiny --set layers=3",
     ),
     "train": Command(
-        "kinformer.lab.cli.train",
+        "train:Train",
         "Train a member and write a run folder.",
         "kinformer train gpt --data book.txt --out runs/book --minutes 5",
+        tasks="Options",
+        computes=True,
     ),
     "launch": Command(
-        "kinformer.lab.cli.launch",
+        "launch:Options",
         "Print the command or script that starts a training on many machines, by torchrun or a scheduler.",
         "kinformer launch --to slurm --nodes 2 --processes 8 -- train gpt --config many.toml",
     ),
     "evaluate": Command(
-        "kinformer.lab.cli.evaluate",
+        "using:Evaluate",
         "Measure a run on held-out data, as its task says.",
         "kinformer evaluate runs/book --max-bytes 100k",
+        tasks="EvaluationOptions",
+        computes=True,
     ),
     "generate": Command(
-        "kinformer.lab.cli.generate",
+        "using:Generate",
         "Continue a text with a trained run, token by token.",
         'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
+        tasks="GenerationOptions",
+        computes=True,
     ),
     "chat": Command(
-        "kinformer.lab.cli.chat",
+        "using:Chat",
         "Continue a text in turns: you write a line, the run writes the next.",
         'kinformer chat runs/book --before "ROMEO: " --after "\\nJULIET:" --stop ROMEO',
+        computes=True,
     ),
     "predict": Command(
-        "kinformer.lab.cli.predict",
+        "using:Predict",
         "Predict classes, masked words, transcripts or translations with a trained run.",
         "kinformer predict runs/reviews reviews.csv --out predictions.csv",
+        tasks="PredictionOptions",
+        computes=True,
     ),
     "embed": Command(
-        "kinformer.lab.cli.embed",
+        "using:Embed",
         "Compute vectors of texts, images or sound with a trained run.",
         "kinformer embed runs/book sentences.txt --out vectors.npz",
+        computes=True,
     ),
     "serve": Command(
-        "kinformer.lab.cli.serve",
+        "using:Serve",
         "Answer completions over HTTP, as OpenAI's clients request them.",
         "kinformer serve runs/book --port 8000",
+        computes=True,
     ),
     "trace": Command(
-        "kinformer.lab.cli.trace",
+        "trace:Trace",
         "Show what a trained run attends to in a text, as an interactive page.",
         'kinformer trace runs/book "It was the best of times" --out trace.html',
+        computes=True,
     ),
     "calibrate": Command(
-        "kinformer.lab.cli.calibrate",
+        "calibrate:Calibrate",
         "Find how early tokens may leave a run's layers at a bounded risk.",
         "kinformer calibrate runs/book --risk 0.05 --confidence 0.95",
+        computes=True,
     ),
     "estimate": Command(
-        "kinformer.lab.cli.estimate",
+        "studying:Estimate",
         "Estimate parameters, FLOPs, memory and state size without running anything.",
         "kinformer estimate gpt --recipe paper --length 1024 --batch-size 8",
     ),
     "compare": Command(
-        "kinformer.lab.cli.compare",
+        "studying:Compare",
         "Train members under one budget, measure them in turns, and write one report.",
         "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
+        tasks="Options",
+        computes=True,
     ),
     "bench": Command(
-        "kinformer.lab.cli.bench",
+        "studying:Bench",
         "Time members at several lengths, in turns with plain attention.",
         "kinformer bench linear-transformer local --lengths 512,2048,8192",
+        computes=True,
     ),
     "draw": Command(
-        "kinformer.lab.cli.draw",
+        "draw:Draw",
         "Draw attention patterns and position encodings as a picture.",
         "kinformer draw longformer --out longformer.png",
     ),
     "index": Command(
-        "kinformer.lab.cli.index",
+        "using:Index",
         "Build a datastore of a run: its vector of each context, and the next token.",
         "kinformer index runs/book --data book.txt --datastore stores/book",
+        computes=True,
     ),
     "pack": Command(
-        "kinformer.lab.cli.pack",
+        "exchange:Pack",
         "Turn text into token shards, for training on data of any size.",
         "kinformer pack texts --out shards --tokenizer tokenizer.json",
     ),
     "import": Command(
-        "kinformer.lab.cli.import_",
+        "exchange:Import",
         "Turn a Hugging Face checkpoint folder into a run folder.",
         "kinformer import checkpoints/gpt2 --out runs/gpt2",
     ),
     "export": Command(
-        "kinformer.lab.cli.export",
+        "exchange:Export",
         "Write a run as a folder that transformers loads, an ONNX file or a compiled step.",
         "kinformer export runs/book --out exported/book",
     ),
     "verify": Command(
-        "kinformer.lab.cli.verify",
+        "exchange:Verify",
         "Hold a causal model to its laws: a run, a folder of transformers, or your module.",
         "kinformer verify runs/book",
     ),
     "completion": Command(
-        "kinformer.lab.cli.completion",
+        "completion:Completion",
         "Print a script that completes commands and options in your shell.",
         'eval "$(kinformer completion bash)"',
     ),
 }
-
-COMPUTING = (
-    "train",
-    "evaluate",
-    "generate",
-    "chat",
-    "predict",
-    "embed",
-    "serve",
-    "trace",
-    "calibrate",
-    "compare",
-    "bench",
-    "index",
-)
-"""Commands that run models for long."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,24 +229,22 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
-    from kinformer.lab.cli.parsing import parse
+    from kinformer.lab.cli.form import parse
 
     command = COMMANDS[name]
-    module = import_module(command.module)
-    task_options = getattr(module, "TASK_OPTIONS", None)
-    options = parse(module.Options, task_options, rest, prog=f"kinformer {name}", description=command.summary)
+    options: Any = parse(command.options(), command.tasks, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
-        if task_options is not None:
+        if command.tasks is not None:
             print(_tasks_of_help(name, rest))
         print(f"example:\n  {command.example}")
         return 0
     try:
         with (
             printing_notes(options.quiet),
-            set_up(name in COMPUTING, is_command, name != "serve"),
+            set_up(command.computes, is_command, name != "serve"),
             describing_run(options),
         ):
-            return module.run(options)
+            return options.run()  # type: ignore[no-any-return]
     except KinformerError as error:
         status = _fail(str(error))
         if options.verbose:
@@ -240,8 +253,8 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
-    """Return lines that say whose options the help of a command shows, and how to see those of other tasks."""
-    from kinformer.lab.cli.parsing import named_tasks
+    """Return lines that name the tasks whose options the help shows, and the way to the options of other tasks."""
+    from kinformer.lab.cli.form import named_tasks
     from kinformer.lab.tasks.table import ALL
 
     subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"

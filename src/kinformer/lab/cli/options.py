@@ -1,41 +1,17 @@
-"""The options that commands share. Free of PyTorch."""
+"""The options that commands share."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
-from typing import Annotated, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import tyro
 
-from kinformer.lab.cli.parsing import overrides
-from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, nearest, require, require_seed
-from kinformer.runtime.fields import Checked, require_types
+from kinformer.runtime.errors import require_seed
+from kinformer.runtime.fields import Checked
 
-Member = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
 RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-RunFolders = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-Inputs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER|-")]
-Changes = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
-Hidden = Annotated[Mapping[str, object], tyro.conf.Suppress]
-
-__all__ = [
-    "Changes",
-    "CommonOptions",
-    "Hidden",
-    "Inputs",
-    "Member",
-    "Printing",
-    "RunFolder",
-    "RunFolders",
-    "options_as",
-    "require",
-]
-
-O = TypeVar("O")
+Hidden = Annotated[Any, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,35 +39,3 @@ class CommonOptions(Printing):
     def __post_init__(self) -> None:
         require_seed(self.seed)
         super().__post_init__()
-
-
-def options_as(request: type[O], options: object) -> O:
-    """Return the ``request`` that a command's ``options`` describe; its ``set`` maps paths to values."""
-    values = {field.name: getattr(options, field.name) for field in fields(request)}  # type: ignore[arg-type]
-    if "set" in values:
-        changes = overrides(values["set"])
-        values["set"] = {path: value for path, value in changes.items() if not path.startswith(TRAINING)}
-        values |= _training_settings(
-            request, {path: value for path, value in changes.items() if path.startswith(TRAINING)}
-        )
-    return request(**values)
-
-
-TRAINING = "training."
-"""Where ``--set`` has the settings of training."""
-
-
-def _training_settings(request: type, changes: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings of training among the changes, by name, as JSON values or text."""
-    names = {field.name for field in fields(Settings)} & {field.name for field in fields(request)}
-    values: dict[str, object] = {}
-    for path, text in changes.items():
-        name = path.removeprefix(TRAINING)
-        if name not in names:
-            raise KinformerError(f"`set` {path}: is no setting of training here; {nearest(name, names)}")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    require_types(SimpleNamespace(**{field.name: field.default for field in fields(Settings)} | values), Settings)
-    return values

@@ -157,8 +157,8 @@ def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> Abst
 
     ``fast_products``: whether large products may take oneDNN's path.
 
-    From here on garbage is collected, but never searched for in what is loaded by now: that would take two fifths of a
-    short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
+    From here on garbage is collected, but objects that are loaded by now are not searched: a search takes two fifths of
+    a short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
     """
     if computes:
         from kinformer.runtime.process import begin_process, preserved
@@ -175,7 +175,7 @@ def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> Abst
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device; else the next file that is opened would take their place."""
+    """Open closed standard streams on the null device; else the next file to be opened would take their place."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

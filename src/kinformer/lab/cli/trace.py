@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from kinformer.lab.cli.options import Changes, Printing, RunFolder, options_as
+from kinformer.lab.cli.options import Printing, RunFolder
 from kinformer.lab.cli.output import print_json
 from kinformer.lab.runs.trace_options import TraceOptions
 from kinformer.runtime.errors import KinformerError
@@ -18,7 +18,7 @@ Text = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TraceOptions, Printing):
+class Trace(TraceOptions, Printing):
     """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
 
     folder: RunFolder
@@ -27,38 +27,34 @@ class Options(TraceOptions, Printing):
     """The text; - reads standard input."""
     file: str | None = None
     """A file with the text."""
-    set: Changes = ()  # type: ignore[assignment]
-    """A change that leaves the weights as they are, as in --set layers.*.mixer.position.scaling=yarn."""
     out: str | None = None
     """The file to write: .html, an interactive page, or .npz, all tensors; if not given, RUN.html in this folder, or
     no file with --json."""
 
+    def run(self) -> int:
+        """Trace, write the page or the arrays, and print what each head looks at."""
+        from kinformer.lab.runs.trace import check, facts_of, lines_of, trace, write
 
-def run(options: Options) -> int:
-    """Trace, write the page or the arrays, and print what each head looks at."""
-    from kinformer.lab.runs.trace import check, facts_of, lines_of, trace, write
+        default = None if self.json else f"{Path(self.folder).name}.html"
+        out = self.out or default
+        if out is not None:
+            check(Path(out))
+        traced = trace(self.folder, self._text(), self)
+        if out is not None:
+            write(traced, Path(out))
+        if self.json:
+            print_json({"out": out} | facts_of(traced))
+        else:
+            print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
+        return 0
 
-    default = None if options.json else f"{Path(options.folder).name}.html"
-    out = options.out or default
-    if out is not None:
-        check(Path(out))
-    traced = trace(options.folder, _text(options), options_as(TraceOptions, options))
-    if out is not None:
-        write(traced, Path(out))
-    if options.json:
-        print_json({"out": out} | facts_of(traced))
-    else:
-        print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
-    return 0
+    def _text(self) -> str:
+        if (self.text is None) == (self.file is None):
+            raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
+        if self.file is not None:
+            from kinformer.lab.data.files import reading_corpus
+            from kinformer.lab.data.formats import plain_bytes
 
-
-def _text(options: Options) -> str:
-    if (options.text is None) == (options.file is None):
-        raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
-    if options.file is not None:
-        from kinformer.lab.data.files import reading_corpus
-        from kinformer.lab.data.formats import plain_bytes
-
-        with reading_corpus(options.file):
-            return plain_bytes(Path(options.file)).decode("utf-8")
-    return sys.stdin.read() if options.text == "-" else str(options.text)
+            with reading_corpus(self.file):
+                return plain_bytes(Path(self.file)).decode("utf-8")
+        return sys.stdin.read() if self.text == "-" else str(self.text)

@@ -18,7 +18,7 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.lab.comparison import words
 from kinformer.lab.comparison.cache import Cache, key_of
-from kinformer.lab.comparison.options import DEFAULT_STEPS, CompareOptions, planned
+from kinformer.lab.comparison.options import CompareOptions, planned
 from kinformer.lab.comparison.plan import (
     Clock,
     Contestant,
@@ -52,6 +52,7 @@ from kinformer.lab.comparison.works import reads_tokens
 from kinformer.lab.estimation.estimate import estimate
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.training.logging import Metric
+from kinformer.lab.training.settings import DEFAULT_STEPS
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import locked, reading, require_utf8, write_atomic

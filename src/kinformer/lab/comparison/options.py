@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from kinformer.lab.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed, require_share
+from kinformer.lab.runs.options import LearningOptions, Machine
+from kinformer.lab.training.settings import OptimizerName, Precision
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed
 from kinformer.runtime.parsing import parse_counts
 
 DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet")
@@ -29,30 +30,25 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
-training, and its training that of ``rope``."""
+training, and ``local`` would train as ``rope`` does."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
-DEFAULT_STEPS = 1000
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
-"""Bytes of the test split that are measured where nothing else is asked for."""
+"""The usual number of bytes of the test split to measure on."""
 WORKS = ("forward", "step", "prefill", "decode")
 """What can be timed of a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Machine):
+class CompareOptions(LearningOptions):
     """Members side by side: one parameter budget, one data set in one order, one recipe except for the learning
     rate."""
 
-    data: str | None = None
-    """What to learn from, as for kinformer train; stdlib if nothing is given."""
     plan: Literal["text", "recall", "long-text", "generation"] | None = None
-    """What the members are for: chooses the task, sizes and minutes that are not given, to compare them by quality on
+    """The use of the members: chooses missing options such as task, sizes and minutes, to compare members by quality on
     text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
-    task: str | None = None
-    """What to train for; if not given, the usual one of the first member."""
     parameters: int | None = None
-    """Parameters of every model, within 5 %; those of the first member's recipe if not given."""
+    """Parameters of every model, within 5 %; as many as the first member's recipe has if not given."""
     steps: int | None = None
     """Optimiser steps of every run (1000 if no other budget is given)."""
     tokens: int | None = None
@@ -75,18 +71,12 @@ class CompareOptions(Machine):
     """Tokens of each row of a batch (256, or what all members' positions allow)."""
     batch_size: int = 8
     """Rows of a step."""
-    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "muon"
+    optimizer: OptimizerName = "muon"
     """Muon takes the layers' matrices and AdamW the rest."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    precision: Precision = "fp32"
     """bf16-mixed computes in bfloat16 where that is safe."""
-    tokenizer: str | None = None
-    """bytes, or a tokenizer.json (bytes if not given)."""
-    train_tokenizer: int | None = None
-    """Train a tokenizer of N tokens on the data first, which all members share."""
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
-    holdout: float | None = None
-    """Hold out the last share of the data for validation and test, instead of the usual 5 % each."""
     max_bytes: int | None = None
     """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
@@ -96,30 +86,20 @@ class CompareOptions(Machine):
     rounds: int = 5
     """How often each time is measured, in turns."""
     set: Mapping[str, object] = field(default_factory=dict)
-    """A change to all members, or NAME:PATH=VALUE to the one of that name; may be given again."""
+    """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     out: str = "comparison"
-    """The folder of results: what is there already is not computed again."""
+    """The folder of results; results that are there already are not computed again."""
     seed: int = 0
     """The first seed."""
-    task_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "parameters",
-            "steps",
-            "tokens",
-            "seeds",
-            "length",
-            "batch_size",
-            "rounds",
-            "sweep_steps",
-            "train_tokenizer",
-        ):
+        for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
             require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
-            raise KinformerError(f"`contexts` {self.contexts}: is no list of lengths; write as in 1x,2x,4x or 256,512.")
+            raise KinformerError(
+                f"`contexts` {self.contexts}: is not a list of lengths; write as in 1x,2x,4x or 256,512."
+            )
         require("sweep", self.sweep, 0)
         require("max_bytes", self.max_bytes, 2)
         require("parameters", self.parameters, 1, MAX_PARAMETERS)
@@ -127,12 +107,11 @@ class CompareOptions(Machine):
         for name in limits:
             require_above(name, getattr(self, name), 0)
         if len(limits) > 1:
-            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one of them.")
+            raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
         if self.sweep == 2:
             raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
         require_seed(self.seed)
-        require_share("holdout", self.holdout)
         require("ema", self.ema, 0, 1)
         super().__post_init__()
 
@@ -169,7 +148,7 @@ class BenchOptions(Machine):
     rounds: int = 5
     """How often each time is measured, in turns; the median counts."""
     memory: bool = False
-    """Also measure the highest memory of a training step, each member in a process of its own."""
+    """Also measure the highest memory of a training step, each member in a separate process."""
     peers: bool = False
     """Also time GPT-2 of transformers and the decoder of x-transformers, of the sizes of gpt, where installed."""
     set: Mapping[str, object] = field(default_factory=dict)
@@ -208,8 +187,10 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """Return the members and options of a comparison, with those that its plan chooses where nothing else is given.
-    Members that are named without a plan have none."""
+    """Return the members and options of a comparison, with the choices of its plan for options that are not given.
+
+    Without a plan, members that are named keep their options.
+    """
     plan = options.plan or (None if members else DEFAULT_PLAN)
     chosen = dict(PLANS[plan]) if plan else {}
     members = members or DEFAULT_MEMBERS

@@ -26,9 +26,9 @@ from kinformer.lab.comparison.record import FactSheet, Results
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.drawing.text import Formula, formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes
-from kinformer.lab.runs.create import check_source, checked, group_of, named_data, planner_for
 from kinformer.lab.runs.minutes import resized
 from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.runs.planner import check_source, checked, group_of, named_data, open_planner, planner_for
 from kinformer.lab.tasks.table import task_for
 from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.settings import Settings
@@ -304,10 +304,8 @@ class Contestant:
 
 def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
     """Return the task and the plan of a run with these options; nothing is written."""
-    task = task_for(options.task, configure(options.member, options.recipe or "small"), options.member)
-    check_source(options, task)
-    planner = planner_for(options, task, named_data(options, task, Path(options.out)))
-    return task, planner.plan(options)
+    planner, options = open_planner(options)
+    return planner.task, planner.plan(options)
 
 
 def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
@@ -429,7 +427,7 @@ def _fit(contestant: Contestant, budget: int) -> None:
     contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
     contestant.task, plan = planned(contestant.base)
     contestant.fitted, contestant.identity = plan.config, plan.data.identity
-    checked(plan, contestant.task, group_of(contestant.base, contestant.base.usable_device().type))
+    checked(plan, contestant.task, group_of(contestant.base.parallelism, contestant.base.usable_device().type))
     contestant.parameters = parameters_of(plan.config)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kinformer.lab.data import Split, first_bytes
 from kinformer.lab.datastore.attach import (
@@ -34,6 +34,7 @@ from kinformer.runtime.progress import note, progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.datastore.attach import AttachedDecoder
+    from kinformer.lab.runs.options import EvaluateOptions
 
 RECALLED = 256
 BITS = Metric("bits_per_byte", "bits per byte")
@@ -64,30 +65,11 @@ class StoreMeasurement:
         )
 
 
-class MixtureOptions(Protocol):
-    """The options by which a store is mixed in (``EvaluateOptions``)."""
-
-    @property
-    def weight(self) -> float | None: ...
-    @property
-    def neighbours(self) -> int | None: ...
-    @property
-    def knn_temperature(self) -> float | None: ...
-    @property
-    def tune(self) -> bool: ...
-    @property
-    def sizes(self) -> str | None: ...
-    @property
-    def max_bytes(self) -> int | None: ...
-    @property
-    def chunk(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class _Job:
     """The parts of one evaluation: its options, the run, the model, its datastore and the windows."""
 
-    options: MixtureOptions
+    options: EvaluateOptions
     probes: int | None
     run: StoredRun
     model: AttachedDecoder
@@ -96,8 +78,10 @@ class _Job:
     quiet: bool
 
 
-def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool) -> EvaluationReport:
-    """Evaluate a run with the datastore that ``options`` (``EvaluateOptions``) name; ``task_options`` are
+def evaluate_datastore(
+    runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
+) -> EvaluationReport:
+    """Evaluate a run with the datastore that ``options`` name; ``task_options`` are
     its task's evaluation options."""
     sizes = _sizes(runs, options, task_options)
     run = runs[0]
@@ -107,7 +91,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
         from kinformer.lab.drawing.style import check
 
         check(Path(task_options.plot))
-    windows = main_windows(run, model, task_options)
+    windows = main_windows(run, model, task_options.context, task_options.overlap)
     check_positions(model, windows)
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
     job = _Job(options, probes_of(store.folder, options.probes), run, attached, store, windows, quiet)
@@ -122,7 +106,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
     return _report(job, held, reported, done, task_options.plot)
 
 
-def _sizes(runs: Sequence[StoredRun], options: MixtureOptions, task_options: object) -> list[int]:
+def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: object) -> list[int]:
     """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(task_options, flag, None):
@@ -137,7 +121,7 @@ def _sizes(runs: Sequence[StoredRun], options: MixtureOptions, task_options: obj
         ) from None
 
 
-def _parts(held: HeldOut, options: MixtureOptions) -> tuple[Split | None, Split]:
+def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
     """Return the split to tune on, if any, and the split to report: never the same tokens."""
     if not options.tune:
         return None, held.split

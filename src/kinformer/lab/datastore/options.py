@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.runtime.errors import KinformerError, marked, require, require_above
 from kinformer.runtime.fields import Checked
@@ -13,7 +13,8 @@ from kinformer.runtime.fields import Checked
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.datastore.attach import OpenRun, StoredRun
-    from kinformer.lab.tasks.evaluation import EvaluationReport
+    from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
+    from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings
     from kinformer.lab.tasks.task import TrainingPlan
     from kinformer.lab.training.data_module import DataModule
     from kinformer.models.decoder import Decoder
@@ -82,21 +83,6 @@ class ListOptions(Checked):
                 raise KinformerError(f"{marked(name)} {value}: is for approximate search; add `approximate`.")
 
 
-class TrainingOptions(Protocol):
-    """The options of a training run that choose its datastore (``lab.runs.options.TrainOptions``)."""
-
-    @property
-    def member(self) -> str: ...
-    @property
-    def datastore(self) -> str | None: ...
-    @property
-    def retriever(self) -> str | None: ...
-    @property
-    def neighbours(self) -> int | None: ...
-    @property
-    def probes(self) -> int | None: ...
-
-
 class Stores:
     """The interface by which runs use datastores, with a method for every stage of a run's life.
 
@@ -106,14 +92,14 @@ class Stores:
     def __init__(self, open_run: OpenRun) -> None:
         self.open_run = open_run
 
-    def choose(self, options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
-        """Return the datastore entry of a new run's ``data``; ``options`` are ``lab.runs.options.TrainOptions``."""
+    def choose(self, options: TrainOptions, config: ModelConfig) -> dict[str, object]:
+        """Return the datastore entry of a new run's ``data``."""
         from kinformer.lab.datastore.retrieval import choose_retrieval
 
         return choose_retrieval(options, config)
 
-    def resume(self, run: StoredRun, options: TrainingOptions) -> dict[str, object]:
-        """Return the datastore entry of a resumed run's ``data``; ``options`` as of :meth:`choose`."""
+    def resume(self, run: StoredRun, options: TrainOptions) -> dict[str, object]:
+        """Return the datastore entry of a resumed run's ``data``."""
         from kinformer.lab.datastore.retrieval import resume_retrieval
 
         return resume_retrieval(run, options)
@@ -144,7 +130,7 @@ class Stores:
         return lookup_facts(model)
 
     def evaluate(
-        self, runs: Sequence[StoredRun], options: Any, task_options: Any, quiet: bool
+        self, runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
     ) -> EvaluationReport | None:
         """Evaluate a run with and without the datastore that ``options`` mix into its
         predictions; return None where there is none."""
@@ -157,7 +143,7 @@ class Stores:
         return evaluate_datastore(runs, options, task_options, quiet)
 
     def note_text(
-        self, facts: Mapping[str, object] | None, run: StoredRun, options: Any, holdout: float | None
+        self, facts: Mapping[str, object] | None, run: StoredRun, options: EvaluationSettings, holdout: float | None
     ) -> None:
         """Note where the datastore of :meth:`facts` holds text that ``run`` was measured on; ``options`` as of
         :meth:`evaluate`."""

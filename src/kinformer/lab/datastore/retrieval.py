@@ -48,7 +48,7 @@ from kinformer.runtime.progress import note, progressing
 if TYPE_CHECKING:
     from kinformer.core.parts import Searcher
     from kinformer.core.stack import ModelConfig
-    from kinformer.lab.datastore.options import TrainingOptions
+    from kinformer.lab.runs.options import TrainOptions
 
 # A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
 #
@@ -180,7 +180,7 @@ class TakesNeighbours(Protocol):
         ...
 
 
-def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str, object]:
+def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, object]:
     """Return the retrieval entry of a new run's ``data``."""
     named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
     if options.datastore is None:
@@ -207,7 +207,7 @@ def choose_retrieval(options: TrainingOptions, config: ModelConfig) -> dict[str,
     return {RETRIEVAL: paths | {"neighbours": options.neighbours or GATED_NEIGHBOURS, "probes": probes}}
 
 
-def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, object]:
+def resume_retrieval(run: StoredRun, options: TrainOptions) -> dict[str, object]:
     """Return the retrieval entry of a resumed run's ``data``: as it was, except for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
@@ -215,8 +215,8 @@ def resume_retrieval(run: StoredRun, options: TrainingOptions) -> dict[str, obje
         moved = retrieval is not None and name in ("datastore", "retriever")
         if value is not None and not moved and (retrieval is None or (value or None) != retrieval[name]):
             raise KinformerError(
-                f"`{name}` {value}: the run in {run.folder} was begun otherwise, and a resumed run goes on as it was; "
-                "leave it out, or give another `out`."
+                f"`{name}` {value}: the run in {run.folder} was started with another value, and a resumed run keeps "
+                "its settings; leave it out, or give another `out`."
             )
     if retrieval is None:
         return {}

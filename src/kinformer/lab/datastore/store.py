@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from kinformer.core.state import map_tensors, tensors
 from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.attach import StoredRun
 from kinformer.lab.evaluation.bits import Windows, batches
-from kinformer.lab.tasks.shared.text import WindowOptions, check_positions, main_windows, spec_of
+from kinformer.lab.tasks.shared.text import check_positions, main_windows, spec_of
 from kinformer.runtime.errors import KinformerError, choose, plural
 from kinformer.runtime.files import (
     load_tensors,
@@ -41,6 +41,7 @@ from kinformer.runtime.parsing import JsonObject
 if TYPE_CHECKING:
     from kinformer.core.state import State
     from kinformer.lab.datastore.attach import KeyedDecoder
+    from kinformer.lab.runs.options import IndexOptions
     from kinformer.models.decoder import Decoder
 
 
@@ -381,22 +382,7 @@ class IndexedText:
         return sum(len(split) - 1 for split in self.splits)
 
 
-class SourceOptions(WindowOptions, Protocol):
-    """The options that name a text and how it is read (``lab.runs.options.IndexOptions``)."""
-
-    @property
-    def data(self) -> str | None: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def holdout(self) -> float | None: ...
-    @property
-    def max_bytes(self) -> int | None: ...
-    @property
-    def chunk(self) -> int: ...
-
-
-def open_source(run: StoredRun, model: Decoder, options: SourceOptions) -> IndexedText:
+def open_source(run: StoredRun, model: Decoder, options: IndexOptions) -> IndexedText:
     """Return the text that ``options`` name."""
     holdout = run.data.get("holdout") if options.holdout is None else options.holdout
     corpus = open_corpus(spec_of(run, options.data), tokenizer=run.tokenizer, holdout=holdout)
@@ -408,7 +394,7 @@ def open_source(run: StoredRun, model: Decoder, options: SourceOptions) -> Index
         splits = [first_bytes(splits[0], options.max_bytes, corpus.tokenizer)]
     for split in splits:
         split.require(2, "an entry")
-    windows = main_windows(run, model, options)
+    windows = main_windows(run, model, options.context, options.overlap)
     check_positions(model, windows)
     identity = {
         "name": corpus.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def text_by_exits(options: DrawOptions) -> Picture:
         )
     tokens = tokens_of(run, options)
     # Of all but the last token, with half a window or more of text before each.
-    windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
+    windows, seen = main_windows(run, model, overlap=0.5, beside_lengths=True), []
     hook = stack.left.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0]))
     try:
         with torch.inference_mode():
@@ -175,14 +175,6 @@ def text_by_exits(options: DrawOptions) -> Picture:
     groups = [None, *exits.tolist()]
     picture = _text(run, tokens.tolist(), groups, title, legend="layers", labels=labels, ordered=True)
     return replace(picture, lines=[exited.text], facts=exited.facts)
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """The options of reading in windows as the run was trained, which overlap by half, or with the state carried."""
-
-    context: None = None
-    overlap: float = 0.5
 
 
 def _shown(model: StackedModel, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:

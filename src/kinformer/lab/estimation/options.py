@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
+from kinformer.lab.training.settings import Precision
 from kinformer.runtime.errors import KinformerError, nearest, require, require_share
 from kinformer.runtime.fields import Checked
 
-# Descriptions of devices for estimates of time on many of them. Free of PyTorch.
+# Descriptions of devices for estimates of time on many devices.
 #
-# Numbers are those of data sheets: peaks, without sparsity, in one direction for links. What a run reaches of the peak
-# of products is the option ``efficiency``.
+# Numbers come from data sheets: peaks, without sparsity, in one direction for links. The option ``efficiency`` is the
+# share of the peak of products that a run reaches.
 
 MOST = 1 << 20
 
@@ -58,7 +59,7 @@ def device_of(text: str) -> Device:
     """Return the device that ``text`` names, with changes, as in ``h100,network=25e9``."""
     name, *changes = text.split(",")
     if name not in DEVICES:
-        raise KinformerError(f"`hardware` {text}: {name!r} is no device that is described; {nearest(name, DEVICES)}")
+        raise KinformerError(f"`hardware` {text}: {name!r} is not a described device; {nearest(name, DEVICES)}")
     values: dict[str, float] = {}
     for change in changes:
         field, _, number = change.partition("=")
@@ -89,8 +90,8 @@ def numbers_of(text: str) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(Checked):
-    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
+class SubjectOptions(Checked):
+    """The options that name a model: a member in a recipe, or a run, with changes."""
 
     member: str
     """A member of the family (see: kinformer list), or a run folder."""
@@ -98,22 +99,32 @@ class EstimateOptions(Checked):
     """Which of the member's recipes (see: kinformer show MEMBER; small if not given)."""
     vocab_size: int | None = None
     """Size of the vocabulary; the recipe's own if not given."""
-    set: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
+
+    def __post_init__(self) -> None:
+        require("vocab_size", self.vocab_size, 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions(SubjectOptions):
+    """Parameters, FLOPs, and memory in training and inference, by part and in all, before anything is run."""
+
     length: int | None = None
-    """Tokens of a sequence (1024, that of a run's training, or what an image of the recipe's size has)."""
+    """Tokens of a sequence (1024, the length of a run's training, or the tokens of an image of the recipe's size)."""
     batch_size: int = 1
     """Sequences of a batch."""
     optimizer: Literal["adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
-    """Whose state is counted; sgd has momentum, and adamw-8bit is that of bitsandbytes, which training here lacks."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
+    """Whose state is counted; sgd has momentum, and adamw-8bit comes from bitsandbytes, which training here lacks."""
+    precision: Precision = "fp32"
     """Precision of the activations in training, and of the weights in inference."""
 
     devices: str | None = None
-    """Also estimate training and serving on this many devices: 64, or 8..4096 (powers of two). `batch_size` is then
-    that of all together."""
+    """Also estimate training and serving on this many devices: 64, or 8..4096 (powers of two). `batch_size`
+    then counts the sequences of all devices."""
     hardware: str = "h100"
-    """With `devices`: what they are (a100, h100, h200, mi300x), with changes as in h100,network=25e9,node=4."""
+    """With `devices`: their kind (a100, h100, h200, mi300x), with changes as in h100,network=25e9,node=4."""
     efficiency: float = 0.5
     """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
 
@@ -122,6 +133,6 @@ class EstimateOptions(Checked):
 
     def __post_init__(self) -> None:
         require_share("efficiency", self.efficiency, zero=False)
-        for name in ("vocab_size", "length", "batch_size", "rounds"):
+        for name in ("length", "batch_size", "rounds"):
             require(name, getattr(self, name), 1)
         super().__post_init__()

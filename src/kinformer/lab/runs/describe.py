@@ -56,7 +56,7 @@ class FormulaFacts(TypedDict):
 
 
 class ParameterFacts(TypedDict):
-    """The numbers of parameters: in all, those that one token uses, and by part."""
+    """The numbers of parameters: in all, used by one token, and by part."""
 
     total: int
     active: int
@@ -129,16 +129,16 @@ class Subject(NamedTuple):
 
 
 def training_of(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return a run's settings of training that are not the usual ones."""
+    """Return a run's settings of training that differ from the defaults."""
     plain = {item.name: item.default for item in fields(Settings)}
     return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
 
 
 def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]) -> Subject:
-    """Return what a name of the family or a run folder stands for, with ``changes``."""
+    """Return the model of a member or a run folder, with ``changes``."""
     require_path("member", name)
     if name not in FAMILY and "/" in name and not Path(name).is_dir():
-        raise KinformerError(f"{name}: is no run folder, and no member has such a name; see: kinformer list.")
+        raise KinformerError(f"{name}: is not a run folder, and no member has such a name; see: kinformer list.")
     if name in FAMILY or not Path(name).is_dir():
         record, recipe = member(name), recipe or "small"
         return Subject(record, recipe, configure(record.name, recipe, vocab_size, changes), None)
@@ -227,8 +227,8 @@ class MemberEstimate(Estimate):
     """The costs of a member, in a recipe or as in a run, for ``batch_size`` sequences of ``length`` tokens.
 
     peak, peak_bytes: bytes of a process that trains it on a CPU, by part and in all.
-    rules_of_thumb: what the field's rules say of a plain decoder of these sizes; None where they say nothing.
-    cluster: the costs on many devices; None where no number of them is given.
+    rules_of_thumb: estimates of a plain decoder of these sizes by the field's rules; None where there are none.
+    cluster: the costs on many devices; None without a number of devices.
     """
 
     recipe: str
@@ -285,7 +285,7 @@ def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, o
 
 
 def _peak_bytes(model: nn.Module, objective: Objective, length: int, batch: int) -> int:
-    """Return the most bytes that are alive at once until the loss is known."""
+    """Return the highest number of live bytes until the loss is known."""
     rows = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
     counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
     with Live([*counted, rows.tokens]) as live:

@@ -84,7 +84,7 @@ def _opened(path: Path, open_file: Callable[[], F]) -> F:
 
 @contextmanager
 def spooled(data: str | None) -> Iterator[str | None]:
-    """Give ``data``, or if that is "-" the path of a temporary file with all of standard input."""
+    """Give ``data``, or for "-" the path of a temporary file with all of standard input."""
     if data != "-":
         yield data
         return

@@ -356,7 +356,7 @@ def _device(name: str | None) -> torch.device:
 def _length(run: Run, model: CausalModel, context: str | int | None) -> int | None:
     """Return how many tokens the model reads at most, None if the state is carried however many there are."""
     options = NextTokenEvaluationOptions(context=None if context is None else str(context))
-    windows = main_windows(run, model, options)
+    windows = main_windows(run, model, options.context, options.overlap)
     check_positions(model, windows)
     tell_untrained(run, 0 if windows is None else windows.context)
     return None if windows is None else windows.context

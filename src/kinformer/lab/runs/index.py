@@ -1,4 +1,4 @@
-"""A datastore of a trained run: what it makes of every context of a text, and the token that came next."""
+"""A datastore of a trained run: its vector of every context of a text, and the token that came next."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Indexed:
 
 
 def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:
-    """Build a datastore of the run in ``folder``, or go on building; one that is there already is left as it is."""
+    """Build a datastore of the run in ``folder``, or continue to build it; a finished datastore does not change."""
     run = open_run(folder)
     keys = keyed(run, run.model().to(options.prepare(options.seed)))
     with spooled(options.data) as data:
@@ -71,7 +71,7 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
 
 
 def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOptions, quiet: bool) -> int:
-    """Write the entries that are not there yet; returns how many."""
+    """Write the missing entries; returns how many."""
     with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
         if not options.append and not writer.holds(text.identity):
             raise KinformerError(
@@ -89,13 +89,13 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
                     if progress is not None:
                         progress(done, text.entries)
         except KeyboardInterrupt:
-            note(f"kept {plural(writer.record.parts[-1].written, 'entry')}; give the same command again to go on.")
+            note(f"kept {plural(writer.record.parts[-1].written, 'entry')}; give the same command again to continue.")
             raise
     return done - before
 
 
 def _sort(options: IndexOptions, quiet: bool) -> InvertedLists | None:
-    """Build the lists that were asked for, or bring those that are there up to date."""
+    """Build the lists for approximate search, or bring existing lists up to date."""
     if not options.approximate and not has_lists(Path(options.datastore)):
         return None
     with locked(Path(options.datastore)), progressing(quiet, "sorting") as progress:

@@ -23,9 +23,7 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     Evaluation,
     EvaluationReport,
-    EvaluationSettings,
     Predicted,
-    PredictionSettings,
 )
 from kinformer.lab.tasks.next_token.generate import Conversation
 from kinformer.lab.tasks.runs import LoadedRun
@@ -37,8 +35,8 @@ from kinformer.runtime.errors import KinformerError, marked
 
 
 def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts, each by itself; ``instead`` names what a run of another kind can be used
-    with."""
+    """Raise unless ``run`` continues texts, each by itself; ``instead`` names a use of runs of another
+    kind."""
     generation = run.task.generation
     run.task.check_generation(run)
     if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
@@ -94,20 +92,14 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         options = replace(options, data=data)
         if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:
             return report
-        evaluation_settings = EvaluationSettings(
-            **{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)}
-        )
         if len({run.task.name for run in runs}) == 1:
-            return _measured(runs, options, evaluation_settings, options_of_task[0], quiet)
-        parts = [
-            _measured([run], options, evaluation_settings, item, quiet)
-            for run, item in zip(runs, options_of_task, strict=True)
-        ]
+            return _measured(runs, options, options_of_task[0], quiet)
+        parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
         return EvaluationReport([part.evaluations[0] for part in parts])
 
 
 def _check_alike(runs: Sequence[Run]) -> None:
-    """Refuse runs of models that are measured in different ways."""
+    """Refuse runs whose models are measured in different ways."""
     for run in runs[1:]:
         if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
             raise KinformerError(
@@ -116,13 +108,7 @@ def _check_alike(runs: Sequence[Run]) -> None:
             )
 
 
-def _measured(
-    runs: Sequence[Run],
-    options: EvaluateOptions,
-    evaluation_settings: EvaluationSettings,
-    task_options: object,
-    quiet: bool,
-) -> EvaluationReport:
+def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: object, quiet: bool) -> EvaluationReport:
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     lookups: dict[Path, Mapping[str, object] | None] = {}
     taken: dict[Path, PonderRecorder] = {}
@@ -136,11 +122,11 @@ def _measured(
         return LoadedRun(run, model, changes, lookups[run.folder], language_model=beside)
 
     with ExitStack() as open_counts:
-        report = runs[0].task.evaluate(runs, load, evaluation_settings, task_options, quiet)
+        report = runs[0].task.evaluate(runs, load, options, task_options, quiet)
     evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
     report = replace(report, evaluations=evaluations)
     for run in runs:
-        STORES.note_text(lookups.get(run.folder), run, evaluation_settings, getattr(task_options, "holdout", None))
+        STORES.note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
     return report
 
 
@@ -168,7 +154,7 @@ def generate(
     write: Callable[[str], None] | None = None,
 ) -> Any:
     """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
-    says. ``write`` is called with every piece of a single sample as soon as it is drawn."""
+    says. ``write`` is called with every new piece of a single sample."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -270,7 +256,7 @@ def check_drawing(task: Task, options: GenerateOptions) -> None:
 
 
 def predictions(folder: str | Path, source: object, options: PredictOptions) -> Iterator[Predicted]:
-    """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one as they are computed.
+    """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one.
 
     source: a file or a folder, "-" for standard input, or a list of items.
 
@@ -283,10 +269,9 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
         )
     task_options = prediction_options(run.task, options.task_options, str(run.folder))
     _check_read(run.task, options)
-    settings = PredictionSettings(**{item.name: getattr(options, item.name) for item in fields(PredictionSettings)})
     model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
-    yield from run.task.predict(subject, source, settings, task_options)
+    yield from run.task.predict(subject, source, options, task_options)
 
 
 def _check_read(task: Task, options: PredictOptions) -> None:
@@ -303,7 +288,7 @@ def _check_read(task: Task, options: PredictOptions) -> None:
 
 
 def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Iterator[Embedded]:
-    """Yield the items of ``source`` in order, each with its vector, as they are computed.
+    """Yield the items of ``source`` in order, each with its vector.
 
     source: a file or a folder, "-" for standard input, or a list of texts or of paths.
 

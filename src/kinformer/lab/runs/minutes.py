@@ -1,9 +1,9 @@
-"""The sizes of ``train MEMBER --minutes M``: those that learn most in the time, where none are given.
+"""The sizes of ``train MEMBER --minutes M``: the sizes that learn most in the time, where none are given.
 
-A model has an optimal size for a budget of computation (Hoffmann et al. 2022): one too large makes too few steps, one
-too small has learnt what it can. How fast a step is here is measured; how many steps a size needs to be better than the
-one before is the table below. Its rows up to dim 192, the recipe and the vocabularies were chosen by sweeps
-(``benchmarks/minutes.py``), the rows beyond by proportion. Options that were given stay as they are.
+A model has an optimal size for a budget of computation (Hoffmann et al. 2022): a larger model makes too few steps, a
+smaller model stops to learn. The seconds of a step are measured here; the table below has the number of steps that a
+size needs to be better than the size before. Its rows up to dim 192, the recipe and the vocabularies were chosen by
+sweeps (``benchmarks/minutes.py``), the rows beyond by proportion. Options that are given do not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Choosing:
         return 60 * (self.options.minutes or 0)
 
     def left(self) -> float:
-        """Return the seconds of them that are left now."""
+        """Return the seconds of the budget that are left now."""
         return self.budget - (time.monotonic() - self.started_at)
 
 
@@ -77,7 +77,7 @@ def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Update
 
 
 def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
-    """Yield the options that differ, as they are written on the command line."""
+    """Yield the options that differ, in the notation of the command line."""
     for field in fields(TrainOptions):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if isinstance(new, Mapping):
@@ -92,9 +92,9 @@ def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
             yield f"{marked(field.name)} {new}"
 
 
-# The recipe and rows of ``--minutes M`` where rows are no parts of a running text: images, speech, episodes.
+# The recipe and rows of ``--minutes M`` where rows are not parts of a running text: images, speech, episodes.
 #
-# Their rows cannot be cut to suit the time, so the recipe and the number of rows are what is left to choose. Both are
+# Their rows cannot be cut to suit the time, so only the recipe and the number of rows can be chosen. Both are
 # climbed from the cheapest on, each rung measured before the next is tried, as long as a run makes ``STEPS`` steps.
 
 STEPS = 10 * WARM_UP_STEPS
@@ -141,11 +141,11 @@ class Ladder(Choosing):
         return best
 
     def _rungs(self) -> list[tuple[TrainOptions, str]]:
-        """The options of every rung that can be planned, from cheap to dear, and the names of their recipes; those of
-        the last are the usual ones."""
+        """Return the options of every rung that can be planned, from cheap to dear, and the names of their recipes. The
+        last rung has the usual options."""
         wanted = self.options
         usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = wanted.replicas * wanted.accumulate
+        share = wanted.parallelism.replicas * wanted.accumulate
         shares = ROWS if wanted.batch_size is None else (1.0,)
         rows = {max(share, int(usual * part) // share * share) for part in shares}
         recipes = (
@@ -173,7 +173,7 @@ class Ladder(Choosing):
 
 class Size(NamedTuple):
     """A model's width, the rows of a step, the tokens of a row; how many steps it needs to be better than the size
-    before; what a step costs, that of the first size being 1."""
+    before; the cost of a step, relative to the first size."""
 
     dim: int
     rows: int
@@ -195,16 +195,18 @@ RECIPE: Mapping[str, str | float] = {"optimizer": "muon", "lr": 5e-3, "ema": 0.0
 as good as down to three tenths."""
 HEAD_DIM = 64
 VOCABULARIES = ((100_000, 0, 512), (300_000, 0, 2048), (1_000_000, 400_000, 4096))
-"""The bytes of text, the bytes for each minute and the tokens of the vocabulary from there on: what is read again and
-again is learnt by heart the sooner the more tokens there are."""
+"""The bytes of text, the bytes for each minute and the tokens of the vocabulary from there on: a text
+that is read again and again is learnt by heart sooner with more tokens."""
 ENCODED_A_MINUTE = 7_000_000
-"""Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; of more text than that, bytes are learnt."""
+"""Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; a longer text is learnt as bytes."""
 
 
 class Reread(NamedTuple):
-    """What keeps a model from learning by heart a text that is read more than ``passes`` times: weight decay beyond the
-    usual (as Kim et al. 2025, arXiv 2509.14786, found for data that is repeated) and, for text that is read so often
-    that it gains more than it costs, dropout."""
+    """The regularisation of a model that reads a text more than ``passes`` times, against learning it by heart.
+
+    Weight decay is beyond the usual (Kim et al. 2025, arXiv 2509.14786, on repeated data). Dropout costs more than it
+    gains until a text is read often.
+    """
 
     passes: float
     dropout: float
@@ -213,7 +215,7 @@ class Reread(NamedTuple):
 
 REREAD = (Reread(4.5, 0.0, 0.3), Reread(7.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
 PROBED = 1
-"""The index of the size that is measured first."""
+"""The index of the size to measure first."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ def fastest_precision(device: str) -> str:
 
 def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, int]:
     """The changes that make a model of ``config`` so wide, its feed-forwards in proportion and its heads of 64; as many
-    heads as it has where they differ from each other or that is asked for; none where its width cannot be changed."""
+    heads as before where heads differ or ``heads_of_64`` is false; none where the width cannot change."""
     for scaled in [("num_heads", "hidden_dim")] * heads_of_64 + [("hidden_dim",)]:
         changes = _changes(config, dim, scaled)
         with suppress(KinformerError):
@@ -364,10 +366,10 @@ class Chooser(Choosing):
         return options
 
     def _complete(self, size: Size) -> TrainOptions:
-        """Return the options, those that are open chosen by ``size``."""
+        """Return the options, with open ones chosen by ``size``."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
-        share = self.options.replicas * self.options.accumulate
+        share = self.options.parallelism.replicas * self.options.accumulate
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}

@@ -1,16 +1,16 @@
 """The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
 
-Free of PyTorch until :meth:`Machine.prepare` is called. A task's own options stand in ``task_options``, by name.
+Nothing here imports PyTorch until :meth:`Machine.prepare` is called. An option that is None is not given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
-from kinformer.lab.tasks.evaluation import EmbeddingSettings, EvaluationSettings, PredictionSettings
+from kinformer.lab.tasks.evaluation import EmbeddingSettings, EvaluationSettings, GenerationSettings, PredictionSettings
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import (
     KinformerError,
@@ -21,7 +21,7 @@ from kinformer.runtime.errors import (
     require_seed,
     require_share,
 )
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.fields import Checked, optional
 
 if TYPE_CHECKING:
     import torch
@@ -100,23 +100,19 @@ def spread(text: str | None, devices: int, strategy: str = "ddp") -> dict[str, o
 
 
 class Processes:
-    """Mixin of options that have ``devices`` and ``parallel``."""
+    """Mixin of options that have ``devices``, ``strategy`` and ``parallel``."""
 
     devices: int
+    strategy: Literal["ddp", "fsdp", "diloco"]
     parallel: str | None
 
     @property
-    def shared(self) -> Parallel:
-        """What processes share according to ``parallel``."""
-        return Parallel(1, 1, "ddp") if self.parallel is None else parallel_of(self.parallel)
-
-    @property
-    def replicas(self) -> int:
-        """The number of shares of a batch's rows."""
-        return self.devices // (self.shared.tensor * self.shared.context)
+    def parallelism(self) -> Parallel:
+        """The processes, and what they share."""
+        return Parallel(1, self.devices, self.strategy) if self.parallel is None else parallel_of(self.parallel)
 
 
-MAX_THREADS, MAX_SAMPLES = 1024, 10_000
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,60 +171,68 @@ class Machine(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Processes, Settings, Machine):
-    """Train a member. To resume, what is not given is as it was when the run began. With ``minutes`` and running text,
-    it suits the time (see ``lab.runs.minutes``); else that of the recipe's paper, or the default of
-    :class:`Settings`."""
+class OfTask:
+    """The options of one task."""
 
-    length: int | None = None  # type: ignore[assignment]
-    """Tokens that each row of a batch predicts (512, what the model's positions allow, or what suits `minutes`)."""
-    batch_size: int | None = None  # type: ignore[assignment]
-    """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
-    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] | None = None  # type: ignore[assignment]
-    """Muon takes the layers' matrices and AdamW the rest; adagrad clips each parameter; sgd has `momentum`
-    (adamw, or what suits `minutes`)."""
-    lr: float | None = None  # type: ignore[assignment]
-    """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
-    schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "plateau"] | None = None  # type: ignore[assignment]
-    min_lr_ratio: float | None = None  # type: ignore[assignment]
-    warmup: float | None = None  # type: ignore[assignment]
-    momentum: float | None = None  # type: ignore[assignment]
-    beta2: float | None = None  # type: ignore[assignment]
-    clip: float | None = None  # type: ignore[assignment]
-    weight_decay: float | None = None  # type: ignore[assignment]
-    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
-    average: int | None = None  # type: ignore[assignment]
-    validation_tokens: int | None = None  # type: ignore[assignment]
-    ema: float | None = None  # type: ignore[assignment]
-    """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
-    the steps so far; 0 turns it off (0, or what suits `minutes`)."""
-    precision: Literal["fp32", "bf16-mixed"] | None = None  # type: ignore[assignment]
-    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
-    `minutes` what is faster)."""
-    member: str
-    """A member of the family (see: kinformer list)."""
-    out: str
-    """The run folder: new, or with `resume` an existing one."""
+    task_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of the task's own, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Machine):
+    """The options of every use of a trained run."""
+
+    set: Mapping[str, object] = field(default_factory=dict)
+    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningOptions(OfTask, Machine):
+    """The options that name the data and the task, for training and comparing."""
+
     data: str | None = None
     """What to learn from: a file or folder of text or bytes, token shards (`kinformer pack`), - for standard input,
     several of these with weights, as web=0.7,code=0.3, or stdlib, Python's standard library (the default of tasks of
     text). For classify: a folder per class, or a .csv, .tsv or .jsonl. For image: a folder of pictures, IDX files,
     .npz, or digits."""
-    text_field: str | None = None
-    """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
     task: str | None = None
     """What to train for; if not given, next-token for causal members and mlm for encoders."""
-    recipe: str | None = None
-    """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits `minutes`)."""
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or the path of a tokenizer.json. The default is bytes; with `minutes`, and for translation, a tokenizer
-    is trained."""
+    """bytes, or the path of a tokenizer.json. The default is bytes; training with `minutes`, and translation, train a
+    tokenizer."""
     train_tokenizer: int | None = None
     """First train a byte-level tokenizer of N tokens on the training data."""
     holdout: float | None = None
-    """Hold out the last share of the data for validation, instead of the usual 5 %."""
+    """Hold out the last share of the data for validation and test at once, instead of 5 % for each."""
+
+    def __post_init__(self) -> None:
+        require("train_tokenizer", self.train_tokenizer, 1)
+        require_share("holdout", self.holdout)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+@optional(
+    "length", "batch_size", "optimizer", "lr", "schedule", "min_lr_ratio", "warmup", "momentum", "beta2", "clip",
+    "weight_decay", "average", "validation_tokens", "ema", "precision",
+)  # fmt: skip
+class TrainOptions(Processes, Settings, LearningOptions):
+    """Train a member.
+
+    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it on running text (see
+    ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
+    """
+
+    member: str
+    """A member of the family (see: kinformer list)."""
+    out: str
+    """The run folder: new, or with `resume` an existing one."""
+    text_field: str | None = None
+    """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
+    recipe: str | None = None
+    """Which of the member's recipes, see: kinformer show MEMBER (small, or what suits `minutes`)."""
     init: str | None = None
     """Begin with the model, weights and tokenizer of another run folder, trained or imported. A run of another
     member passes on the weights that fit. A head of another task is replaced by a new one."""
@@ -252,39 +256,31 @@ class TrainOptions(Processes, Settings, Machine):
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
     (copies for other rows) or fsdp (which also share weights)."""
-    task_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the task's own, by name."""
 
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
         for name, value in spread(self.parallel, self.devices, self.strategy).items():
             object.__setattr__(self, name, value)
-        require("train_tokenizer", self.train_tokenizer, 1)
         require("neighbours", self.neighbours, 1)
         require("probes", self.probes, 0)
-        require_share("holdout", self.holdout)
-        Machine.__post_init__(self)
+        LearningOptions.__post_init__(self)
 
     def settings(self) -> Settings:
-        """Return the settings that decide the weights, with the defaults of those that are not given."""
+        """Return the settings of training, with defaults for missing ones."""
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}
         return Settings(**{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
+class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
     """Measure runs of any task on held-out data."""
 
-    set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
-    first half of the text where that is the same; the metrics are those of the rest."""
+    first half of the text where both are the same; the metrics are measured on the rest."""
     sizes: str | None = None
     """With `datastore`: also measure with its first N entries, as in 10000,100000."""
-    task_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the task's own, by name."""
 
     def check_store(self) -> None:
         super().check_store()
@@ -295,63 +291,24 @@ class EvaluateOptions(StoreOptions, EvaluationSettings, Machine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(StoreOptions, Machine):
-    """Continue a text, every token written as soon as it is drawn, or draw images."""
+@optional("temperature", "seed")
+class GenerateOptions(StoreOptions, GenerationSettings, RunOptions):
+    """Continue a text and write every token at once, or draw images."""
 
-    set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
-    max_new_tokens: int | None = None
-    """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
-    temperature: float | None = None
-    """1 draws as the model predicts, 0 always takes the most probable token (0.8 for text, 1 for images)."""
-    top_k: int | None = None
-    """Draw from the N most probable tokens only."""
-    top_p: float | None = None
-    """Draw from the fewest tokens whose probability together is X or more."""
-    min_p: float | None = None
-    """Draw from tokens that are at least X times as probable as the most probable one."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
-    stop: tuple[str, ...] = ()
-    """End before this text appears; may be given again. A text also ends with the model's `input.eos_token`."""
-    samples: int = 1
-    """Continue the prompt N times, written one after the other when all are done; or draw N images."""
-    chunk: int = 1024
-    """Tokens of the prompt that the model sees at a time."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     package: str | None = None
     """Step by the package in this folder, which kinformer export wrote with its format aoti."""
     draft: str | None = None
     """Guess tokens and draw several at once: ngram (looked up in the text), mtp (`set` ahead), or a run's folder."""
-    draft_length: int = 4
-    """With `draft`: how many tokens are guessed at most."""
-    seed: int | None = None
-    """The seed of the draws; another one every time if not given."""
-    quiet: bool = False
-    """Print only the result, without progress or notes."""
-    task_options: Any = field(default_factory=dict)  # the task's own options: by name, then as its dataclass
-
-    def __post_init__(self) -> None:
-        require("samples", self.samples, 1, MAX_SAMPLES)
-        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
-            require(name, getattr(self, name), 1)
-        for name in ("temperature", "seed"):
-            require(name, getattr(self, name), 0)
-        for name in ("top_p", "min_p"):
-            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
-                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise KinformerError(
-                f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
-            )
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions(ListOptions, Machine):
-    """Write what the run makes of every context of a text, and the token that came next, into a datastore; a build that
-    was stopped goes on when the same command is given again."""
+    """Write the run's vector of every context of a text, and the token that came next, into a datastore.
+
+    The same options continue a build that was stopped.
+    """
 
     datastore: str
     """The datastore: a new folder, or with `append` one that this run made."""
@@ -362,13 +319,13 @@ class IndexOptions(ListOptions, Machine):
     holdout: float | None = None
     """Hold out the last share of the data, instead of the run's."""
     append: bool = False
-    """Add the text to what the datastore holds."""
+    """Add the text to the datastore."""
     max_bytes: int | None = None
     """Take the first N bytes only."""
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
     overlap: float = 0.0
-    """The share of each window that is context only: its entries are those of the window before."""
+    """The share of each window that is context only: its entries belong to the window before."""
     chunk: int = 4096
     """Tokens computed at a time."""
     dtype: Literal["float16", "float32"] = "float16"
@@ -392,36 +349,11 @@ def require_proof(length: int, limit: float) -> None:
     require("limit", limit, 0, 1)
 
 
-# The options of predicting and embedding. Free of PyTorch.
-
-
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(PredictionSettings, Machine):
+class PredictOptions(OfTask, PredictionSettings, RunOptions):
     """The options of predicting with a trained run."""
 
-    set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
-    seed: int = 0
-    """Decides everything random, such as the hashes of a member that has some."""
-    task_options: Mapping[str, object] = field(default_factory=dict)
-    """Options of the task's own, by name."""
-
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        PredictionSettings.__post_init__(self)
-        Machine.__post_init__(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(EmbeddingSettings, Machine):
+class EmbedOptions(EmbeddingSettings, RunOptions):
     """The options of making vectors of texts, images or sounds with a trained run."""
-
-    set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
-    seed: int = 0
-    """Decides everything random, such as the hashes of a member that has some."""
-
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        EmbeddingSettings.__post_init__(self)
-        Machine.__post_init__(self)

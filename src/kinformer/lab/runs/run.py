@@ -109,12 +109,12 @@ _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", i
 def read_config(place: Path) -> JsonObject:
     """Return the table in the file ``place``.
 
-    Errors: ``KinformerError`` for a file that is no config of a run, or lacks a key or has one of another type.
+    Errors: ``KinformerError`` for a file that is not the config of a run, lacks a key or has a value of another type.
     """
     folder = place.parent
     if not place.exists():
         raise KinformerError(
-            f"{folder}: is no run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
+            f"{folder}: is not a run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )
     data = read_json(place)
     if isinstance(data, dict) and "model_type" in data and "schema" not in data:
@@ -182,11 +182,11 @@ TOKENIZER, BYTES, CHAT_TEMPLATE = "tokenizer.json", "bytes", "chat_template.jinj
 class Run:
     """A trained model, or one in training, in its folder.
 
-    member, recipe: what it is of the family.
-    config: the model's.
-    task, options: what it is trained for, and the task's own options.
-    data: ``spec`` (the data as it was named), ``holdout``, ``identity``; and where there are some, ``init`` (the run it
-        began with), ``inherited`` (what of its weights is that run's) and ``retrieval`` (its datastore).
+    member, recipe: the names of the member and its recipe.
+    config: the config of the model.
+    task, options: the task, and the task's own options.
+    data: ``spec`` (the name of the data), ``holdout``, ``identity``; and where there are some, ``init`` (the run to
+        begin with), ``inherited`` (the weights from that run) and ``retrieval`` (its datastore).
     training: the settings; empty of an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
     prompts: how an imported model is prompted: ``prefix`` (the ids that begin every prompt, such as BOS) and
@@ -264,7 +264,7 @@ class Run:
         write_json(self.folder / CONFIG, signed(data))
 
     def _fingerprint(self) -> str | None:
-        """Return the fingerprint of the tokenizer's file as it is now, None if there is none."""
+        """Return the fingerprint of the tokenizer's file, None if there is none."""
         from kinformer.lab.data.tokenizer import file_fingerprint
 
         if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
@@ -279,8 +279,8 @@ class Run:
     def model(self, changes: Mapping[str, object] | None = None) -> Any:
         """Return the model with its best weights, in eval mode, without its datastore (see ``lab.datastore.attach``).
 
-        ``changes`` are overrides of its config, such as another scaling of its positions; they must leave the name and
-        the shape of every weight as they are.
+        ``changes`` are overrides of its config, such as another scaling of its positions; they must keep the name and
+        the shape of every weight.
         """
         config = self._changed(changes) if changes else self.config
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
@@ -312,7 +312,7 @@ class Run:
 def open_run(folder: str | Path) -> Run:
     """Return the run in a folder.
 
-    Errors: ``KinformerError`` for a folder that holds no run, or a damaged one.
+    Errors: ``KinformerError`` for a folder without a run, or with a damaged one.
     """
     require_path("run", folder)
     folder = Path(folder)
@@ -350,7 +350,7 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[
     save_tensors(folder / WEIGHTS, weights, metadata)
 
 
-# Writing in a run's folder: by one process at a time, which removes nothing there but what it made itself.
+# Writing in a run's folder: by one process at a time, which removes only files of its making.
 #
 # While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a
 # killed creation leaves behind is distinguished from a user's own files, and is removed when the folder is locked

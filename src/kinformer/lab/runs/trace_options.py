@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kinformer.lab.runs.options import Machine
+from kinformer.lab.runs.options import RunOptions
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceOptions(Machine):
+class TraceOptions(RunOptions):
     """The options of tracing a trained run on a text."""
 
     layers: str | None = None
@@ -21,8 +20,6 @@ class TraceOptions(Machine):
     """Of a run of the task translate: the translation to trace; the run's own if not given."""
     max_tokens: int = 256
     """Trace the first N tokens of the text only: weights take N x N numbers for every head."""
-    set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from kinformer.lab.runs.options import Machine
+from kinformer.lab.runs.options import RunOptions
 from kinformer.runtime.errors import KinformerError, require, require_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(Machine):
+class ServeOptions(RunOptions):
     """The options of a server for a trained run."""
 
     host: str = "127.0.0.1"
@@ -36,8 +35,6 @@ class ServeOptions(Machine):
     """The seed of requests that name none; a new one for each if not given."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
-    set: Mapping[str, Any] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
     quiet: bool = False
     """Print nothing but errors."""
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.errors import require, require_seed
+from kinformer.runtime.errors import KinformerError, marked, require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
@@ -34,15 +34,18 @@ class ItemSettings(Checked):
     format: Literal["lines", "tsv", "csv", "jsonl"] | None = None
     """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
     batch_size: int = 32
-    """Items that are computed at a time; bounds the memory, does not change the result."""
+    """Items computed at a time; bounds the memory, does not change the result."""
     max_items: int | None = None
     """Take the first N items only."""
     quiet: bool = False
     """Print only the result, without progress or notes."""
+    seed: int = 0
+    """Decides everything random, such as the hashes of a member that has some."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_items"):
             require(name, getattr(self, name), 1)
+        require_seed(self.seed)
         super().__post_init__()
 
 
@@ -69,8 +72,8 @@ class EmbeddingSettings(ItemSettings):
 
 
 class Embedded(NamedTuple):
-    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: what it is the name of,
-    ``text``, ``image`` or ``audio``."""
+    """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: the kind of
+    item, ``text``, ``image`` or ``audio``."""
 
     kind: str
     name: str
@@ -110,8 +113,58 @@ class EvaluationSettings(Checked):
         super().__post_init__()
 
 
+MAX_SAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(Checked):
+    """How runs of any task generate."""
+
+    max_new_tokens: int | None = None
+    """Tokens to draw: 256 if not given, or as many as the model's positions allow."""
+    temperature: float = 1.0
+    """1 draws as the model predicts, 0 always takes the most probable token (0.8 for text, 1 for images)."""
+    top_k: int | None = None
+    """Draw from the N most probable tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens whose probability together is X or more."""
+    min_p: float | None = None
+    """Draw from tokens that are at least X times as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
+    stop: tuple[str, ...] = ()
+    """End before this text appears; may be given again. A text also ends with the model's `input.eos_token`."""
+    samples: int = 1
+    """Continue the prompt N times, written one after the other when all are done; or draw N images."""
+    chunk: int = 1024
+    """Tokens of the prompt that the model sees at a time."""
+    draft_length: int = 4
+    """With `draft`: how many tokens are guessed at most."""
+    seed: int = 0
+    """The seed of the draws; another one every time if not given."""
+    quiet: bool = False
+    """Print only the result, without progress or notes."""
+    task_options: Any = field(default_factory=dict)
+    """The task's own options, by name; a task gets them as its dataclass."""
+
+    def __post_init__(self) -> None:
+        require("samples", self.samples, 1, MAX_SAMPLES)
+        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
+            require(name, getattr(self, name), 1)
+        for name in ("temperature", "seed"):
+            require(name, getattr(self, name), 0)
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
+                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise KinformerError(
+                f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
+            )
+        super().__post_init__()
+
+
 class TextTable(NamedTuple):
-    """A table as it is printed; the columns in ``numeric`` are aligned to the right."""
+    """A table for printing; the columns in ``numeric`` are aligned to the right."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -120,7 +173,7 @@ class TextTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How good a run is. ``metrics``: the values of ``units``, which say what they are and whether less is better;
+    """How good a run is. ``metrics``: the values of ``units``, which name them and say whether less is better;
     ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
     of it and more, as values for JSON; ``text``: the same for people."""
 
@@ -141,7 +194,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """Several evaluations, and what is reported of all of them: ``together`` as text, ``facts`` for JSON."""
+    """Several evaluations, and a report on all: ``together`` as text, ``facts`` for JSON."""
 
     evaluations: Sequence[Evaluation]
     together: Sequence[str | TextTable] = ()
@@ -149,7 +202,7 @@ class EvaluationReport:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """The report as data that JSON can hold: one run's facts, or those of all under ``runs``."""
+        """The report as data that JSON can hold: one run's facts, or the facts of all under ``runs``."""
         if self.facts_of_task is not None:
             return self.facts_of_task
         facts = [evaluation.facts for evaluation in self.evaluations]
@@ -157,7 +210,7 @@ class EvaluationReport:
 
     @property
     def text(self) -> list[str | TextTable]:
-        """The report as lines and tables to print: each evaluation's, then what concerns all of them."""
+        """The report as lines and tables to print: each evaluation's, then text on all."""
         return [*(block for evaluation in self.evaluations for block in evaluation.text), *self.together]
 
 

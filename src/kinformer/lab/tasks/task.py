@@ -19,6 +19,7 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
 )
+from kinformer.lab.tasks.evaluation import GenerationSettings as GenerationSettings
 from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
@@ -115,38 +116,6 @@ DRAWING = (
     "draft", "draft_length",
 )  # fmt: skip
 """The general options of generating that say what is drawn, and how."""
-
-
-class GenerationSettings(Protocol):
-    """The general options of generating as a task gets them, where seed and temperature were decided; ``task_options``
-    are those that only the task has."""
-
-    @property
-    def max_new_tokens(self) -> int | None: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def stop(self) -> tuple[str, ...]: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def draft_length(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def quiet(self) -> bool: ...
-    @property
-    def task_options(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-"""The settings of training: every option that is not about the model, the data or the machine. Free of PyTorch."""
+"""The settings of training: the options except for model, data and machine. Nothing here imports PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from kinformer.runtime.errors import (
     KinformerError,
@@ -19,7 +19,7 @@ from kinformer.runtime.errors import (
 from kinformer.runtime.fields import Checked, require_kind, require_types
 from kinformer.runtime.parsing import JsonObject
 
-# What the option `stages` may hold: a list of tables, checked before a run is planned. Free of PyTorch.
+# The option `stages`: a list of tables, checked before a run is planned.
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "steps": (int,),
@@ -76,7 +76,7 @@ VALIDATED_SHARE = 0.2
 LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
 """Bounds of the tokens of a validation, and how many tokens a run of known steps trains on for each between them."""
 WARM_UP_STEPS = 20
-"""Fewer steps than these are no run: at the usual share, the learning rate rises for one of them."""
+"""A run has at least this many steps: at the usual share, the learning rate then rises for one step."""
 
 _COUNTS = (
     "steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens", "diloco_steps",
@@ -84,6 +84,10 @@ _COUNTS = (
 _FROM_ZERO = (
     "plateau_patience", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup",
 )  # fmt: skip
+
+
+OptimizerName: TypeAlias = Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"]
+Precision: TypeAlias = Literal["fp32", "bf16-mixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,32 +98,32 @@ class Settings(Checked):
     """Optimiser steps in all (1000 if `minutes` is not given either)."""
     minutes: float | None = None
     """Minutes that the whole command may take, instead of `steps`; with `resume`, the total of all its commands. The
-    number of steps follows the measured speed. Sizes or a recipe that are not given are chosen to suit the time."""
+    number of steps follows the measured speed. Missing sizes and a missing recipe are chosen to suit the time."""
     length: int = 512
-    """Tokens that each row of a batch predicts."""
+    """Tokens that each row of a batch predicts (512, fewer where its positions end, or what suits `minutes`)."""
     batch_size: int = 8
-    """Rows per step, over all processes and all accumulated parts."""
+    """Rows per step, over all processes and all accumulated parts (8, or what suits `minutes`)."""
     accumulate: int = 1
     """Parts into which each process splits its batch, to save memory. They are computed one after the other."""
-    optimizer: Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Muon takes the layers' matrices and AdamW the rest; lamb moves each tensor by a share of its length;
-    adagrad clips each parameter; sgd has `momentum`."""
+    adagrad clips each parameter; sgd has `momentum` (adamw, or what suits `minutes`)."""
     lr: float = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate (0.001, or what suits `minutes`). With `resume`, a new one holds from there on."""
     schedule: Literal["cosine", "linear", "inverse-sqrt", "constant", "plateau"] = "cosine"
     """How the learning rate falls after the warm-up: to the end as a cosine or a line, with the root of the step, not
     at all, or at a plateau of the validations, by `plateau_factor` (cosine; for translation inverse-sqrt)."""
     plateau_factor: float = 0.5
-    """With `schedule` plateau: what the learning rate is multiplied by when validations stop to improve."""
+    """With `schedule` plateau: the factor of the learning rate when validations stop to improve."""
     plateau_patience: int = 1
     """With `schedule` plateau: validations in a row that may be no better before the learning rate falls."""
     min_lr_ratio: float = 0.1
-    """Least learning rate after the warm-up, as a share of the highest; with cosine and linear that of the end
-    (0.1)."""
+    """Least learning rate after the warm-up, as a share of the highest; with cosine and linear it is the
+    rate of the end (0.1)."""
     warmup: float = 0.05
     """How long the learning rate rises: a share of all steps if below 1, else a number of steps (0.05)."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices; norms, biases and other vectors have none."""
+    """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each layer to the one below it, for fine-tuning. The head moves at the full
     rate, the last layer at this share of it, the input least (1: all alike)."""
@@ -131,13 +135,14 @@ class Settings(Checked):
     """Largest norm of the gradient, or with adagrad of each parameter's gradient. 0 means no limit (1)."""
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
-    precision: Literal["fp32", "bf16-mixed"] = "fp32"
-    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32."""
+    precision: Precision = "fp32"
+    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
+    `minutes` what is faster)."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     stages: tuple[JsonObject, ...] | None = None
     """Stages of a run, each with its `steps` and what differs from the run in it: `length`, `batch_size`, `accumulate`,
-    `lr` (with which a schedule of its own begins, and its `warmup`), and `set`, changes of the model that no weight
+    `lr` (which begins a new schedule, and its `warmup`), and `set`, changes of the model that no weight
     depends on, such as windows. The last one has the rest of the steps and trains as the run itself says."""
     diloco_steps: int = 100
     """With `strategy` diloco: inner steps of a round, in which processes train apart (Douillard et al. 2023: 500)."""
@@ -156,20 +161,20 @@ class Settings(Checked):
     """End the run after N validations in a row without a new best (0: never). The
     best weights are kept either way."""
     validation_tokens: int = MOST_VALIDATED
-    """Tokens of the validation split on which a validation is computed. The default follows what is trained: a
-    sixteenth of its tokens, from 16,384 to 65,536."""
+    """Tokens of the validation split for a validation. The default is a sixteenth of the run's training tokens, from
+    16,384 to 65,536."""
     checkpoint_every: int | None = None
     """Steps between checkpoints. The default is a tenth of the run; 0 means only the last."""
     checkpoint_minutes: float = 10.0
-    """A checkpoint is also written when the last one is so old; 0 for never."""
+    """Also write a checkpoint every this many minutes; 0 turns it off."""
     average: int = 0
     """Checkpoints whose weights are averaged at the end: the last one, and those before it that were due by
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
     ema: float = 0.0
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
-    the steps so far; 0 turns it off."""
+    the steps so far; 0 turns it off (0, or what suits `minutes`)."""
     keep: int = 2
-    """Checkpoints that are kept; older ones are removed."""
+    """Number of checkpoints to keep; older ones are removed."""
     async_saves: bool = False
     """Write checkpoints and the best weights beside training, which stands still only while they are copied."""
     log_every: int = 10
@@ -178,7 +183,7 @@ class Settings(Checked):
     def __post_init__(self) -> None:
         require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
-            raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one of them.")
+            raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one.")
         object.__setattr__(self, "stages", checked_stages(self.stages))
         if self.stages and self.minutes is not None:
             raise KinformerError(
@@ -233,8 +238,8 @@ class Settings(Checked):
 
     def cadences(self, total: int, validation: float = 0.0) -> tuple[int, int]:
         """Return the steps from one validation to the next and from one checkpoint to the next, in a run of ``total``:
-        those of the options, or a tenth of the run. A ``validation`` takes the time of this many steps; all of them
-        take at most ``VALIDATED_SHARE`` of the training's, unless one alone takes more."""
+        the numbers of the options, or a tenth of the run. A ``validation`` takes the time of this many steps; together
+        validations take at most ``VALIDATED_SHARE`` of the training's time, unless one alone takes more."""
         number = PARTS_OF_A_RUN
         if validation > 0:
             number = min(number, max(1, int(VALIDATED_SHARE * total / validation)))

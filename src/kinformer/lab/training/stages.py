@@ -18,7 +18,7 @@ from kinformer.runtime.parsing import JsonObject
 class Stage:
     """Stage ``number`` (from 0) of ``count``: the updates from step ``begin`` up to ``end``, None in the last one.
 
-    settings: those of the run, with the stage's own.
+    settings: the settings of the run, with the changes of the stage.
     changes: overrides of the model's config.
     rates: the steps from which and up to which the schedule of the learning rate runs; None is the run's end.
     since: the first step from which on the model has these changes, so that metrics can be compared.

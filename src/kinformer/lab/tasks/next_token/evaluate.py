@@ -255,7 +255,8 @@ def _measure(
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
-    main = main_windows(run, model, task_options, beside_lengths=task_options.lengths is not None)
+    beside = task_options.lengths is not None
+    main = main_windows(run, model, task_options.context, task_options.overlap, beside_lengths=beside)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
     skipped = [length for length in tokens if length not in within]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -195,29 +195,25 @@ def texts_in(
     return read_texts(source, columns, settings.format, settings.max_items, check)
 
 
-class WindowOptions(Protocol):
-    """The options of how a text is read: in windows of ``context`` tokens, which ``overlap``."""
-
-    @property
-    def context(self) -> str | int | None: ...
-    @property
-    def overlap(self) -> float: ...
-
-
 def main_windows(
-    run: TrainedRun, model: CausalModel, window_options: WindowOptions, beside_lengths: bool = False
+    run: TrainedRun,
+    model: CausalModel,
+    context: str | int | None = None,
+    overlap: float = 0.0,
+    beside_lengths: bool = False,
 ) -> Windows | None:
-    """Return the windows to read in, as the options say or as the run was trained; None where the state is carried."""
-    context = None if window_options.context is None else str(window_options.context)
+    """Return the windows of ``context`` tokens to read in, which ``overlap``, or windows as the run was trained; None
+    where the state is carried."""
+    context = None if context is None else str(context)
     endless = streamable(model)
     if context == CARRIED and not endless:
         raise KinformerError(
             f"`context` {CARRIED}: this model's state grows without bound, or its positions end; give `context` N."
         )
     if context == CARRIED or (context is None and endless and getattr(run.options, "segments", False)):
-        if window_options.overlap and not beside_lengths:
+        if overlap and not beside_lengths:
             raise KinformerError(
-                f"`overlap` {window_options.overlap:g}: the state is carried here; give `context` N or `lengths` too."
+                f"`overlap` {overlap:g}: the state is carried here; give `context` N or `lengths` too."
             )
         return None
     if context is not None:
@@ -225,12 +221,12 @@ def main_windows(
             raise KinformerError(
                 f"`context` {context}: is neither a number of tokens nor {CARRIED!r}; give `context` 512 or the like."
             )
-        return Windows(context=int(context), overlap=window_options.overlap)
+        return Windows(context=int(context), overlap=overlap)
     length = run.training.get("length", model.max_length)
     if not isinstance(length, int):
         raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
     limit = length if model.max_length is None else min(length, model.max_length)
-    return Windows(context=limit, overlap=window_options.overlap)
+    return Windows(context=limit, overlap=overlap)
 
 
 def check_positions(model: Model, windows: Windows | None) -> None:

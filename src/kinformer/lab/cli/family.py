@@ -1,26 +1,152 @@
-"""``kinformer show MEMBER|DIR``: its record, config, parameters, state size and attention pattern."""
+"""The commands that describe the family: list (the members, the tasks or the kinds of parts) and show (one member).
+
+``list`` does not import PyTorch for members and tasks.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from kinformer.family.table import FAMILY, member
-from kinformer.lab.cli.options import Changes, CommonOptions, Member
+import tyro
+
+from kinformer.family.record import Member
+from kinformer.family.table import FAMILY, member, members
+from kinformer.lab.cli.options import CommonOptions
 from kinformer.lab.cli.output import print_json, print_table, runs
-from kinformer.lab.cli.parsing import overrides
+from kinformer.lab.estimation.options import SubjectOptions
+from kinformer.lab.tasks.table import tasks
 from kinformer.lab.training.logging import size
-from kinformer.runtime.errors import plural, require
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from kinformer.core.config import Config
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.runs.describe import Description, DescriptionFacts
+    from kinformer.lab.runs.describe import DescriptionFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class List(CommonOptions):
+    """List all members, or draw them as a tree; or list the tasks, or the kinds of parts."""
+
+    what: Annotated[
+        Literal["members", "tasks", "parts"], tyro.conf.Positional, tyro.conf.arg(metavar="members|tasks|parts")
+    ] = "members"
+    """What is listed."""
+    by: Literal["axis", "cost", "state", "causal", "year"] | None = None
+    """Print the family as a tree: by what members change (axis), by how their operations (cost) or state grow with the
+    length, by whether they are causal (others read a full sequence at once), or by year."""
+
+    def run(self) -> int:
+        """Print the family and return the exit status."""
+        if self.what != "members":
+            if self.by is not None:
+                raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
+            _list_tasks(self.json) if self.what == "tasks" else _list_parts(self.json)
+            return 0
+        records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
+        if self.json:
+            listed = [record.facts for record in records]
+            groups = None if self.by is None else _groups(records, self.by)
+            print_json(
+                listed if groups is None else {name: [item.facts for item in group] for name, group in groups.items()}
+            )
+            return 0
+        if self.by is not None:
+            _print_tree(_groups(records, self.by))
+            return 0
+        rows = []
+        for record in records:
+            titles, axes = _wrapped(record.title, 24), _wrapped(", ".join(record.axes) or "-", 18)
+            for number, (title, changed) in enumerate(zip_longest(titles, axes, fillvalue="")):
+                first = (record.name, record.year, record.growth) if number == 0 else ("", "", "")
+                rows.append((*first, title, changed))
+        print_table(("member", "year", "state", "title", "changes"), rows)
+        return 0
+
+
+def _list_tasks(as_json: bool) -> None:
+    """Print the tasks."""
+    rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
+    if as_json:
+        print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])
+        return
+    lines = []
+    for name, title, metric in rows:
+        first, *more = _wrapped(title, 40)
+        lines += [(name, first, metric), *(("", line, "") for line in more)]
+    print_table(("task", "title", "metric"), lines)
+
+
+def _list_parts(as_json: bool) -> None:
+    """Print the kinds of every slot of a config, as --set names them."""
+    from kinformer.family.kinds import kinds
+
+    parts = {slot: list(table) for slot, table in kinds().items()}
+    if as_json:
+        print_json(parts)
+        return
+    for slot, names in parts.items():
+        print(textwrap.fill(f"{slot} ({len(names)}): {', '.join(names)}", 80, subsequent_indent="  "))
+
+
+GROWTHS = {
+    "none": "no state: reads whole texts",
+    "constant": "constant",
+    "window": "up to a window",
+    "linear": "with every token",
+    "store": "a datastore beside it",
+}
+
+
+COSTS = {
+    "linear": "in proportion to the length",
+    "between": "between the length and its square",
+    "quadratic": "with the square of the length",
+}
+
+
+def _groups(records: Sequence[Member], by: str) -> dict[str, list[Member]]:
+    """Return the members in groups, in the order of the table; a member with several axes is in several groups."""
+    names: dict[str, Callable[[Member], Sequence[str]]] = {
+        "axis": lambda record: record.axes or ("nothing",),
+        "cost": lambda record: (COSTS[record.growth_of_cost],),
+        "state": lambda record: (GROWTHS[record.growth],),
+        "causal": lambda record: ("causal" if record.causal else "reads whole texts",),
+        "year": lambda record: (str(record.year),),
+    }
+    groups: dict[str, list[Member]] = {}
+    for record in records:
+        for name in names[by](record):
+            groups.setdefault(name, []).append(record)
+    return dict(sorted(groups.items())) if by == "year" else groups
+
+
+def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
+    width = max(len(record.name) for group in groups.values() for record in group)
+    for name, group in groups.items():
+        print(f"{name} ({len(group)})")
+        for index, record in enumerate(group):
+            branch = "└─" if index == len(group) - 1 else "├─"
+            title = _short(record.title, 68 - width)
+            print(f"{branch} {record.name:<{width}}  {record.year}  {title}")
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return ``text`` in lines of this many columns, broken between words where these fit."""
+    return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+
+
+def _short(text: str, width: int) -> str:
+    """Return ``text`` in this many columns: without what stands in parentheses, or its last words, if it is longer."""
+    return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
+
 
 MAX_PICTURES = 8
 MAX_COLUMN, NARROW = 38, 64
@@ -29,51 +155,30 @@ DEFAULTS = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(CommonOptions):
-    """Tell all about one member without computing anything."""
+class Show(SubjectOptions, CommonOptions):
+    """Describe one member or run without computing anything."""
 
-    member: Member
-    """The member's name, as in kinformer list, or a run folder, whose own config is shown then."""
-    recipe: str | None = None
-    """Which of the member's recipes (small if not given)."""
-    set: Changes = ()
-    """Change the recipe, as in --set layers.*.mixer.num_heads=8; may be given again."""
-    vocab_size: int | None = None
-    """Tokens of the vocabulary; the recipe's own if not given."""
     brief: bool = False
-    """Only name the settings that are at their defaults."""
+    """Only name the settings with default values."""
     explain: bool = False
-    """Say behind each setting what it means; with --brief only of those that are not at their defaults."""
+    """Explain each setting; with --brief only the settings with other values than their defaults."""
 
-    def __post_init__(self) -> None:
-        require("vocab_size", self.vocab_size, 1)
-        super().__post_init__()
+    def run(self) -> int:
+        """Print the member or run and return the exit status."""
+        if self.member in FAMILY or not (Path(self.member).is_dir() or "/" in self.member):
+            member(self.member)  # an unknown name is an error before PyTorch is imported
+        from kinformer.family.settings import meanings_in
+        from kinformer.lab.runs.describe import describe
 
-
-def run(options: Options) -> int:
-    """Print the member or run and return the exit status."""
-    if options.member in FAMILY or not (Path(options.member).is_dir() or "/" in options.member):
-        member(options.member)  # an unknown name is an error before PyTorch is imported
-    from kinformer.lab.runs.describe import describe
-
-    described = describe(options.member, options.recipe, options.vocab_size, overrides(options.set))
-    if options.json:
-        print_json({**described.facts, **_meanings(described.config)} if options.explain else described.facts)
-    else:
-        _print(described.facts, _config_lines(described, options))
-    return 0
-
-
-def _meanings(config: ModelConfig) -> dict[str, object]:
-    from kinformer.family.settings import meanings_in
-
-    return {"meanings": meanings_in(config)}
-
-
-def _config_lines(described: Description, options: Options) -> Iterator[str]:
-    if not options.explain:
-        return tree(folded(described.config) if options.brief else described.facts["config"], "  ")
-    return explained(described.config, shutil.get_terminal_size((100, 24)).columns, options.brief)
+        described = describe(self.member, self.recipe, self.vocab_size, self.set)
+        facts, config = described.facts, described.config
+        if self.json:
+            print_json({**facts, "meanings": meanings_in(config)} if self.explain else facts)
+        elif self.explain:
+            _print(facts, explained(config, shutil.get_terminal_size((100, 24)).columns, self.brief))
+        else:
+            _print(facts, tree(folded(config) if self.brief else facts["config"], "  "))
+        return 0
 
 
 def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
@@ -116,7 +221,7 @@ def _print_training(training: JsonObject) -> None:
 
 
 def _print_formulas(page: DescriptionFacts) -> None:
-    """Print what the model computes, and its sizes in papers' symbols and ours."""
+    """Print the formulas of the model, and its sizes in papers' symbols and ours."""
     for formula in page["computes"]:
         kind = "mixer" if formula["slot"] == "encoder_mixer" else formula["slot"].replace("_", " ")
         says = f"{kind} {formula['kind']}: {formula['says']}"

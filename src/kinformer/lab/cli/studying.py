@@ -1,0 +1,212 @@
+"""The commands that weigh members against each other: estimate, compare and bench."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from kinformer.lab.cli.options import CommonOptions
+from kinformer.lab.cli.output import print_blocks, print_json, print_table
+from kinformer.lab.comparison.options import BenchOptions, CompareOptions
+from kinformer.lab.estimation.options import EstimateOptions
+from kinformer.lab.tasks.evaluation import TextTable
+from kinformer.lab.training.logging import flops, size
+from kinformer.runtime.errors import plural
+
+if TYPE_CHECKING:
+    from kinformer.lab.comparison import bench as timing
+    from kinformer.lab.runs.describe import ClusterEstimate, MemberEstimate
+
+Members = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(EstimateOptions, CommonOptions):
+    """Estimate parameters, FLOPs, training and inference memory of a member, by part and in all."""
+
+    def run(self) -> int:
+        """Print the estimate; returns the exit status."""
+        from kinformer.lab.runs.describe import estimate_member
+
+        result = estimate_member(self)
+        if self.json:
+            print_json(asdict(result))
+        else:
+            _show(self, result)
+        return 0
+
+
+def _show(options: Estimate, result: MemberEstimate) -> None:
+    rows = f"{plural(result.batch_size, 'row')} of {plural(result.length, 'token')}"
+    print(f"{options.member} ({result.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
+    _print_parts(result)
+    print(_memory(result))
+    if result.cluster is not None:
+        _print_cluster(result.cluster, options)
+    if rules := result.rules_of_thumb:
+        print(
+            f"rules of thumb: {plural(rules.parameters, 'parameter')} (V E + 12 L E^2), {flops(rules.flops_step)} a "
+            f"step (6 a parameter and token),\n{size(rules.activation_bytes)} activations (B T L (14 E + T N) "
+            f"numbers; T N are scores, which tiled attention never stores), {size(rules.train_bytes)} in training"
+        )
+
+
+def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
+    print(f"training on devices like {options.hardware} ({cluster.device.source}), a device each:")
+    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, rows", "step", "tokens/s")
+    rows = []
+    for devices, costs in cluster.meshes.items():
+        for cost in costs if len(cluster.meshes) == 1 else costs[:1]:
+            fits = "yes" if cost.fits else "no"
+            sent = size(cost.data_bytes), size(cost.tensor_bytes + cost.context_bytes)
+            time = f"{cost.step:.3g} s", f"{cost.tokens_per_second:,.0f}"
+            rows.append((f"{devices:,}", cost.mesh, cost.accumulate, size(cost.train_bytes), fits, *sent, *time))
+    print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))
+    if cluster.refused:
+        print(f"More devices a row: {cluster.refused.partition('; leave')[0]}.")
+    if not cluster.serving:
+        print()
+        return
+    print(f"\nserving in {options.precision}, the state of rows at their full length:")
+    served = [
+        (
+            f"{cost.devices}",
+            size(cost.weights),
+            size(cost.state),
+            f"{cost.rows:,}",
+            f"{1000 * cost.seconds:.3g} ms",
+            f"{cost.tokens_per_second:,.0f}",
+        )
+        for cost in cluster.serving
+    ]
+    columns = ("devices a row", "weights", "state of a row", "rows that fit", "a token of one row", "tokens/s a device")
+    print_table(columns, served, numeric=(0, 1, 2, 3, 4, 5))
+    print()
+
+
+def _print_parts(result: MemberEstimate) -> None:
+    rows = [
+        (
+            row.part,
+            f"{row.parameters:,}",
+            flops(row.flops_inference),
+            flops(row.flops_forward),
+            flops(row.flops_forward + row.flops_backward),
+            size(row.activation_bytes),
+        )
+        for row in result.parts
+    ]
+    activations = size(result.memory["train"]["activations"])
+    inference, forward, step = map(flops, (result.flops_inference, result.flops_forward, result.flops_step))
+    rows.append(("total", f"{result.parameters:,}", inference, forward, step, activations))
+    header = ("part", "parameters", "FLOPs inference", "FLOPs forward", "FLOPs step", "activations")
+    print_table(header, rows, numeric=(1, 2, 3, 4, 5))
+    if result.active_parameters < result.parameters:
+        print(f"active parameters, those that one token uses: {result.active_parameters:,}")
+    print("FLOPs: of a forward at inference, of the forward of a training step, and of the training step.")
+
+
+def _memory(result: MemberEstimate) -> str:
+    lines = []
+    for amounts, title in (
+        (result.memory["train"], "training"),
+        (result.peak, "peak of a process that trains on a CPU, about"),
+        (result.memory["inference_fp32"], "inference in float32"),
+        (result.memory["inference_bf16"], "inference in bfloat16"),
+    ):
+        terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
+        lines.append(f"{title}: {size(sum(amounts.values()))} = {terms}")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(CompareOptions, CommonOptions):
+    """Compare members by one parameter budget, the same data and order, and a learning rate that suits each.
+
+    A page reports which member is better, the costs, and which differences are not significant.
+    """
+
+    members: Members = ()
+    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a comparison of
+    five on the standard library's sources, in at most 45 minutes."""
+    merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
+    """Train nothing: merge this comparison with the following ones, all of one task and data, as in
+    --merge A.json B.json, and report on all."""
+
+    def run(self) -> int:
+        """Compare, write the report, and print it; returns 1 where a member is out."""
+        from kinformer.lab.comparison.compare import report
+        from kinformer.lab.comparison.record import as_json
+
+        command = shlex.join(["kinformer", *sys.argv[1:]])
+        written = report(self.members, self, self.merge, command)
+        if self.json:
+            print_json(as_json(written.comparison))
+        else:
+            print_blocks(written.text)
+        return int(any(entrant.error for entrant in written.comparison.entrants))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(BenchOptions, CommonOptions):
+    """Time members in turns with plain attention, at several lengths, beside this machine's measured peak.
+
+    A member is not timed if its outputs in chunks differ from its outputs of the whole, or if it sees later tokens.
+    """
+
+    members: Members = ()
+    """Members of the family; linear-transformer, fast-weights and local if none is given. gpt is always there."""
+
+    def run(self) -> int:
+        """Time, and print; returns 1 where a member fails the check of correctness."""
+        from kinformer.lab.comparison.bench import bench
+
+        timed = bench(self.members, self)
+        if self.json:
+            print_json(timed.as_json)
+        else:
+            print_blocks(_text(timed))
+        return int(bool(timed.failed))
+
+
+def _text(timed: timing.Bench) -> Iterator[str | TextTable]:
+    from kinformer.lab.comparison.bench import PLAIN, WORK_NAMES
+    from kinformer.lab.comparison.speed import described
+
+    facts, floor = timed.facts, timed.floor
+    yield (
+        f"recipe {facts['recipe']}, {facts['batch']} {'row' if facts['batch'] == 1 else 'rows'}, medians of "
+        f"{plural(facts['rounds'], 'round')} in turns; {described(timed.machine)}\n"
+        f"floor measured here: {floor.flops / 1e9:,.0f} GFLOP/s in float32 products, "
+        f"{floor.narrow_flops / 1e9:,.0f} in bfloat16, {floor.bandwidth / 1e9:,.1f} GB/s read, "
+        f"{1e6 * floor.operator:.2f} microseconds an operator"
+    )
+    if facts["peers"]:
+        yield "beside them: " + ", ".join(f"{name} ({version})" for name, version in facts["peers"].items())
+    for work in dict.fromkeys(item.work for item in timed.timings):
+        base = timed.seconds(PLAIN, work)
+        rows = []
+        for timing in timed.timings:
+            if timing.work != work:
+                continue
+            ratio = f"{base[timing.length] / timing.seconds:.2f}" if timing.length in base else "-"
+            share = "-" if timing.share is None else f"{timing.share:.0%}"
+            tokens = facts["batch"] * (1 if work == "decode" else timing.length) / timing.seconds
+            rows.append((timing.length, timing.member, f"{1000 * timing.seconds:,.2f}", f"{tokens:,.0f}", ratio, share))
+        yield f"\n{WORK_NAMES[work]}"
+        yield TextTable(("length", "member", "ms", "tokens/s", f"x {PLAIN}", "of floor"), rows, (0, 2, 3, 4, 5))
+    if timed.memory:
+        yield "\nhighest memory of a training step, above the model itself"
+        sizes = sorted({length for item in timed.memory.values() for length in item})
+        peaks = [(name, *(size(item[n]) if n in item else "-" for n in sizes)) for name, item in timed.memory.items()]
+        yield TextTable(("member", *map(str, sizes)), peaks, range(1, len(sizes) + 1))
+    if timed.crossings:
+        yield ""
+        yield from timed.crossings
+    for name, reason in timed.failed.items():
+        yield f"{name} is not timed: {reason}"

@@ -1,0 +1,325 @@
+"""The commands that use a trained run: evaluate, generate, chat, predict, embed, serve and index."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
+from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
+from kinformer.lab.serving.options import ServeOptions
+from kinformer.lab.training.logging import size
+from kinformer.runtime.errors import KinformerError, plural
+
+if TYPE_CHECKING:
+    from kinformer.lab.tasks.next_token.generate import Generated
+
+Inputs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER|-")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(EvaluateOptions, CommonOptions):
+    """Measure runs: models of text in bits per byte, their files in order, every token scored once."""
+
+    folders: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder; several are measured one after the other and shown side by side."""
+
+    def run(self) -> int:
+        """Evaluate the runs, print their metrics, and return the exit status."""
+        from kinformer.lab.runs.inference import evaluate
+
+        report = evaluate(self.folders, self, quiet=self.json or self.quiet)
+        if self.json:
+            print_json(report.facts)
+        else:
+            print_blocks(report.text)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(GenerateOptions, Printing):
+    """Continue a text and write every token at once, draw or classify images, or translate lines as they come.
+
+    The cost of the generation goes to standard error.
+    """
+
+    folder: RunFolder
+    """The run folder."""
+    prompt: str | None = None
+    """The text to continue; - reads standard input, as a translation does where nothing is given."""
+    prompt_file: str | None = None
+    """A file with the text to continue."""
+    no_echo: bool = False
+    """Write the continuation only, without the prompt before it."""
+    json: bool = False
+    """Print one JSON object instead of text, at the end."""
+
+    def run(self) -> int:
+        """Generate, print the result, and return the exit status."""
+        from kinformer.lab.runs.inference import generate
+        from kinformer.lab.runs.run import open_run
+
+        by_line = open_run(self.folder).task.generation.prompt == "lines"
+        prompt = self._read_prompt(by_line)
+        echo = ""
+        if not self.no_echo and not by_line and isinstance(prompt, str | bytes):
+            echo = prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt
+        result = generate(self.folder, prompt, self, None if self.json else _Echo(echo))
+        if not hasattr(result, "facts"):
+            self._print(result, echo)
+        elif self.json:
+            print_json(result.facts)
+        else:
+            print(result.facts.get("out", ""))
+            if not self.quiet:
+                print(result.text, file=sys.stderr)
+        return 130 if result.interrupted else 0
+
+    def _read_prompt(self, by_line: bool) -> str | bytes | Iterator[bytes] | None:
+        """Return the prompt, or with ``by_line`` the lines of standard input as they come."""
+        if self.prompt is not None and self.prompt_file is not None:
+            raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
+        if self.prompt_file is not None:
+            from kinformer.lab.data.formats import plain_bytes
+
+            return plain_bytes(Path(self.prompt_file))
+        if by_line and self.prompt in (None, "-"):
+            return iter(sys.stdin.buffer.readline, b"")
+        return sys.stdin.buffer.read() if self.prompt == "-" else self.prompt
+
+    def _print(self, result: Generated, echo: str) -> None:
+        speed, state = result.tokens_per_second, result.state_bytes
+        if self.json:
+            samples = [{"text": item.text, "tokens": item.tokens, "stopped": item.stopped} for item in result.samples]
+            facts: dict[str, Any] = {"run": self.folder, "prompt_tokens": result.prompt_tokens, "samples": samples}
+            facts |= {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
+            if result.exits is not None:
+                facts["exits"] = result.exits.facts
+            if result.drafting is not None:
+                facts["drafts"] = result.drafting.facts
+            print_json(facts)
+            return
+        if self.samples > 1:
+            for number, sample in enumerate(result.samples, start=1):
+                print(f"--- sample {number} of {self.samples} ---\n{echo}{sample.text}")
+        elif sys.stdout.isatty():
+            print()
+        if self.quiet:
+            return
+        print(
+            f"{plural(result.prompt_tokens, 'prompt token')} in {result.prompt_seconds:.3f} s; "
+            f"{plural(result.new_tokens, 'new token')}, {speed:.1f} tokens/s; state {size(state)} "
+            f"({plural(state, 'byte')}); seed {result.seed}",
+            file=sys.stderr,
+        )
+        for lines in (result.exits, result.drafting):
+            if lines is not None:
+                print(lines.text, file=sys.stderr)
+
+
+class _Echo:
+    """Writes every piece of text as it comes, and the prompt before the first piece.
+
+    By then the prompt was read without an error.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        self._before = prompt
+
+    def __call__(self, text: str) -> None:
+        sys.stdout.write(self._before + text)
+        sys.stdout.flush()
+        self._before = ""
+
+
+AGAIN, END = "/new", "/quit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(GenerateOptions, Printing):
+    """Continue a text in turns, with the state carried from one to the next.
+
+    A line /new begins a new text; /quit, or the end of the input, ends the chat.
+    """
+
+    folder: RunFolder
+    """The run folder."""
+    before: str = ""
+    """What stands before every line of yours in the text; a backslash and n are a new line."""
+    after: str = "\\n"
+    """What stands after every line of yours, and which the run continues; a backslash and n are a new line."""
+    samples: Hidden = 1
+    json: bool = False
+    """Print a JSON object for every turn, one on a line, instead of text at once."""
+
+    def run(self) -> int:
+        """Read lines and stream what follows each, until the input ends."""
+        from kinformer.lab.runs.inference import converse
+
+        stop = tuple(text.replace("\\n", "\n") for text in self.stop)
+        conversation = converse(self.folder, replace(self, stop=stop))
+        asks = sys.stdout.isatty()
+        while True:
+            if asks:
+                print("> ", end="", flush=True)
+            try:
+                line = sys.stdin.buffer.readline().decode("utf-8", "replace")
+            except KeyboardInterrupt:
+                line = ""
+            if not line or line.strip() == END:
+                return 0
+            if line.strip() == AGAIN:
+                conversation.session = None
+                continue
+            line = line.rstrip("\r\n")
+            try:
+                pieces = conversation.turn((self.before + line + self.after).replace("\\n", "\n"))
+                if self.json:
+                    print(json.dumps({"line": line, "text": "".join(pieces)}, ensure_ascii=False), end="")
+                else:
+                    for piece in pieces:
+                        print(piece, end="", flush=True)
+            except KeyboardInterrupt:  # this turn alone ends
+                pass
+            except KinformerError as error:
+                if not asks:
+                    raise
+                print(f"kinformer: {error} {AGAIN} begins a new text.", file=sys.stderr)
+            print(flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(PredictOptions, Printing):
+    """Predict: classes of texts or images, masked tokens, transcripts, translations, answers, actions."""
+
+    folder: RunFolder
+    """The run folder."""
+    inputs: Inputs = "-"
+    """What to predict from: a file (lines, .tsv, .csv, .jsonl), a folder (of texts, images or sound), or - for lines on
+    standard input."""
+    out: str | None = None
+    """Write the predictions to this file: JSON lines, CSV or TSV, by its ending (.jsonl, .csv, .tsv)."""
+    json: bool = False
+    """Print a JSON object for every item, one on a line."""
+
+    def run(self) -> int:
+        """Predict, and write every prediction as it comes."""
+        from kinformer.lab.runs.inference import predictions
+        from kinformer.runtime.tables import check_table, writing_table
+
+        _refuse_terminal(self.inputs)
+        if self.out is not None:
+            check_table("out", self.out)
+            _refuse_same(self.out, self.inputs)
+        with ExitStack() as files:
+            write = None
+            for predicted in predictions(self.folder, self.inputs, self):
+                if self.out is not None:
+                    write = write or files.enter_context(writing_table(self.out))
+                    write(predicted.row)
+                elif self.json:
+                    print(json.dumps(predicted.row, ensure_ascii=False), flush=True)
+                else:
+                    print(" ".join(predicted.line.splitlines()), flush=True)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(EmbedOptions, Printing):
+    """Make a vector of every text, image or sound: the last hidden states of a trained run, their mean, the first or
+    the last."""
+
+    folder: RunFolder
+    """The run folder."""
+    inputs: Inputs = "-"
+    """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
+    speech: a file or a folder."""
+    out: str | None = None
+    """Write the vectors to this file: .npz (the array `vectors` [items, dim]) or .jsonl (item and vector)."""
+    json: bool = False
+    """Print a JSON object for every item, one on a line, as without `out`."""
+
+    def run(self) -> int:
+        """Embed, and write every vector as it comes."""
+        from kinformer.lab.runs.files import check_vectors, writing_vectors
+        from kinformer.lab.runs.inference import embeddings
+
+        _refuse_terminal(self.inputs)
+        if self.out is not None:
+            check_vectors(self.out)
+            _refuse_same(self.out, self.inputs)
+        vectors = embeddings(self.folder, self.inputs, self)
+        if self.out is None:
+            for kind, name, vector in vectors:
+                print(json.dumps({kind: name, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+            return 0
+        with writing_vectors(self.out) as write:
+            for embedded in vectors:
+                write(embedded)
+        return 0
+
+
+def _refuse_terminal(inputs: str) -> None:
+    """Refuse to read items from a terminal, as a command without a file would."""
+    if inputs == "-" and getattr(sys.stdin, "isatty", bool)():
+        raise KinformerError("there must be something to predict from; give a FILE, a FOLDER, or lines by a pipe.")
+
+
+def _refuse_same(out: str, inputs: str) -> None:
+    """Refuse to write over the input file."""
+    if inputs != "-" and Path(out).expanduser().resolve() == Path(inputs).expanduser().resolve():
+        raise KinformerError(f"`out` {out}: is the file that is read; give another.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ServeOptions, Printing):
+    """Answer completions and chats by a trained run, many at a time as one batch, until Ctrl-C."""
+
+    folder: RunFolder
+    """The run folder."""
+    json: bool = False
+    """Print where the server listens as one JSON object, as {"url": ..., "model": ...}; for --port 0."""
+
+    def run(self) -> int:
+        """Answer requests until Ctrl-C."""
+        from kinformer.lab.serving.server import serve
+
+        serve(self.folder, self, self.json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index(IndexOptions, CommonOptions):
+    """Write the run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
+
+    The same command continues a build that was stopped.
+    """
+
+    folder: RunFolder
+    """The run folder."""
+
+    def run(self) -> int:
+        """Build the datastore, or continue to build it, and print a report."""
+        from kinformer.lab.runs.index import index
+
+        done = index(self.folder, self, quiet=self.json or self.quiet)
+        if self.json:
+            print_json(done.facts)
+            return 0
+        store, new = done.store, done.new
+        speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
+        print(f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}")
+        if done.lists is not None:
+            print(
+                f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
+                "otherwise"
+            )
+        return 0

@@ -1,0 +1,321 @@
+"""The planning of a run: its task, data, tokenizer, model and settings by the options, and the checks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kinformer.core.config import override
+from kinformer.core.stack import ModelConfig
+from kinformer.family.build import configure, storable
+from kinformer.family.inheritance import inherited_config, require_width
+from kinformer.family.kinds import kinds
+from kinformer.family.table import member
+from kinformer.lab.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer_on
+from kinformer.lab.data.corpus import STDLIB
+from kinformer.lab.data.files import atomic_write
+from kinformer.lab.data.formats import write_field
+from kinformer.lab.data.mixture import mixture_of
+from kinformer.lab.data.packed import is_packed, packed_tokenizer
+from kinformer.lab.runs.minutes import with_vocabulary
+from kinformer.lab.runs.options import Parallel, TrainOptions
+from kinformer.lab.runs.rows import stage_plan
+from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
+from kinformer.lab.tasks.table import refuse_options, task_for, training_options
+from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
+from kinformer.lab.training.data_module import Objective
+from kinformer.lab.training.diloco import check_rounds
+from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
+from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
+from kinformer.lab.training.stages import stages_of
+from kinformer.lab.training.tensor_parallel import divide
+from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.errors import KinformerError, marked, plural
+
+FIELD = "texts"
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans runs of ``task`` on opened ``data``, which ``spec`` names, with ``tokenizer``.
+
+    ``base`` is the run to begin with.
+    """
+
+    task: Task
+    data: Data
+    tokenizer: Tokenizer | None
+    base: Run | None = None
+    spec: str = ""
+
+    def plan(self, options: TrainOptions) -> TrainingPlan:
+        """Return the plan of a run with these options. Where neither they nor the data give a length, rows are as long
+        as usual, or as the model's positions allow.
+
+        Errors: ``KinformerError`` for options that do not fit the task or its data.
+        """
+        config = plan_config(options, self.base, self.task, self.data)
+        length = self.task.length(self.data, config)
+        settings = _settings(options, self.task, length)
+        if options.length is None and length is None:
+            settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
+        own = training_options(self.task, options.task_options)
+        return TrainingPlan(config, self.data, settings, own, self.tokenizer)
+
+
+def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
+    """Return the planner of the run that ``options`` describe, and the options with the size of a new vocabulary.
+
+    Text of standard input, and a field of JSON lines, is written into the folder ``options.out``.
+
+    Errors: ``KinformerError`` for a task, data or changes that do not go together.
+    """
+    base = base_of(options)
+    task = task_for(options.task, recipe_config(options, base, None), options.member)
+    training_options(task, options.task_options)
+    check_source(options, task)
+    plan_config(options, base, task, None)
+    spec = named_data(options, task, Path(options.out))
+    options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"]))
+    return planner_for(options, task, spec, base), options
+
+
+def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
+    """Return the planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
+    tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
+    data = task.open(
+        Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options)),
+        training_options(task, options.task_options),
+    )
+    return Planner(task, data, tokenizer, base, spec)
+
+
+def base_of(options: TrainOptions) -> Run | None:
+    """Return the run of ``init``, whose model and tokenizer are taken over; None if none is named."""
+    if options.init is None:
+        return None
+    base = open_run(options.init)
+    records = [member(name) for name in (base.member, options.member)]
+    if records[0].causal != records[1].causal:
+        kinds = ["a causal model" if record.causal else "an encoder" for record in records]
+        raise KinformerError(
+            f"`init` {options.init}: is a run of {base.member!r}, {kinds[0]}, which {options.member!r}, {kinds[1]}, "
+            f"cannot begin with; give a run of {kinds[1]}, or none."
+        )
+    for name, option in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
+        if option:
+            flag = marked(name)
+            raise KinformerError(f"{flag}: `init` {options.init} brings its own tokenizer; leave {flag} out.")
+    return base
+
+
+def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
+    """Return the recipe's config for this many ids (None: the recipe's number), or the config of the base run."""
+    if base is None:
+        return configure(options.member, options.recipe or "small", vocab_size)
+    if base.member == options.member:
+        return base.config
+    recipe = configure(options.member, options.recipe or "small")
+    return inherited_config(base.config, recipe, f"`init` {options.init}")
+
+
+def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data | None) -> ModelConfig:
+    """Return the model's config, fitted to the task and its ``data`` (None: not known yet), with all changes."""
+    config = recipe_config(options, base, None if data is None else task.vocab_size(data))
+    config = override(config, task.fit(config, data), kinds())
+    requested = task.requested(config, data, training_options(task, options.task_options))
+    config = override(config, requested, kinds()) if requested else config
+    config = override(config, options.set, kinds())
+    if base is not None:
+        require_width(base.config, config, base.folder)
+    return config
+
+
+def check_source(options: TrainOptions, task: Task) -> None:
+    """Refuse data and tokenizers that do not go with the task."""
+    # Bytes are not a tokenizer; every task without one reads them.
+    refuse_options(task.data.refused, replace(options, tokenizer=None) if options.tokenizer == BYTES else options)
+    if (
+        options.text_field is not None
+        and not task.data.columns
+        and (task.data.default is None or options.data in (None, STDLIB, "-"))
+    ):
+        raise KinformerError(
+            f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
+        )
+    if options.data is None and task.data.default is None and not options.resume:
+        raise KinformerError(f"`task` {task.name}: {task.data.missing}")
+
+
+def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
+    """Return a lasting name of the data: an absolute path; standard input and a field of JSON lines are written to a
+    file in the run folder."""
+    if options.data is None:
+        assert task.data.default is not None
+        return task.data.default
+    if options.data in (STDLIB, task.data.default) or task.names(options.data):
+        return options.data
+    if options.data == "-":
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(spool(sys.stdin.buffer, folder.resolve()))
+    if options.text_field is not None and not task.data.columns:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder.resolve() / FIELD) as file:
+            write_field(Path(options.data).expanduser(), options.text_field, file)
+        return str(folder.resolve() / FIELD)
+    if weights := mixture_of(options.data):
+        return ",".join(f"{path if path == STDLIB else Path(path).expanduser().resolve()}={w:g}" for path, w in weights)
+    return str(Path(options.data).expanduser().resolve())
+
+
+def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
+    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, or a new one.
+
+    It is None where the task reads no text.
+    """
+    if not task.data.tokenized:
+        return None
+    if base is not None and base.tokenizer is not None:
+        return base.tokenizer
+    size, task_options = options.train_tokenizer, training_options(task, options.task_options)
+    if options.tokenizer is not None:
+        if size is not None:
+            raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
+        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    named = [path for path, _ in mixture_of(source.spec) or [(source.spec, 1.0)]]
+    if size is None and (packed := next(filter(is_packed, named), None)) is not None:
+        return packed_tokenizer(packed)
+    size = task.default_vocabulary(source, task_options) if size is None else size
+    if size is None:
+        return ByteTokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        return train_tokenizer_on(task.texts(source, task_options), size, Path(folder) / TOKENIZER)
+
+
+def _file_tokenizer(path: str) -> FileTokenizer:
+    if not Path(path).is_file():
+        raise KinformerError(
+            f"`tokenizer` {path}: is not a file; give the path of a tokenizer.json, as a checkpoint or a run with "
+            "`train_tokenizer` holds one, or leave it out and train on bytes."
+        )
+    return FileTokenizer(path)
+
+
+def _longest(config: ModelConfig) -> int | None:
+    """Return where the positions of a model of ``config`` end; None if nowhere."""
+    with unallocated():
+        return getattr(config.build(), "max_length", None)
+
+
+def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
+    """Return the settings; a missing setting comes from the recipe's paper, then from the task.
+
+    ``length``: the positions of every row, where the data decide them.
+    """
+    usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
+    if options.minutes is not None:
+        usual.pop("steps", None)
+    settings = options.settings()
+    settings = replace(settings, **{name: value for name, value in usual.items() if getattr(options, name) is None})
+    if length is not None and options.length not in (None, length):
+        raise KinformerError(
+            f"`length` {options.length}: rows of this data have {plural(length, 'position')}; leave it out."
+        )
+    settings = settings if length is None else replace(settings, length=length)
+    if settings.steps is None and settings.minutes is None:
+        settings = replace(settings, steps=DEFAULT_STEPS)
+    if options.validation_tokens is None and "validation_tokens" not in usual:
+        settings = replace(settings, validation_tokens=settings.validated())
+    return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
+
+
+# What a planned run may not be.
+
+
+def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
+    """Return ``plan``; refuse it where its model does not go with the data, the length, the objective, or several
+    processes, in any of its stages."""
+    for stage in stages_of(plan.settings) if plan.settings.stages else ():
+        try:
+            check_length(stage.settings, group)
+            _check_sizes(stage_plan(plan, stage), task, group)
+        except KinformerError as error:
+            raise KinformerError(f"stage {stage.number + 1}: {error.message}") from None
+    return _check_sizes(plan, task, group)
+
+
+def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
+    plan.settings.rows(group.replicas)
+    with unallocated():
+        model = plan.config.build()
+        objective = task.objective(plan.settings.objective, model)
+    _require_trained(plan, task, model, objective)
+    check_shared(model, group)
+    check_rounds(plan.settings, model, group)
+    if group.context > 1:
+        from kinformer.lab.training.context_parallel import check_time
+
+        check_time(model, group.ring)
+    if group.tensor > 1:
+        divide(model, 0, group.tensor)  # refuses what cannot be divided
+    task.check(plan, model)
+    longest = getattr(model, "max_length", None)
+    if longest is not None and plan.settings.length > longest:
+        raise KinformerError(
+            f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or less"
+            f"{_longer(plan.config, plan.settings.length)}."
+        )
+    return plan
+
+
+def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
+    """Refuse weights of exits, and of predictions of further tokens, that ``objective`` does not train."""
+    if getattr(model, "ahead", None) is not None and not getattr(objective, "trains_ahead", False):
+        raise KinformerError(
+            f"`objective` {plan.settings.objective}: leaves the weights of `set` ahead as they begin; give `objective` "
+            "multi-token for the task next-token, or leave ahead out."
+        )
+    if not getattr(getattr(model, "stack", None), "learns", False) or getattr(objective, "trains_exits", False):
+        return
+    remedy = "give `objective` exits"
+    if "exits" not in task.objectives:
+        remedy = f"{task.name} has none that trains them: give `set` stack=sequential"
+    raise KinformerError(
+        f"`objective` {plan.settings.objective}: leaves the weights of the stack's exits as they begin; {remedy}."
+    )
+
+
+def _longer(config: ModelConfig, length: int) -> str:
+    """Return the changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
+    changes: dict[str, int] = {}
+    for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
+        with suppress(KinformerError):
+            longer = override(config, changes | {path: length}, kinds())
+            if storable(longer) != storable(override(config, changes, kinds())):
+                changes[path] = length
+    with unallocated(), suppress(KinformerError):
+        if (override(config, changes, kinds()).build().max_length or length) >= length:
+            return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items())
+    return ""
+
+
+def group_of(parallel: Parallel, device: str) -> Group:
+    """Return the group of processes that will train on the type of ``device``, as its first process sees it."""
+    world = max(parallel.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
+    return Group(
+        torch.device("cuda" if device == "cuda" else "cpu"),
+        world=world,
+        strategy=parallel.strategy,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        ring=parallel.ring,
+    )
