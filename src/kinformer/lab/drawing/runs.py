@@ -282,7 +282,8 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
         )
     if len({len(heads) for heads in spans}) > 1:
         raise KinformerError(
-            f"`spans`: the layers of {title} differ in their number of heads, so their spans fill no table; draw another model."
+            f"`spans`: the layers of {title} differ in their number of heads, "
+            "so their spans do not form a table; draw another model."
         )
     values, name = np.array(spans), "learnt span in tokens"
     return HeatPanel(place="", name=name, values=values, rows="layer", columns="head", signed=False, first=1)
