@@ -73,7 +73,7 @@ def encoders() -> list[type[Config]]:
     from kinformer.blocks import global_input, sha_rnn
     from kinformer.blocks.layer import BareLayer, EncoderLayer, MacaronEncoderLayer, ParallelEncoderLayer
     from kinformer.mixers import bidirectional, sinkhorn, tensorized, windows
-    from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+    from kinformer.mixers.buckets import BidirectionalLSH
     from kinformer.mixers.convolutions import SeparableConvolution
     from kinformer.mixers.encoders import BidirectionalLinear, EtcAttention, Linformer, StarAttention
     from kinformer.mixers.recurrent import BidirectionalLSTM
@@ -93,7 +93,6 @@ def encoders() -> list[type[Config]]:
         BidirectionalLinear.Config,
         BidirectionalLSH.Config,
         BidirectionalLSTM.Config,
-        BidirectionalRouting.Config,
         EtcAttention.Config,
         Linformer.Config,
         StarAttention.Config,
@@ -245,16 +244,12 @@ def _mixers_over_a_source() -> list[type[Config]]:
     from kinformer.mixers.cross import (
         LinearCrossAttention,
         LinformerCrossAttention,
-        LocalCrossAttention,
-        PredictiveCrossAttention,
     )
 
     return [
         cross.CrossAttention.Config,
         LinearCrossAttention.Config,
         LinformerCrossAttention.Config,
-        LocalCrossAttention.Config,
-        PredictiveCrossAttention.Config,
     ]
 
 

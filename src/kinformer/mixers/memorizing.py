@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import check_unused, describe
+from kinformer.core.config import describe
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -38,12 +38,11 @@ from kinformer.core.pattern import Band
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.lookup import CoarseQuantizer, Search
-from kinformer.kernels.lookup.lists import centroids
+from kinformer.kernels.lookup import Search
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, host_ints
 
 _BLOCKS = 16
@@ -52,15 +51,14 @@ _BLOCKS = 16
 
 class MemorizingState(NamedTuple):
     """The state: ``k``, ``v`` [batch, heads, memories, head_dim] of evicted tokens, right-aligned and without a graph,
-    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their graph.
-    ``assignments`` [batch, heads, memories, 2 or 0] int64: for the inverted file, the list and position of each."""
+    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their
+    graph."""
 
     recent: KeysValues | ReservedKeysValues
     k: Tensor
     v: Tensor
-    assignments: Tensor
 
-    slots = ("k", "v", "assignments")  # type: ignore[misc]
+    slots = ("k", "v")  # type: ignore[misc]
 
 
 class Memorizing(HostDriven, CausalMixer):
@@ -78,22 +76,21 @@ class Memorizing(HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "memorizing"
         by_heads = True
+        retired = {"lists": 64, "probes": 3}
         num_heads: int = 4
         head_dim: int | None = None
         window: int = 512
         segment: int = 512
         memory_size: int = 8192
         topk: int = 32
-        search: Literal["bucketed", "exact", "inverted"] = "bucketed"
-        lists: int = 64  # of each head; these and probes are for the inverted search
-        probes: int = 3
+        search: Literal["bucketed", "exact"] = "bucketed"
         sees_itself: bool = True
         position: PositionConfig = NoPosition.Config()  # of the window
         bias: bool = False
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1, "lists": 1, "probes": 1}
+            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
             for name, least in least_of.items():
                 if getattr(self, name) < least:
                     raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
@@ -106,20 +103,6 @@ class Memorizing(HostDriven, CausalMixer):
                 raise KinformerError(
                     f"topk = {self.topk} does not divide segment = {self.segment}, which the bucketed search needs; "
                     "choose a divisor, or the search exact."
-                )
-            if self.search == "inverted":
-                self._check_lists()
-            else:
-                check_unused(self, f"with search = {self.search!r}", "lists", "probes")
-
-        def _check_lists(self) -> None:
-            if self.probes > self.lists:
-                raise KinformerError(f"probes = {self.probes} is more than lists = {self.lists}; look at fewer lists.")
-            if self.topk % (self.probes + 1) or self.segment % (self.topk // (self.probes + 1)):
-                raise KinformerError(
-                    f"topk = {self.topk} is shared by {plural(self.probes, 'probe')} and what is in no list yet, so "
-                    f"it must be a multiple of {self.probes + 1} and each share a divisor of segment = "
-                    f"{self.segment}; choose so."
                 )
 
         def build(self, dim: int) -> Memorizing:
@@ -145,9 +128,6 @@ class Memorizing(HostDriven, CausalMixer):
         """How many memories are evicted at a time, counted by positions."""
         self.most_past = max(back, self.batch_of - 1) if config.memory_size else back
         self.rules = StoreSizes(config.segment, config.memory_size, self.batch_of)
-        self.register_buffer("centroids", None)
-        if config.search == "inverted":
-            self.centroids = centroids(config.num_heads, config.lists, self.head_dim)
 
     @property
     def host_reads(self) -> str:
@@ -164,15 +144,12 @@ class Memorizing(HostDriven, CausalMixer):
         device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
-        width = 0 if self.centroids is None else 2
-        assignments = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
-        return MemorizingState(recent, empty, empty, assignments)  # type: ignore[call-arg]
+        return MemorizingState(recent, empty, empty)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         evicted = min(length // self.batch_of * self.batch_of, self.config.memory_size)
-        assignments = 0 if self.centroids is None else 16 * self.num_heads * evicted
         slots = min(length, self.most_past) + evicted
-        return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + assignments + 8
+        return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         recent = state.recent
@@ -240,10 +217,9 @@ class Memorizing(HostDriven, CausalMixer):
             return None, old
         seen = host_ints(before, 0)
         assert seen is not None
-        lists = None if self.centroids is None else CoarseQuantizer(self.centroids, self.config.probes)
         impl = self.config.impl
         assert impl != "sdpa" and impl != "flex"  # refused when it was built
-        search = Search(self.config.search, self.config.topk, lists, impl)
+        search = Search(self.config.search, self.config.topk, impl)
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):
             fresh = (k[rows].detach(), v[rows].detach())

@@ -36,15 +36,13 @@ from kinformer.mixers import convolutions as separable_convolution
 from kinformer.mixers import convolutions as separable_transition
 from kinformer.mixers import cross as cross_linear
 from kinformer.mixers import cross as cross_linformer
-from kinformer.mixers import cross as cross_local
-from kinformer.mixers import cross as cross_predictive
 from kinformer.mixers import encoders as etc
 from kinformer.mixers import encoders as star
 from kinformer.mixers import recurrent as bidirectional_lstm
 from kinformer.mixers import recurrent as lstm
 from kinformer.mixers import recurrent as outer_product
 from kinformer.mixers import sinkhorn as causal_sinkhorn
-from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+from kinformer.mixers.buckets import BidirectionalLSH
 from kinformer.mixers.encoders import BidirectionalLinear, Linformer
 from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.recurrent import RWKV7
@@ -60,7 +58,6 @@ __all__ = [
     "BidirectionalLSHAttention",
     "BidirectionalLSTM",
     "BidirectionalLinearAttention",
-    "BidirectionalRoutingAttention",
     "BidirectionalTensorizedAttention",
     "Boom",
     "CausalSinkhornAttention",
@@ -82,7 +79,6 @@ __all__ = [
     "LinearAttention",
     "LinformerAttention",
     "LinformerCrossAttention",
-    "LocalCrossAttention",
     "MLP",
     "MacaronEncoderLayer",
     "MacaronLayer",
@@ -92,7 +88,6 @@ __all__ = [
     "ParallelLayer",
     "PostNorm",
     "PreNorm",
-    "PredictiveCrossAttention",
     "ProductKeys",
     "RMSNorm",
     "RWKV7TimeMix",
@@ -123,8 +118,6 @@ SoftmaxAttention = softmax.SoftmaxAttention.Config
 CrossAttention = cross.CrossAttention.Config
 LinearCrossAttention = cross_linear.LinearCrossAttention.Config
 LinformerCrossAttention = cross_linformer.LinformerCrossAttention.Config
-LocalCrossAttention = cross_local.LocalCrossAttention.Config
-PredictiveCrossAttention = cross_predictive.PredictiveCrossAttention.Config
 LatentAttention = latent.LatentAttention.Config
 LinearAttention = linear.LinearAttention.Config
 ChosenBlocks = chosen_blocks.ChosenBlocks.Config
@@ -145,7 +138,6 @@ LSTM = lstm.LSTM.Config
 BidirectionalAttention = bidirectional.BidirectionalAttention.Config
 BidirectionalLinearAttention = BidirectionalLinear.Config
 BidirectionalLSHAttention = BidirectionalLSH.Config
-BidirectionalRoutingAttention = BidirectionalRouting.Config
 BidirectionalLSTM = bidirectional_lstm.BidirectionalLSTM.Config
 EtcAttention = etc.EtcAttention.Config
 LinformerAttention = Linformer.Config

@@ -31,16 +31,16 @@ from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
 from kinformer.lab.tasks.shared.text import check_sequence, ends_of, mask_token_of
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting, LSHAttention, RoutingAttention
+from kinformer.mixers.buckets import BidirectionalLSH, LSHAttention, RoutingAttention
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.convolutions import CausalChannelMix, CausalTransition, SeparableConvolution, TwoSidedConvolution
 from kinformer.mixers.cross import (
+    AlignedState,
     CrossAttention,
+    CrossState,
     LinearCrossAttention,
     LinformerCrossAttention,
-    LocalCrossAttention,
-    PredictiveCrossAttention,
     SourceSummaries,
 )
 from kinformer.mixers.encoders import BidirectionalLinear, EtcAttention, Linformer, StarAttention
@@ -55,7 +55,7 @@ from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAtten
 from kinformer.mixers.windows import WindowAttention
 from kinformer.models.encoder_decoder import EncoderDecoder
 from kinformer.parts.bucketing import Centroids, Hashes
-from kinformer.parts.projections import AlignedState, CrossState, Pieces
+from kinformer.parts.projections import Pieces
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.progress import note
@@ -280,13 +280,10 @@ SITES: dict[type, Site] = {
     LSHAttention: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     BidirectionalLSH: Site(_rows("qv", lambda mixer: (2, mixer.num_heads, mixer.head_dim))),
     RoutingAttention: Site(_routing),
-    BidirectionalRouting: Site(_rows("qkv", lambda mixer: mixer.shape)),
     SingleHead: Site(_single_head),
     LatentAttention: Site(_latent),
     ChosenBlocks: Site(_chosen, lacking="Where there are several branches, each counts by the gate of its head."),
     CrossAttention: Site(_cross, keys="source"),
-    LocalCrossAttention: Site(_cross, keys="source"),
-    PredictiveCrossAttention: Site(_cross, lacking="What a row lacks of 1, the Gaussian takes away.", keys="source"),
     LinformerCrossAttention: Site(_cross, keys="summaries"),
     LinearAttention: Site(_kernel, _KERNEL),
     RWKV7: Site(_kernel, _KERNEL),
