@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.attention_state import AttentionCall
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import Chunk
+from kinformer.core.parts import merge_heads
 from kinformer.core.reserved import KeysValues
 from kinformer.core.state import nbytes
 from kinformer.family.kinds import kinds
@@ -131,11 +131,12 @@ def test_without_memory_or_behind_a_closed_gate_it_is_the_plain_layer():
         num_heads=2, projection=MultiHead.Config(bias=False), pattern=Local.Config(window=5), bias=False
     ).build(DIM)
     q, k, v = mixer._project(x)
-    window.double().score.scale = 1.0
+    window.double()
     positions = torch.arange(40).expand(2, -1)
     with torch.no_grad():
         window.out.weight.copy_(mixer.out.weight)
-        y = window._attend(AttentionCall(Chunk(x), None), q, (k, v), positions, True, None)
+        heads = attention(q, k, v, Visibility(window.pattern, positions, True), Scoring(1.0)).out
+        y = window.out(merge_heads(heads))
         assert (y - plain).abs().max() < 1e-12
         closed = outputs(CONFIG, x, lambda mixer: mixer.gate.data.fill_(-100.0))
     assert (closed - plain).abs().max() < 1e-12

@@ -9,12 +9,17 @@ Encoders, whose tokens see both ways, gather what their mixers need of the whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from kinformer.core.contract import Chunk, advance, positions_of
+
 S = TypeVar("S", bound=tuple[Tensor, ...])
+Convolution = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
+"""A causal convolution of tokens behind recent ones, with masks of valid tokens and of resets."""
 
 
 class Summary(Protocol):
@@ -136,11 +141,10 @@ class Crosses:
         """Return whether keys and values go round, as those that queries at any distance see may."""
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
-    def behind_past(
-        self, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return :func:`with_past`; where keys and values go round, behind those of the state alone."""
-        return with_past(None if self.goes_round else self.crossing, kv, first, limit)
+    def behind_past(self, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None) -> tuple[Tensor, ...]:
+        """Return :func:`with_past`; where keys and values go round, the new slots stand behind those of the state
+        alone."""
+        return with_past(None if self.goes_round else self.crossing, new, first, limit)
 
     def row_end(
         self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, limit: int | None
@@ -150,6 +154,23 @@ class Crosses:
             return slots, seen
         return after_row(self.crossing, slots, first, time, limit), self.crossing.seen
 
+    def convolved(
+        self, convolution: Convolution, tokens: Tensor, recent: Tensor, chunk: Chunk, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``convolution`` of a chunk's ``tokens`` [batch, heads, time, channels] behind the ``recent`` tokens of
+        the state, and the recent tokens after the chunk; on one stretch of a row, behind the tokens of earlier
+        stretches, and after the row."""
+        if self.crossing is None:
+            return convolution(tokens, recent, chunk.valid, reset)
+        positions = positions_of(chunk, recent.new_zeros(0))  # a model's chunk has them
+        recent, tokens = recent_slots(self.crossing, tokens, recent, positions)
+        y, recent = convolution(tokens, recent, chunk.valid, reset)
+        return y, self.crossing.last(recent)
+
+    def counted(self, seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
+        """Return the counter [batch] after the chunk; on one stretch of a row, after the row."""
+        return advance(seen, chunk, positions) if self.crossing is None else self.crossing.seen
+
 
 def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
     """Return how many of the last ``limit`` slots each earlier stretch of ``time`` slots has, nearest first."""
@@ -157,19 +178,18 @@ def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
 
 
 def with_past(
-    crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values ``kv`` [batch, heads, time, width] behind ``first``, those of the state; of one stretch of
-    a row, behind those of earlier ones, too: the last ``limit`` (None: all). Keys and values travel side by side."""
+    crossing: Crossing | None, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None
+) -> tuple[Tensor, ...]:
+    """Return the slots ``new`` [batch, heads, time, width], leaf by leaf, behind the slots ``first`` of the state. On
+    one stretch of a row, the last ``limit`` slots (None: all) of earlier stretches stand between them. The leaves
+    travel side by side."""
     if crossing is None:
         if not first[0].shape[2]:
-            return kv
-        k, v = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(first, kv, strict=True))
-        return k, v
-    first = first[0].to(kv[0].dtype), first[1].to(kv[1].dtype)
-    past, both = crossing.past(torch.cat(kv, dim=-1), torch.cat(first, dim=-1), limit)
-    k, v = torch.cat([past, both], dim=2).split([part.shape[-1] for part in kv], dim=-1)
-    return k, v
+            return new
+        return tuple(torch.cat([old.to(x.dtype), x], dim=2) for old, x in zip(first, new, strict=True))
+    wide = [old.to(x.dtype) for old, x in zip(first, new, strict=True)]
+    past, both = crossing.past(torch.cat(new, dim=-1), torch.cat(wide, dim=-1), limit)
+    return torch.cat([past, both], dim=2).split([leaf.shape[-1] for leaf in new], dim=-1)
 
 
 def after_row(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import CausalMixer, Chunk, positions_of, real_resets, select_valid, state_dtype
-from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.crossing import Crosses
 from kinformer.core.division import divided
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
@@ -223,10 +224,6 @@ class CausalChannelMix(Crosses, CausalMixer):
 
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
         x = select_valid(chunk.x, chunk.valid)[:, None]
-        recent = state.recent
-        if self.crossing is not None:
-            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
         weight = torch.stack([1 - self.shift, self.shift])[:, None]
-        mixed, recent = convolve(x, weight, recent, chunk.valid, real_resets(chunk))
-        recent = recent if self.crossing is None else self.crossing.last(recent)
-        return select_valid(self.down(self.up(mixed[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
+        shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, real_resets(chunk))
+        return select_valid(self.down(self.up(shifted[:, 0]).relu().square()), chunk.valid), ShiftState(recent)

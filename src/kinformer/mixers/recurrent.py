@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,13 +19,12 @@ from kinformer.core.contract import (
     MixerConfig,
     SharesValues,
     in_range,
-    positions_of,
     real_resets,
     select_valid,
     state_dtype,
     unit_vectors,
 )
-from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.crossing import Crosses
 from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
@@ -357,12 +357,9 @@ class RWKV7(Crosses, CausalMixer):
 
     def forward(self, chunk: Chunk, state: TimeMixState) -> tuple[Tensor, TimeMixState]:
         x, reset = select_valid(chunk.x, chunk.valid).unsqueeze(1), real_resets(chunk)
-        recent = state.recent
-        if self.crossing is not None:
-            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
-        mixed, recent = convolve(x, torch.stack([1 - self.shift, self.shift]), recent, chunk.valid, reset)
-        recent = recent if self.crossing is None else self.crossing.last(recent)
-        xr, xw, xk, xv, xa, xg = mixed.unbind(1)
+        weight = torch.stack([1 - self.shift, self.shift])
+        shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, reset)
+        xr, xw, xk, xv, xa, xg = shifted.unbind(1)
         rate = torch.sigmoid(self.rate_up(self.rate_down(xa)) + self.rate_bias)
         k, decay_logits = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
         heads = [self._heads(part) for part in (self.r(xr), k * self.erased, self.v(xv), rate, decay_logits)]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import pad, rms_norm
 
+from kinformer.core.attention_state import Past
 from kinformer.core.config import Config, check_unused
-from kinformer.core.contract import state_dtype
+from kinformer.core.contract import newest, state_dtype
 from kinformer.core.division import divided, in_blocks, undivided
 from kinformer.core.parts import (
     GlobalProjection,
@@ -337,6 +338,23 @@ class Convolved(Projection):
         inside = None if positions is None else positions.__ge__
         q, k, v = shifted_sum(tokens, self.weight, inside).split(self.heads, dim=1)
         return q, k, v
+
+
+def in_context(
+    projection: Projection, qkv: tuple[Tensor, Tensor, Tensor], recent: Tensor, past: Past, x: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return q, k and v of a chunk x [batch, time, dim] by a projection with a context, and what later tokens need.
+
+    qkv: what the projection makes of each token alone; recent: [batch, heads, up to context, head_dim], the same of the
+    tokens before the chunk.
+    """
+    chunk, (q, k, v) = past.chunk, qkv
+    batch, heads, held, head_dim = recent.shape
+    nothing = q.new_zeros(batch, heads, projection.context - held, head_dim)
+    tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
+    keep = held + min(projection.context - held, q.shape[2])
+    combined = projection.combine(tokens, None if chunk.reset is None else past.positions, x)
+    return combined, newest(chunk, tokens, past.seen, keep)
 
 
 class SharedQK(Projection):

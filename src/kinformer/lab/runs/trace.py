@@ -21,6 +21,7 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model import CausalModel, Model, SourceModel, device_of
 from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import ModelConfig, Stack
+from kinformer.core.state import rebuilt
 from kinformer.kernels.attention import Projected
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
@@ -204,8 +205,8 @@ def _kernel(mixer: LinearAttention | RWKV7, probe: Probe) -> Patch:
     update: Callable[..., object] = mixer._update
 
     def updated(tokens: tuple[Tensor, ...], *rest: object) -> object:
-        q, k, v, *strengths = tokens
-        return update((q, k, probe(v), *strengths), *rest)
+        q, k, v, *others = tokens
+        return update(rebuilt(tokens, (q, k, probe(v), *others)), *rest)
 
     return patch.object(mixer, "_update", updated)
 
