@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import check_unused
 from kinformer.core.contract import (
     Chunk,
     MixerConfig,
@@ -22,7 +21,6 @@ from kinformer.core.contract import (
 from kinformer.core.division import in_blocks
 from kinformer.core.encoder import SourceMixer, within
 from kinformer.core.parts import (
-    FeatureMapConfig,
     PositionConfig,
     ResidualOutput,
     ScoreConfig,
@@ -34,15 +32,12 @@ from kinformer.core.parts import (
 from kinformer.core.state import State
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.parts.feature_maps import Elu
+from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Full
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import (
-    LengthSharing,
-    Method,
+    SummariesConfig,
     Summarising,
-    check_summaries,
-    length_projection,
     seen_windows,
 )
 from kinformer.parts.scores import ScaledDot
@@ -205,20 +200,10 @@ class LinearCrossAttention(SourceMixer):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(QuotientConfig, MixerConfig):
         kind = "cross_linear"
         indivisible = "it projects the source before its forward pass"
-        num_heads: int = 4
-        head_dim: int | None = None
         source_dim: int | None = None
-        feature_map: FeatureMapConfig = Elu.Config()
-        eps: float = 1e-6
-        floor: float = 0.0
-        bias: bool = True
-
-        def __post_init__(self) -> None:
-            if self.floor:
-                check_unused(self, "with a floor", "eps")
 
         def build(self, dim: int) -> LinearCrossAttention:
             return LinearCrossAttention(self, dim)
@@ -238,13 +223,8 @@ class LinearCrossAttention(SourceMixer):
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> SourceSums:
         kv = self.key_value(source)
         k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        k, log_scale = self.feature_map.keys(in_range(k))
         wide = state_dtype(dtype or self.out.weight.dtype)
-        k, v, mask = k.to(wide), v.to(wide), valid[:, None]
-        if log_scale is not None:  # a factor that all keys of a row share is in both sums
-            log_scale = torch.where(mask, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
-            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(wide)
-        k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+        k, v = features_of_keys(self.feature_map, in_range(k), valid, wide), v.to(wide)
         with no_autocast(k.device):
             sums = k.mT @ v  # S = sum_j phi(k_j) v_j^T
         return SourceSums(sums.to(device), k.sum(2).to(device))  # type: ignore[call-arg]
@@ -301,41 +281,17 @@ class LinformerCrossAttention(Summarising, SourceMixer):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(SummariesConfig, MixerConfig):
         kind = "cross_linformer"
         indivisible = "it projects the source before its forward pass"
-        num_heads: int = 4
-        head_dim: int | None = None
         source_dim: int | None = None
-        rank: int = 128
-        max_length: int = 512
-        method: Method = "learned"
-        sharing: LengthSharing = "heads"
-        shared: bool = False
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            check_summaries(self)
 
         def build(self, dim: int) -> LinformerCrossAttention:
             return LinformerCrossAttention(self, dim)
 
-    config: Config
-
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
-        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "cross_linformer")
-        self.config, self.num_heads, self.head_dim = config, heads, head_dim
-        self.width, self.source_dim = config.max_length // config.rank, config.source_dim or dim
-        width = heads * head_dim
-        self.query = nn.Linear(dim, width, bias=config.bias)
-        self.key, self.value = (nn.Linear(self.source_dim, width, bias=config.bias) for _ in range(2))
-        self.out = ResidualOutput(width, dim, bias=config.bias)
-        self.length = length_projection(config, head_dim)
+        super().__init__(config, dim, config.source_dim or dim)
+        self.source_dim = config.source_dim or dim
 
     def over(
         self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None
@@ -358,7 +314,5 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
-        seen = Visibility(key_padding_mask=~state.valid[:, 0])
-        y = attention(q, state.k.to(q.dtype), state.v.to(q.dtype), seen, scoring, impl=self.config.impl).out
-        return select_valid(self.out(merge_heads(y).view(*x.shape[:2], -1)), chunk.valid), state
+        y = self._attend(q, state.k.to(q.dtype), state.v.to(q.dtype), ~state.valid[:, 0])
+        return select_valid(self.out(y.view(*x.shape[:2], -1)), chunk.valid), state

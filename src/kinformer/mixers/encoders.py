@@ -16,7 +16,6 @@ from kinformer.core.config import check_unused
 from kinformer.core.contract import in_range, select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import (
-    FeatureMapConfig,
     PatternConfig,
     Relative,
     ResidualOutput,
@@ -36,18 +35,15 @@ from kinformer.kernels.attention import (
     merge,
 )
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.parts.feature_maps import Elu
+from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.positions import TypedRelations, ids_of
 from kinformer.parts.projections import (
     ByPiece,
-    LengthSharing,
-    Method,
     Pieces,
     Sharing,
+    SummariesConfig,
     Summarising,
-    check_summaries,
-    length_projection,
     seen_windows,
 )
 from kinformer.runtime.autograd import no_autocast
@@ -215,44 +211,19 @@ class Linformer(Summarising, EncoderMixer):
     The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
 
-    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter one has as many learned
-    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
-    ``shared``: one for all layers of equal sizes; with ``keys_values`` this is the paper's layerwise sharing.
-    Padding has no weight.
+    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding has no weight.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
-        num_heads: int = 4
-        head_dim: int | None = None
-        rank: int = 128
-        max_length: int = 512
-        method: Method = "learned"
-        sharing: LengthSharing = "heads"
-        shared: bool = False
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            check_summaries(self)
 
         def build(self, dim: int) -> Linformer:
             return Linformer(self, dim)
 
-    config: Config
-
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
-        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "linformer")
-        self.config, self.num_heads, self.head_dim = config, heads, head_dim
-        self.max_length, self.width = config.max_length, config.max_length // config.rank
-        self.query, self.key, self.value = (nn.Linear(dim, heads * head_dim, bias=config.bias) for _ in range(3))
-        self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
-        self.length = length_projection(config, head_dim)
+        super().__init__(config, dim, dim)
+        self.max_length = config.max_length
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x, count = select_valid(x, text.valid), text.num_global
@@ -265,10 +236,7 @@ class Linformer(Summarising, EncoderMixer):
             if text.valid is not None:
                 summaries = k.new_zeros(len(x), k.shape[2] - count, dtype=torch.bool) if hidden is None else hidden
                 hidden = torch.cat([~text.valid[:, :count], summaries], 1)
-        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
-        seen = Visibility(key_padding_mask=hidden)
-        y = attention(self._heads(self.query(x)), k, v, seen, scoring, impl=self.config.impl).out
-        return select_valid(self.out(merge_heads(y)), text.valid)
+        return select_valid(self.out(self._attend(self._heads(self.query(x)), k, v, hidden)), text.valid)
 
 
 Shift = Callable[[Tensor], Tensor]
@@ -443,18 +411,8 @@ class BidirectionalLinear(EncoderMixer):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
-        num_heads: int = 4
-        head_dim: int | None = None
-        feature_map: FeatureMapConfig = Elu.Config()
-        eps: float = 1e-6
-        floor: float = 0.0
-        bias: bool = True
-
-        def __post_init__(self) -> None:
-            if self.floor:
-                check_unused(self, "with a floor", "eps")
 
         def build(self, dim: int) -> BidirectionalLinear:
             return BidirectionalLinear(self, dim)
@@ -474,16 +432,8 @@ class BidirectionalLinear(EncoderMixer):
         x = select_valid(x, text.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
         dtype = v.dtype
-        q, k, v = in_range(q), in_range(k), in_range(v)
-        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
-        valid = None if text.valid is None else text.valid[:, None]
-        if log_scale is not None:  # a factor that all keys of a row share is in both sums
-            if valid is not None:
-                log_scale = torch.where(valid, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
-            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
-        if valid is not None:
-            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
-            k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
+        q, v = self.feature_map.queries(in_range(q)), in_range(v)
+        k = features_of_keys(self.feature_map, in_range(k), text.valid)
         # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
         with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
             total = q @ k.sum(2).unsqueeze(-1)

@@ -142,7 +142,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         patterns: tuple[Pattern, ...] = (whole, Segments(config.segment, 0), replace(whole, same_segment=False))
         if config.same_length:
             patterns = tuple(pattern & Band(behind=config.memory - 1) for pattern in patterns)
-        self.pattern, self.same_segment, self.older = patterns
+        self.pattern, self.own_segment, self.older = patterns
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
 
@@ -213,13 +213,13 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         self,
         chunk: Chunk,
         state: SegmentState,
-        same_segment: tuple[Tensor, Tensor, Tensor],
+        qkv: tuple[Tensor, Tensor, Tensor],
         positions: Tensor,
         norm: nn.Module,
     ) -> Tensor:
         """Attend with gradients. Where a row's queries are of one segment, every key is either live or memory; else
         some are both, and attention to the own segments and to their memories are two calls, merged."""
-        q, k, v = same_segment
+        q, k, v = qkv
         past, time = state.hidden_states.shape[2], chunk.x.shape[1]
         extent = self._extent(positions, chunk.reset is not None, past)
         recent = state.hidden_states[:, :, past - min(past, self.memory + extent.live) :]
@@ -233,7 +233,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
             older_positions = _before(state.seen, extent.live)
             older = self._keys_values(state.hidden_states[:, :, past - extent.live :], older_positions, norm)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-        present_segment = self._attend(q, k, v, self.same_segment, positions, lse=self.memory > 0)
+        present_segment = self._attend(q, k, v, self.own_segment, positions, lse=self.memory > 0)
         if not self.memory:
             return present_segment.out
         # sg(h_j) for seg(j) < seg(i), with projections that learn: detach inputs, not keys.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.config import Config
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -33,6 +34,25 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 
 
+@dataclass(frozen=True, kw_only=True)
+class SortingConfig(Config):
+    """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
+
+    num_heads: int = 4
+    head_dim: int | None = None
+    block: int = 64
+    max_length: int = 512
+    iterations: int = 5
+    temperature: float = 0.75
+    noise: bool = True
+    bias: bool = True
+    dropout: float = 0.0  # of the attention probabilities
+    impl: AttentionImpl = "auto"
+
+    def __post_init__(self) -> None:
+        check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+
+
 class SinkhornAttention(EncoderMixer):
     """Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
 
@@ -54,22 +74,12 @@ class SinkhornAttention(EncoderMixer):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
-        num_heads: int = 4
-        head_dim: int | None = None
-        block: int = 64
-        max_length: int = 512
-        iterations: int = 5
-        temperature: float = 0.75
-        noise: bool = True
         cut: int = 0
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+            super().__post_init__()
             if self.cut < 0:
                 raise KinformerError(f"cut must be 0 or more, but is {self.cut}.")
 
@@ -214,22 +224,9 @@ class CausalSinkhornAttention(CausalMixer):
     growth = "linear"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(SortingConfig, MixerConfig):
         kind = "causal_sinkhorn"
         indivisible = "its sorting draws the noise of all heads at once"
-        num_heads: int = 4
-        head_dim: int | None = None
-        block: int = 64
-        max_length: int = 512
-        iterations: int = 5
-        temperature: float = 0.75
-        noise: bool = True
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
 
         def build(self, dim: int) -> CausalSinkhornAttention:
             return CausalSinkhornAttention(self, dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from kinformer.core.parts import (
     ProjectionConfig,
     ResidualOutput,
     features_of,
+    head_width,
     is_plain,
     merge_heads,
 )
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
 
@@ -672,26 +675,39 @@ Method = Literal["learned", "mean", "max", "convolution"]
 LengthSharing = Literal["none", "heads", "keys_values"]
 
 
-class LengthConfig(Protocol):
-    """The fields of a mixer's config that say how it projects the length."""
+@dataclass(frozen=True, kw_only=True)
+class SummariesConfig(Config):
+    """The fields of a mixer whose keys and values are summaries of a sequence.
 
-    @property
-    def method(self) -> Method: ...
+    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter sequence has as many learned
+    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
+    ``shared``: one for all layers of equal sizes.
+    """
 
-    @property
-    def sharing(self) -> LengthSharing: ...
+    num_heads: int = 4
+    head_dim: int | None = None
+    rank: int = 128
+    max_length: int = 512
+    method: Method = "learned"
+    sharing: LengthSharing = "heads"
+    shared: bool = False
+    bias: bool = True
+    dropout: float = 0.0  # of the attention probabilities
+    impl: AttentionImpl = "auto"
 
-    @property
-    def shared(self) -> bool: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= self.max_length:
+            raise KinformerError(
+                f"rank must be 1 to max_length = {self.max_length}, but is {self.rank}: a text is projected to "
+                "that many summaries."
+            )
+        if self.method != "learned" and self.max_length % self.rank:
+            raise KinformerError(
+                f"max_length = {self.max_length} is no multiple of rank = {self.rank}, but the windows of method = "
+                f"{self.method!r} are max_length / rank tokens wide; choose a divisor."
+            )
+        if self.method in ("mean", "max"):
+            check_unused(self, f"with method = {self.method!r}, which has no weights", "sharing", "shared")
 
 
 class LengthProjection(nn.Module):
@@ -702,7 +718,7 @@ class LengthProjection(nn.Module):
     owns.
     """
 
-    def __init__(self, config: LengthConfig, sizes: tuple[int, int]) -> None:
+    def __init__(self, config: SummariesConfig, sizes: tuple[int, int]) -> None:
         super().__init__()
         method, sharing = config.method, config.sharing
         self.config, self.shared = (method, sharing), config.shared
@@ -716,39 +732,37 @@ class LengthProjection(nn.Module):
         return self.weight
 
 
-def check_summaries(config: Any) -> None:
-    """Refuse numbers of summaries that do not go with the length."""
-    if not 1 <= config.rank <= config.max_length:
-        raise KinformerError(
-            f"rank must be 1 to max_length = {config.max_length}, but is {config.rank}: a text is projected to "
-            "that many summaries."
-        )
-    if config.method != "learned" and config.max_length % config.rank:
-        raise KinformerError(
-            f"max_length = {config.max_length} is no multiple of rank = {config.rank}, but the windows of method = "
-            f"{config.method!r} are max_length / rank tokens wide; choose a divisor."
-        )
-    if config.method in ("mean", "max"):
-        check_unused(config, f"with method = {config.method!r}, which has no weights", "sharing", "shared")
-
-
-def length_projection(config: LengthConfig, head_dim: int) -> LengthProjection | None:
+def length_projection(config: SummariesConfig, head_dim: int) -> LengthProjection | None:
     """Return the weights of E and F as ``config`` says, None for a method without weights."""
     if config.method == "convolution":
         return LengthProjection(config, (head_dim, config.max_length // config.rank * head_dim))
     return LengthProjection(config, (config.rank, config.max_length)) if config.method == "learned" else None
 
 
-class Summarising:
-    """Mixin of mixers whose keys and values are summaries of a sequence. They have the products ``key`` and ``value``,
-    the weights ``length`` of E and F (None: there are none), and a ``config`` like that of :class:`Linformer`."""
+class Summarising(nn.Module):
+    """The base of mixers whose keys and values are summaries of a sequence of vectors of width ``source_dim``.
 
-    config: LengthConfig
-    key: nn.Linear
-    value: nn.Linear
-    length: LengthProjection | None
-    num_heads: int
-    width: int
+    ``key``, ``value`` and ``length`` make the summaries; ``length`` holds E and F (None: a method without weights).
+    """
+
+    def __init__(self, config: Any, dim: int, source_dim: int) -> None:
+        super().__init__()
+        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), config.kind)
+        self.config, self.dim, self.num_heads = config, dim, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.width = config.max_length // config.rank  # tokens of a window
+        width = config.num_heads * self.head_dim
+        self.query = nn.Linear(dim, width, bias=config.bias)
+        self.key, self.value = (nn.Linear(source_dim, width, bias=config.bias) for _ in range(2))
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        self.length = length_projection(config, self.head_dim)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+        """Return attention of q [batch, heads, time, head_dim] to summaries that are not ``hidden`` [batch, n], as
+        [batch, time, heads * head_dim]."""
+        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
+        visibility = Visibility(key_padding_mask=hidden)
+        return merge_heads(attention(q, k, v, visibility, scoring, impl=self.config.impl).out)
 
     def _summaries(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of the summaries, [batch, heads, summaries, head_dim]."""
