@@ -62,7 +62,7 @@ class PinnedState(NamedTuple):
 
 
 class SpanState(NamedTuple):
-    """The state ``attention`` of tokens with spans of their own, and ``aux`` [batch], the cost of the spans."""
+    """The state ``attention`` where each token has a span, and ``aux`` [batch], the cost of the spans."""
 
     attention: Slots
     aux: Tensor
@@ -75,8 +75,8 @@ CacheState = Slots | PinnedState | SpanState
 
 class CacheShape(NamedTuple):
     """The sizes of a mixer's states: heads, ``kv_heads`` of keys, of ``head_dim`` features; the ``context`` of the
-    projection, the ``pinned`` first tokens; whether tokens have ``spans`` of their own, whether scores
-    ``decay``, and whether the past is ``int8``."""
+    projection, the ``pinned`` first tokens; whether each token has a span (``spans``), whether scores ``decay``, and
+    whether the past is ``int8``."""
 
     num_heads: int
     kv_heads: int
@@ -113,7 +113,7 @@ class CacheShape(NamedTuple):
         return slots
 
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
-        """Return the bytes of one row's state after ``length`` tokens, of which the last ``horizon`` are kept."""
+        """Return the bytes of one row's state after ``length`` tokens; it keeps the last ``horizon`` (None: all)."""
         past = length if horizon is None else min(length, horizon)
         vector = self.head_dim * dtype.itemsize
         size = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
@@ -130,7 +130,7 @@ def cache_of(state: CacheState) -> Cache:
 
 
 def context_of(state: CacheState) -> Tensor | None:
-    """Return the projections of the last tokens that a state holds, None where the projection has no context."""
+    """Return the projections of the last tokens in a state, None for a projection without context."""
     slots = state.attention if isinstance(state, (PinnedState, SpanState)) else state
     return slots.recent if isinstance(slots, ContextState) else None
 
@@ -172,7 +172,7 @@ class Past:
 
     @property
     def seen(self) -> Tensor:
-        if self._seen is None:  # a plain step of generation needs no more than the reservation's own count
+        if self._seen is None:  # only pinned tokens and projections with a context ask for it in a step of generation
             self._seen = self.positions[:, -1] + 1
         return self._seen
 
@@ -197,11 +197,11 @@ class Past:
             return Remembered(self.read(slots, new), whole, state)
         past, time = self.state[:-1], self.positions.shape[1]
         slots = self.mixer.behind_past(tuple(new), self.read_past(past, new), limit)
-        held = (
-            slot if kept is seen else torch.cat([old.to(kept.dtype), kept], dim=2)
-            for slot, seen, kept, old in zip(slots, new, stored, past, strict=True)
+        every = (
+            slot if leaf is seen else torch.cat([old.to(leaf.dtype), leaf], dim=2)
+            for slot, seen, leaf, old in zip(slots, new, stored, past, strict=True)
         )
-        leaves = tuple(newest(self.chunk, leaf, self.seen, limit) for leaf in held)
+        leaves = tuple(newest(self.chunk, leaf, self.seen, limit) for leaf in every)
         leaves, seen = self.mixer.row_end(leaves, self.seen, past[0], time, limit)
         state = type(self.state)(*leaves, seen)
         whole = not past[0].shape[2] and self.chunk.reset is None
@@ -245,8 +245,7 @@ class Int8Past(Past):
 #
 #     y, state = mixer(Chunk(x), state)      state.memory [batch, 1, past, width], right-aligned
 #
-# A subclass says what is remembered of a token and how a chunk attends to what is remembered; cache, padding, resets
-# and reserved states are here.
+# A subclass makes the memory of a token and attends to memories; cache, padding, resets and reserved states are here.
 
 
 class TokenMemoryState(NamedTuple):
@@ -263,7 +262,8 @@ class TokenMemoryState(NamedTuple):
 
 
 class TokenMemory(Crosses, CausalMixer):
-    """The base of such mixers. ``width`` is that of a memory, ``pattern`` says which ones a query sees."""
+    """The base of mixers with one memory a token. ``width``: the width of a memory; ``pattern``: which memories a query
+    sees."""
 
     pattern: Pattern
     width: int
@@ -273,7 +273,7 @@ class TokenMemory(Crosses, CausalMixer):
         return self.pattern.horizon
 
     def like(self) -> Tensor:
-        """Return a weight whose device and dtype are those of the memory."""
+        """Return a weight with the device and dtype of the memory."""
         raise NotImplementedError
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
     row   x_1 .. x_n | x_(n+1) .. x_2n | ...       process r has stretch r; states are those before and after the row
 
 A mixer that says how its state crosses computes all stretches at once, by the means of a :class:`Crossing`. Any other
-causal mixer is handed its state by the process before, and waits for it: by partition invariance that is the same.
+causal mixer is handed its state by the process before, and waits for it: by partition invariance both give the same.
 Encoders, whose tokens see both ways, gather what their mixers need of the whole row.
 """
 
@@ -31,7 +31,7 @@ class Summary(Protocol):
 
 
 class Crossing:
-    """The processes that have the stretches of a row, of equal length; this one has stretch ``number`` of ``count``.
+    """The processes that share a row by stretches of equal length; this process has stretch ``number`` of ``count``.
 
     ``keeps``: whether the state after the row is wanted; where it is not, mixers return any. ``ring``: whether keys and
     values go round. ``before`` and ``seen`` [batch] int64: the tokens of each row's sequence before this stretch, and
@@ -47,7 +47,7 @@ class Crossing:
     seen: Tensor
 
     def row(self, stretch: Tensor, dim: int) -> Tensor:
-        """Return the whole row, of which this process has the ``stretch`` along ``dim``."""
+        """Return the whole row along ``dim``; this process has its ``stretch``."""
         everyone, _ = self.gathered(stretch, stretch)
         return torch.cat(everyone.unbind(0), dim)
 
@@ -76,8 +76,8 @@ class Crossing:
     def past(self, slots: Tensor, first: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
         """Return the last ``limit`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
 
-        slots: [batch, heads, time, width], this stretch's; first: [batch, heads, n, width], those before the row. All
-        of them are gathered; some are sent by those neighbours that have them.
+        slots: [batch, heads, time, width], this stretch's slots; first: [batch, heads, n, width], the slots before the
+        row. All slots are gathered (``limit`` None), or the neighbours send their last ones.
         """
         first = first.to(slots.dtype)
         if limit is not None:
@@ -89,7 +89,7 @@ class Crossing:
 
     def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ``local`` tensors of all stretches [stretches, ...], and ``tied``, which every stretch
-        differentiates whether or not its outputs depend on what the others sent."""
+        differentiates whether or not its outputs depend on the other stretches."""
         raise NotImplementedError
 
     def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
@@ -99,12 +99,12 @@ class Crossing:
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
         """Return the ``slots`` [batch, heads, count, width] of the last stretch, where they are wanted; ``count`` is
-        their number there, None if that is the same in all."""
+        their number there, None if all stretches have as many."""
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
-        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where there
-        are such; return whether something came. No gradients."""
+        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where these
+        stretches exist; return whether something came. No gradients."""
         raise NotImplementedError
 
 
@@ -116,8 +116,8 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, crossing: Crossing | None, valid: Tensor | None) -> Row | None:
-        """Return the row of a stretch's ``valid`` [batch, time], whose first tokens are those of each row; None where
-        a process has all of it."""
+        """Return the row of a stretch with the tokens ``valid`` [batch, time]; None where a process has the whole
+        row."""
         return None if crossing is None else cls(crossing, crossing.valid_row(valid))
 
     def begin(self, time: int) -> int:
@@ -138,11 +138,11 @@ class Crosses:
 
     @property
     def goes_round(self) -> bool:
-        """Return whether keys and values go round, as those that queries at any distance see may."""
+        """Return whether keys and values go round: they may where queries at any distance see them."""
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
     def behind_past(self, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None) -> tuple[Tensor, ...]:
-        """Return :func:`with_past`; where keys and values go round, the new slots stand behind those of the state
+        """Return :func:`with_past`; where keys and values go round, the new slots stand behind the state's slots
         alone."""
         return with_past(None if self.goes_round else self.crossing, new, first, limit)
 

@@ -60,8 +60,8 @@ def undivided(config: Config, why: str) -> KinformerError:
 
 
 def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
-    """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse parts of
-    a pattern that is another one for every head."""
+    """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse to
+    divide a pattern that differs between heads."""
     values: Any = config
     for name, why in (("span", "has costs of all heads"), ("differential", "takes differences over all heads")):
         if getattr(values, name, None) is not None:

@@ -113,8 +113,8 @@ class BidirectionalLSH(EncoderMixer):
 
         y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
 
-    z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. The mixer
-    ``lsh`` of a decoder is another one: here what a token sees depends on all others, later ones too.
+    z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. It differs from
+    the mixer ``lsh`` of a decoder: here a token sees keys that depend on all tokens, later ones included.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
@@ -185,11 +185,11 @@ class RoutingAttention(CausalMixer):
         local heads     softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last ``window`` tokens
         cluster         argmax_c k . mu_c
 
-    The centroids mu learn by online k-means (``parts.bucketing``). A token's cluster is its own vector's alone, and
-    of a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before
-    (``kernels.bucketed``): what it sees depends on the past alone. Itself a routed token sees only where it sees
-    nothing else. The state's ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their
-    centroids. The published form is the encoder mixer ``routing``.
+    The centroids mu learn by online k-means (``parts.bucketing``). A token's cluster is its own vector's alone, and of
+    a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
+    that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
+    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
+    ``kernels.bucketed.equal.balanced_attention``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 

@@ -28,8 +28,8 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
-    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: how much wider
-    than a token what is convolved is.
+    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: the width of the
+    convolved vectors in widths of a token.
     """
 
     @dataclass(frozen=True, kw_only=True)

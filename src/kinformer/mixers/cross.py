@@ -59,8 +59,8 @@ class CrossState(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
     def last(self, rows: int) -> Tensor:
-        """Return the slot of the last real token of the source for each of ``rows`` rows, [rows] int64, 0 where a
-        source has no real token."""
+        """Return the slot of the last real token of the source for each of ``rows`` rows, [rows] int64, 0 for a source
+        without real tokens."""
         valid = self.valid[:, 0]
         slots = torch.arange(valid.shape[1], device=valid.device).where(valid, 0)
         return slots.amax(-1).repeat_interleave(rows // len(valid))
@@ -194,7 +194,7 @@ class LinearCrossAttention(SourceMixer):
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
 
-    ``source_dim`` is the width of the source, ``dim`` if None. ``floor``: the normaliser is no less than this. A
+    ``source_dim`` is the width of the source, ``dim`` if None. ``floor``: the least value of the normaliser. A
     reset begins a new sequence over the same source. A row whose source is all padding gets the output projection's
     bias.
     """

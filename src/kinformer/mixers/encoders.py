@@ -54,17 +54,17 @@ class EtcAttention(EncoderMixer):
     """ETC's global-local attention (Ainslie et al. 2020): a long input with a window, and a short global one that sees
     all.
 
-    A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of
-    the global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one
-    (g2l). ``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position
-    labels, what a key is to a query, are ids here, and its vectors a^K their rows (see ``parts.positions``); its
+    A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of the
+    global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one (g2l).
+    ``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position labels
+    (the relation of a key to a query) are ids here, and its vectors a^K their rows (see ``parts.positions``); its
     radius r is the pattern's window, its clipping distance k ``max_distance``.
 
     With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 
     The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of l2l, a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
+    ``pattern`` applies to l2l: a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``parts.projections``); ``shared_output``: whether both inputs have one output
     projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
     False: the global input is a set, whose tokens see no distances among themselves. ``ids``: rows of each table of
@@ -206,12 +206,12 @@ class Linformer(Summarising, EncoderMixer):
     tokens, or a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k
     tokens stand there, feature by feature (pooling, section 4). As in the authors' code the tokens are compressed
     before they are projected, wherever heads share E: then no token has a key. The cost is time * rank, for every
-    length. A token of a global input before the sequence is a key of its own.
+    length. A token of a global input before the sequence is a separate key.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
 
-    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding has no weight.
+    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding does not count.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -252,8 +252,8 @@ class StarAttention(EncoderMixer):
         s   <- leaky_relu(attention of s over [s, h_1, ..., h_n])                       the relay
 
     ``iterations`` times, from H = E, the inputs, and s = their mean. A token sees five vectors and the relay all, so
-    that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by
-    every update and by nothing else, so all updates are one mixer. There is no residual: the published model is one
+    that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by every
+    update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
     layer, ``bare``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
@@ -336,7 +336,7 @@ class Update(nn.Module):
     def nodes(self, h: Tensor, e: Tensor, s: Tensor, shifts: tuple[Shift, Shift, Shift]) -> Tensor:
         """Return h [batch, time, dim] after the tokens attended to their neighbours, their inputs and the relay.
 
-        With five keys a query, products one by one are faster than tiles, of which a twentieth would be used.
+        With five keys a query, products one by one are faster than tiles, which would be 95 % unused.
         """
         shift, before, after = shifts
         z = self.norm(h)
@@ -375,8 +375,8 @@ class Products(nn.Module):
 
 
 def _beside(ends: str, valid: Tensor | None) -> tuple[Shift, Shift, Shift]:
-    """Return three functions of projected tokens [batch, time, heads, head_dim]: the tokens as they are seen, their
-    left and their right neighbours.
+    """Return three functions of projected tokens [batch, time, heads, head_dim]: the visible tokens, their left and
+    their right neighbours.
 
     Where ``ends`` are zeros, so is padding, which stands after the last token.
     """
@@ -407,7 +407,7 @@ class BidirectionalLinear(EncoderMixer):
     too.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
-    normaliser is no less than this, and eps is not added.
+    least value of the normaliser; eps is then not added.
     """
 
     @dataclass(frozen=True, kw_only=True)

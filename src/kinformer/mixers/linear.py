@@ -5,13 +5,13 @@
                   for features of length 1 at most: longer ones make S_t grow as a power of t
     y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
 
-The normaliser ``attention`` divides what the delta rule corrects, too (``kernels.linear.across``). The Linear
-Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et al.
-2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
-Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by
-a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind
-it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant,
-with ``levels`` one for each level of the past (log-linear attention, ``kernels.linear.levels``).
+The normaliser ``attention`` also divides the values that the delta rule corrects (``kernels.linear.across``). The
+Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et
+al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t. Mamba-2
+(Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by a step,
+and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind it stand
+a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant, with
+``levels`` one for each level of the past (log-linear attention, ``kernels.linear.levels``).
 """
 
 from __future__ import annotations
@@ -187,9 +187,7 @@ class LevelScales(nn.Module):
 
 
 class KernelState(NamedTuple):
-    """The state of kernel attention.
-
-    The state of kernel attention; a leaf that the config does not use has no elements.
+    """The state of kernel attention; a leaf that the config does not use is empty.
 
     kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
     key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
@@ -206,14 +204,14 @@ class KernelState(NamedTuple):
 class LinearAttention(Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
-    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
-    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None).
-    ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:
-    none). ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is
-    added to a head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm.
-    ``levels`` of the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a
-    value and a beta. ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
-    with the delta rule q, k, v, beta of each key head.
+    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` the width of its values (head_dim if None).
+    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None). ``scale``: y
+    is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none).
+    ``position`` turns queries and keys. ``floor``: the least value of the normaliser. ``skip``: D_h v_t is added to a
+    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
+    the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
+    ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule
+    q, k, v, beta of each key head.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
     external  softmax(|scale| q . k) v over the ``topk`` memories that a search by q returns of earlier segments
 
 q and k are normalised, q / sqrt(q . q + 1e-6), v is not. A query of segment i // segment may find the ``memory_size``
-positions before its segment. What is looked up takes no gradient, the query does. Before there are memories the
+positions before its segment. Memories take no gradient, queries do. Before there are memories the
 external part is 0, but has its share g, as in the authors' code. A ``position`` adds to the scores of the window alone,
 by distance (the paper: T5's biases); memories have none.
 """
@@ -66,8 +66,8 @@ class Memorizing(HostDriven, CausalMixer):
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
     a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the
-    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up as it is, outside of the graph, since it
-    needs positions on the host.
+    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up outside of the graph, since it needs
+    positions on the host.
     """
 
     growth = "window"
@@ -197,8 +197,8 @@ class Memorizing(HostDriven, CausalMixer):
         return attention(self._scaled(q), k, v, visibility, scoring, impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
-        """Join both parts by the gate and project them; ``external`` None: there
-        are no memories, and no share for them."""
+        """Join both parts by the gate and project them; ``external`` None: the mixer has no memories, and the local
+        part has the whole weight."""
         gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
         # (1 - g) local + g external; 0 * gate gives engines a gradient of every parameter.
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
@@ -230,7 +230,7 @@ class Memorizing(HostDriven, CausalMixer):
         return join(outputs), Evicted(*(join(list(item)) for item in zip(*after, strict=True)))
 
     def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Subsequence]]]:
-        """Yield rows with the same subsequences of the chunk (all of them, or one by one), and these subsequences."""
+        """Yield rows with the same subsequences of the chunk (all rows, or one by one), and these subsequences."""
         batch, time = chunk.x.shape[:2]
         reset = real_resets(chunk)
         if chunk.valid is None and reset is None and len(set(seen)) == 1:
@@ -263,7 +263,7 @@ def _check_position(config: PositionConfig, position: Position) -> None:
 def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Return keys and values after the last ``keep`` recent ones."""
     past = recent.k.shape[2]
-    start = past - keep if past > keep else 0  # a branch, since Inductor has no kernels for sizes that hold a maximum
+    start = past - keep if past > keep else 0  # a branch, since Inductor lacks kernels for sizes that hold a maximum
     if start == past:
         return k, v
     k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))

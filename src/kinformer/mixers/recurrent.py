@@ -51,7 +51,7 @@ class LSTM(CausalMixer):
         y_t = h_t,    (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1))
 
     Its state, ``h`` and ``c``, is constant in size. Torch's own implementation runs a chunk in one call, whatever
-    its rows' lengths and resets; ``torch.compile`` leaves it as it is, outside of the graph.
+    its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], the hidden states; computed in float32 at least.
     """
@@ -241,7 +241,7 @@ class OuterProduct(CausalMixer):
         after = before + product
         if self.config.activation != "identity":
             after = getattr(torch, self.config.activation)(after)
-        if valid is not None:  # what is no token writes nothing
+        if valid is not None:  # padding writes nothing
             after = torch.where(valid[:, index, None, None, None], after, weights)
         return after
 
@@ -287,13 +287,12 @@ class RWKV7(Crosses, CausalMixer):
         S_t = diag(w) S_(t-1) - (a * kappa) (kappa^T S_(t-1)) + k~ v^T
         y_t = W_o (g * (norm(S_t^T r) + (r . (rho * k~)) v))
 
-    which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are
-    mixed with those of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that
-    layer.
+    which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are mixed
+    with the values of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that layer.
 
     The state is constant.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; ranks are those of W_w1, W_a1, W_g1 and W_v1.
+    The mixer x [batch, time, dim] -> y [batch, time, dim]; the ranks belong to W_w1, W_a1, W_g1 and W_v1.
     """
 
     @dataclass(frozen=True, kw_only=True)

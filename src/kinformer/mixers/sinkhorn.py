@@ -64,8 +64,8 @@ class SinkhornAttention(EncoderMixer):
     With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2
     block (or time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
 
-    Where the last block is not full, what is missing has no weight in a sorted block: the others' weights at that
-    slot are scaled up to the sum that all would have. Noise is drawn in training only.
+    Where the last block is not full, its missing tokens do not count in a sorted block: the other weights at the slot
+    are scaled up to the sum of all. Noise is drawn in training only.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
@@ -146,7 +146,7 @@ class SinkhornAttention(EncoderMixer):
 class SortingNetwork(nn.Module):
     """The network from sums of blocks [batch, blocks, dim] to S [batch, heads, blocks, blocks], in float32 or better.
 
-    ``filled`` [batch, blocks] bool or None: which blocks hold a token; the others are no part of the sorting.
+    ``filled`` [batch, blocks] bool or None: which blocks hold a token; only these are sorted.
     """
 
     def __init__(self, config: SinkhornAttention.Config, dim: int) -> None:
@@ -177,8 +177,8 @@ def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tu
 
 
 class SortedState(NamedTuple):
-    """The state: ``k``, ``v`` [batch, heads, past, head_dim], right-aligned; ``sums`` [batch, blocks, dim], those of
-    the tokens of every block, in float32 or better; ``seen`` [batch] int64."""
+    """The state: ``k``, ``v`` [batch, heads, past, head_dim], right-aligned; ``sums`` [batch, blocks, dim] of the
+    tokens of every block, in float32 or better; ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -189,9 +189,9 @@ class SortedState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time]
-    are its tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it
-    continues what the row's state holds; ``last`` [batch]: the last sequence of every row."""
+    """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time] are its
+    tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it continues the
+    sequence in the row's state; ``last`` [batch]: the last sequence of every row."""
 
     row: Tensor
     places: Tensor
@@ -269,7 +269,7 @@ class CausalSinkhornAttention(CausalMixer):
         return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))
 
     def _absorb(self, chunk: Chunk, state: SortedState) -> tuple[Tensor, SortedState]:
-        """Absorb a chunk that goes on with the sequences of ``state``."""
+        """Absorb a chunk that continues the sequences of ``state``."""
         chunk = chunk._replace(reset=None)
         positions = positions_of(chunk, state.seen)
         seen, x = advance(state.seen, chunk, positions), select_valid(chunk.x, chunk.valid)
@@ -285,7 +285,7 @@ class CausalSinkhornAttention(CausalMixer):
         return select_valid(self.out(merge_heads(y)), chunk.valid), SortedState(k, v, sums, seen)  # type: ignore[call-arg]
 
     def _check(self, state: SortedState, time: int, seen: Tensor) -> None:
-        """Raise where a sequence ends beyond ``max_length``; the host looks only where that is possible."""
+        """Raise where a sequence ends beyond ``max_length``; the host looks only where a sequence may be that long."""
         if state.k.shape[2] + time > self.max_length and has_data(seen) and not torch.compiler.is_compiling():
             longest = int(seen.max())
             if longest > self.max_length:
@@ -338,8 +338,8 @@ class CausalSinkhornAttention(CausalMixer):
         return y.gather(2, at)
 
     def _by_position(self, slots: Tensor, shift: Tensor | None, count: int) -> Tensor:
-        """Return slots [batch, heads, slots, width] as blocks [batch, heads, count, block, width] by position, zero
-        where there is no token; slot s of a row holds position s - ``shift`` [batch] (None: 0)."""
+        """Return slots [batch, heads, slots, width] as blocks [batch, heads, count, block, width] by position, zero in
+        empty slots; slot s of a row holds position s - ``shift`` [batch] (None: 0)."""
         length = count * self.config.block
         if shift is None:
             slots = pad(slots[:, :, :length], (0, 0, 0, max(0, length - slots.shape[2])))
@@ -371,7 +371,7 @@ def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:
 
 
 def _continued(state: SortedState, rows: Rows) -> SortedState:
-    """Return the states in which the sequences ``rows`` begin: those of their rows, or new ones."""
+    """Return the states in which the sequences ``rows`` begin: the states of their rows, or new ones."""
     state = SortedState(*(leaf[rows.row] for leaf in state))
     k, v, sums = (
         torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]

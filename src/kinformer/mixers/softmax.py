@@ -3,11 +3,11 @@
     y = softmax(scale * rotate(q) rotate(k)^T over the keys that the pattern allows) v,  then an output projection
 
 (Vaswani et al. 2017, equation 1). The state holds the keys and values that a later query can still see, right-aligned:
-a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid.
-With a learnt ``span`` the pattern, and with it the state, is cut to what the heads look at as the weights are now.
-Where each token has spans of its own, their cost adds up in the state. Where the pattern pins the first tokens, the
-state holds these too, and attention to them is merged with that to the others. A ``decay`` by head lowers scores by
-what lies between query and key (``parts.decays``), and the state holds its sums.
+a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid. A
+learnt ``span`` cuts the pattern, and with it the state, to the distances at which the heads look now. Where each token
+has a span, the cost of the spans adds up in the state. Where the pattern pins the first tokens, the state holds them
+too, and attention to them is merged with attention to the window. A ``decay`` lowers scores by the tokens between query
+and key (``parts.decays``), and the state holds its sums.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
     def _project(
         self, x: Tensor, past: Past, recent: Tensor | None, output_mask: Tensor | None
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Return q, k and v of the chunk [batch, heads, time, head_dim], and what later tokens need of a projection
-        with a context; q is None where no output is needed."""
+        """Return q, k and v of the chunk [batch, heads, time, head_dim], and the projections that later tokens need
+        (None for a projection without context); q is None where no output is needed."""
         if recent is not None:
             (q, k, v), recent = in_context(self.projection, self.projection(x), recent, past, x)
             return q, k, v, recent

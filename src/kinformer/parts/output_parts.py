@@ -48,7 +48,7 @@ class Differential(nn.Module):
         self.vectors = nn.Parameter(0.1 * torch.randn(4, head_dim))
 
     def values(self, v: Tensor) -> Tensor:
-        """Return values [batch, kv_heads, slots, head_dim] as those of pairs, twice as wide."""
+        """Return values [batch, kv_heads, slots, head_dim] as values of pairs, twice as wide."""
         pairs = torch.cat(v.chunk(2, 1), -1)
         return torch.cat([pairs, pairs], 1)
 
@@ -91,7 +91,7 @@ class Exclusive(nn.Module):
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
         v = v[:, :, -y.shape[2] :]
         v = v.repeat_interleave(y.shape[1] // v.shape[1], 1).to(state_dtype(y.dtype))
-        # A value of zeros has no direction: nothing is taken away.
+        # A value of zeros lacks a direction: nothing is taken away.
         along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-12)
         return (y - self.strength.tanh()[:, None, None] * along * v).to(y.dtype)
 
@@ -239,12 +239,12 @@ def written(
 
 
 class ValueResidual(SharesValues, nn.Module):
-    """Values mixed with those of the first layer (Zhou et al. 2024, Value Residual Learning, arXiv 2410.17897).
+    """Values mixed with the values of the first layer (Zhou et al. 2024, Value Residual Learning, arXiv 2410.17897).
 
         v_l <- lam v_l + (1 - lam) v_1
 
-    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values of the same tokens in the first
-    layer that has a value residual; the cache holds what is mixed, so generation needs no more state.
+    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values of the same tokens in the first layer
+    with a value residual. The cache holds mixed values, so generation needs no further state.
 
     The mixing of v [batch, kv_heads, time, head_dim]; a layer alone is the first.
     """
@@ -261,7 +261,7 @@ class ValueResidual(SharesValues, nn.Module):
 
 # A short causal convolution over time, for each channel alone: y_t = sum_b weight_b x_(t - b).
 #
-# With SiLU behind it, of q, k and v, it is that of Fu et al. 2023 (H3), as DeltaNet and Gated DeltaNet have it.
+# With SiLU behind it, over q, k and v, it is the convolution of Fu et al. 2023 (H3), DeltaNet and Gated DeltaNet.
 
 
 def convolve(
@@ -287,7 +287,7 @@ def convolve(
 class CausalConvolution(nn.Module):
     """The convolution x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
-    ``weight`` [width, heads, channels], ``weight[0]`` being that of the token itself.
+    ``weight`` [width, heads, channels], where ``weight[0]`` weighs the token itself.
     """
 
     def __init__(self, width: int, num_heads: int, channels: int) -> None:

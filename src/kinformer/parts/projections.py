@@ -61,7 +61,7 @@ class FactorsConfig(Config):
 
 
 class Factors(nn.Module):
-    """The weights, of which ``pairs`` is W for ``slots`` tokens; ``query_bias`` has u, and w with positions."""
+    """The weights: ``pairs`` is W for ``slots`` tokens; ``query_bias`` has u, and w with positions."""
 
     def __init__(self, config: FactorsConfig, dim: int, slots: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ PIECE = 1 << 17
 def shifted_sum(tokens: Tensor, weight: Tensor, inside: Callable[[int], Tensor] | None) -> Tensor:
     """Return y_t = sum_b weight[b] x_(t - b), b = 0 ... width - 1.
 
-    tokens: x [batch, heads, width - 1 + time, channels], led by what came before; weight: [width, heads, channels];
+    tokens: x [batch, heads, width - 1 + time, channels], led by the tokens before; weight: [width, heads, channels];
     one head of x may serve all of the weight.
     inside: whether the token ``b`` back is one of the same sequence, [batch, time] bool; None: all are.
     Returns [batch, heads, time, channels].
@@ -295,7 +295,7 @@ class Convolved(Projection):
     The projection with ``weight`` [width, heads, head_dim], the heads of q, k and v one after the other; there is no
     bias.
 
-    ``weight[0]`` is that of the token itself.
+    ``weight[0]`` weighs the token itself.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -346,9 +346,10 @@ class Convolved(Projection):
 def in_context(
     projection: Projection, qkv: tuple[Tensor, Tensor, Tensor], recent: Tensor, past: Past, x: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Return q, k and v of a chunk x [batch, time, dim] by a projection with a context, and what later tokens need.
+    """Return q, k and v of a chunk x [batch, time, dim] by a projection with a context, and the projections that later
+    tokens need.
 
-    qkv: what the projection makes of each token alone; recent: [batch, heads, up to context, head_dim], the same of the
+    qkv: the projections of each token alone; recent: [batch, heads, up to context, head_dim], the projections of the
     tokens before the chunk.
     """
     chunk, (q, k, v) = past.chunk, qkv
@@ -370,7 +371,7 @@ class SharedQK(Projection):
     convolution.
 
     The projection with ``weight`` [width, 2 heads, head_dim] of the heads of k and v, one after the other;
-    ``weight[0]`` is that of the token itself.
+    ``weight[0]`` weighs the token itself.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -417,14 +418,14 @@ class Normalised(Projection):
         q = w_q * W_Q x / rms(W_Q x),    k = w_k * W_K x / rms(W_K x)
 
     Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne. With
-    ``over = "heads"`` one root mean square is that of all heads together (OLMo 2, 2024; Dehghani et al. 2023,
-    ViT-22B). With ``over = "by_head"`` every head has a weight of its own (Lin et al. 2025, Forgetting Transformer,
+    ``over = "heads"`` all heads together share one root mean square (OLMo 2, 2024; Dehghani et al. 2023,
+    ViT-22B). With ``over = "by_head"`` every head has its own weight (Lin et al. 2025, Forgetting Transformer,
     Pro).
 
     The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
 
-    ``over``: the features that share a root mean square, those of one head, with one weight for all heads (head) or
-    one for each (by_head), or those of all (heads).
+    ``over``: the features that share a root mean square: one head's, with one weight for all heads (head) or one for
+    each (by_head), or all heads' (heads).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -564,12 +565,12 @@ def _apply_parts(modules: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 class KVShift(Projection):
-    """Keys and values mixed with those of the token before, as far as the token says (Lin et al. 2025, Forgetting
-    Transformer, Pro block; arXiv 2503.02130, section 3): KV-shift.
+    """Keys and values mixed with the keys and values of the token before, by shares that the token gives (Lin et al.
+    2025, Forgetting Transformer, Pro block; arXiv 2503.02130, section 3): KV-shift.
 
         k_t <- a_t k_{t-1} + (1 - a_t) k_t,    v_t <- b_t v_{t-1} + (1 - b_t) v_t,    a_t, b_t = sigmoid(W x_t) by head
 
-    k and v are those that another projection makes; before the first token of a sequence they are zero.
+    k and v come from another projection; before the first token of a sequence they are zero.
 
     The projection whose ``shift`` maps a token to a_t and b_t, one of each for every head of keys.
     """
@@ -636,8 +637,8 @@ class Pieces(NamedTuple):
 class ByPiece(MultiHead):
     """One projection for the long input, and for the rest what ``sharing`` says:
 
-    ``all``     it is that of the global input too;
-    ``inputs``  this has one of its own, ``of_global``: 2 queries, 2 keys and 2 values;
+    ``all``     it projects the global input too;
+    ``inputs``  the global input has its own projection, ``of_global``: 2 queries, 2 keys and 2 values;
     ``pieces``  and the keys and values of l2g and g2l have theirs: 2 queries, 4 keys and 4 values.
     """
 
@@ -667,7 +668,8 @@ class ByPiece(MultiHead):
         return k, v
 
 
-# Projections of the length: keys and values of a sequence become those of its summaries (Wang et al. 2020, Linformer).
+# Projections of the length: keys and values of a sequence become keys and values of its summaries (Wang et al. 2020,
+# Linformer).
 #
 # E and F are learned weights of every position, or the mean or maximum of some tokens, or a convolution over them.
 
@@ -758,7 +760,7 @@ class Summarising(nn.Module):
         self.length = length_projection(config, self.head_dim)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-        """Return attention of q [batch, heads, time, head_dim] to summaries that are not ``hidden`` [batch, n], as
+        """Return attention of q [batch, heads, time, head_dim] to the summaries outside of ``hidden`` [batch, n], as
         [batch, time, heads * head_dim]."""
         scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
         visibility = Visibility(key_padding_mask=hidden)
@@ -798,7 +800,7 @@ class Summarising(nn.Module):
 
 
 def _without_bias(product: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``product(x)`` less what it adds to everything, and that [features] or None."""
+    """Return ``product(x)`` without its bias, and the bias [features] or None."""
     if is_plain(product):
         return functional.linear(x, product.weight), product.bias
     bias = product(x.new_zeros(1, x.shape[-1]))[0]

@@ -18,7 +18,7 @@ from kinformer.runtime.processor import multiplies_int8
 
 
 class MemorySlice(NamedTuple):
-    """A range of memories, ``size`` of them from slot ``first`` on, of ``k``, ``v`` [batch, heads, slots, head_dim]."""
+    """A range of memories: ``size`` slots from ``first`` on of ``k``, ``v`` [batch, heads, slots, head_dim]."""
 
     k: Tensor
     v: Tensor
@@ -40,35 +40,35 @@ def gathered(slots: Tensor, slices: list[MemorySlice]) -> tuple[Gathered, Gather
 
 # Scores as whole numbers whose last bits say which row they are of: one maximum gives the best and where it is.
 #
-# Both kinds give positive numbers, of queries and keys that are no longer than 1.
+# Both kinds give positive numbers, of queries and keys of length 1 at most.
 #
 # Floats: positive floats, whose bits order as integers do; the last bits give way to the row. So scores that differ in
 # these bits alone count as equal: in float32 by 2^-12 with 2048 rows (65,536 memories in 32 buckets), in float64 by
 # nothing to speak of. On a GPU the products are bfloat16 where there are many.
 #
 # Integers: q' = round(s q) and k' = round(t k) in int8, with a scale for each query and one for all keys, and the
-# number 2^30 + 2^bits (q' . k') + row. By Cauchy and Schwarz |q' . k'| <= (s |q| + r) (t |k| + r), r = sqrt(head_dim)
-# / 2, so no scale exceeds what keeps this below 2^(30 - bits); nor does any element exceed 127. As both scales are 127
-# at least, a score is off by at most r / s + r / t + r^2 / (s t), and what is chosen is at most sqrt(head_dim) / 60
-# worse than the best. That is the worst of cases: rounding errors cancel, and it is some thousandths.
+# number 2^30 + 2^bits (q' . k') + row. By Cauchy and Schwarz |q' . k'| <= (s |q| + r) (t |k| + r), r = sqrt(head_dim) /
+# 2, so no scale exceeds what keeps this below 2^(30 - bits); nor does any element exceed 127. As both scales are 127 at
+# least, a score is off by at most r / s + r / t + r^2 / (s t), and the chosen memory is at most sqrt(head_dim) / 60
+# worse than the best. This is the worst case: rounding errors cancel, and the difference is some thousandths.
 #
 # What is chosen is scored again where it is attended to, so only the choice is rounded.
 
 _POSITIVE = 1.0625
 """Added to scores, which are at least -1, up to rounding."""
 _MANY = 1024
-"""Among this many memories the nearest are near to each other: it matters little which of them are returned."""
+"""Among this many memories the nearest are near to each other: the choice among near neighbours matters little."""
 _QUERIES = 32
 """From this many queries on it pays to round the keys."""
 _CACHED = 1 << 12
-"""Keys that are rounded at a time."""
+"""Number of keys that are rounded at a time."""
 _INT8 = 127
 
 
 class _Numbered:
     """Numbered scores of dtype ``whole``; the last ``bits`` hold the row, and ``base`` is added.
 
-    With ``never`` as its row number, a memory has no positive score.
+    With the row number ``never`` the score of a memory is not positive.
     """
 
     whole: torch.dtype
@@ -86,7 +86,7 @@ class _Numbered:
 
 
 class Floats(_Numbered):
-    """Numbered scores that are floats, of queries [queries, head_dim], with ``bits`` for the row number."""
+    """Numbered scores as floats, of queries [queries, head_dim], with ``bits`` for the row number."""
 
     def __init__(self, q: Tensor, bits: int, narrow: bool) -> None:
         self.q, self.bits, self.dtype = q.to(torch.bfloat16) if narrow else q, bits, q.dtype

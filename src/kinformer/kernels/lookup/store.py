@@ -2,8 +2,8 @@
 in larger blocks.
 
 A query sees the memories of earlier segments. Those up to the last multiple of ``batch_of`` positions are evicted to
-tensors of their own, which are copied when the next part joins them and not before; the others are still among the
-fresh ones. All borders are multiples of positions, so nothing depends on how the sequence is cut.
+separate tensors, which are copied only when the next part joins them; the others are still among the fresh ones. All
+borders are multiples of positions, so nothing depends on how the sequence is cut.
 """
 
 from __future__ import annotations
