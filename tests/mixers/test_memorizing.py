@@ -265,7 +265,7 @@ def test_what_was_put_away_is_shared_by_states_until_more_is():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_size": 20}, "memory_size = 20 is no multiple of segment = 8"),
+        ({"memory_size": 20}, "memory_size = 20 is not a multiple of segment = 8"),
         ({"topk": 5}, "topk = 5 does not divide segment = 8"),
         ({"window": 0}, "window must be 1 or more"),
     ],

@@ -54,7 +54,9 @@ class ReservedState:
     def refuse_graph(self) -> None:
         """Raise where gradients are recorded."""
         if torch.is_grad_enabled():
-            raise KinformerError("a reserved state holds no graph; step it under torch.no_grad(), or use its value.")
+            raise KinformerError(
+                "a reserved state does not hold a graph; step it under torch.no_grad(), or use its value."
+            )
 
     def value(self) -> State:
         """Return a copy of this state as an immutable ``NamedTuple`` value."""
@@ -211,7 +213,7 @@ def join_rows(states: list[State]) -> State:
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
-            "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
+            "a reserved state has a single owner and cannot be joined; join value(state) of each "
             "(kinformer.core.state), and reserve the result."
         )
     if any(type(state) is not type(first) for state in states):

@@ -149,7 +149,7 @@ class BidirectionalLSH(EncoderMixer):
         self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "the mixer lsh has no global tokens, as a token sees the tokens of its bucket"
+        why = "the mixer lsh does not support global tokens, as a token sees the tokens of its bucket"
         refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)

@@ -296,7 +296,7 @@ class StarAttention(EncoderMixer):
         )
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens"
+        why = "this mixer (star) has a relay that sees all and is seen by all, and does not support other global tokens"
         refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)

@@ -125,7 +125,9 @@ class BidirectionalLSTM(EncoderMixer):
         self.rnn = nn.LSTM(dim, dim // 2, bidirectional=True)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("the mixer lstm has no global tokens, as it reads tokens in order", global_tokens, global_input)
+        refuse_global(
+            "the mixer lstm does not support global tokens, as it reads tokens in order", global_tokens, global_input
+        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)

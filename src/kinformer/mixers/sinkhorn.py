@@ -97,7 +97,9 @@ class SinkhornAttention(EncoderMixer):
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("this mixer (sinkhorn) sorts blocks and knows no global tokens", global_tokens, global_input)
+        refuse_global(
+            "this mixer (sinkhorn) sorts blocks and does not support global tokens", global_tokens, global_input
+        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)

@@ -69,7 +69,7 @@ class TensorizedAttention(Factors, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
-        indivisible = "its factors are those of one product, without heads"
+        indivisible = "its factors belong to one product, without heads"
         max_length: int = 32
 
         def build(self, dim: int) -> TensorizedAttention:
@@ -131,7 +131,7 @@ class TensorizedAttention(Factors, CausalMixer):
             before, after = self.pairs[:, rows, columns], self.pairs[:, columns[..., :first], rows]
         except IndexError:
             raise KinformerError(
-                f"position {int(where.max())} has no weights: the mixer tensorized ends at max_length = "
+                f"position {int(where.max())} lacks weights: the mixer tensorized ends at max_length = "
                 f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
@@ -232,7 +232,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
-        indivisible = "its factors are those of one product, without heads"
+        indivisible = "its factors belong to one product, without heads"
         segment: int = 32
         memory: int = 32
 

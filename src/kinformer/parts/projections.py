@@ -705,7 +705,7 @@ class SummariesConfig(Config):
             )
         if self.method != "learned" and self.max_length % self.rank:
             raise KinformerError(
-                f"max_length = {self.max_length} is no multiple of rank = {self.rank}, but the windows of method = "
+                f"max_length = {self.max_length} is not a multiple of rank = {self.rank}, but the windows of method = "
                 f"{self.method!r} are max_length / rank tokens wide; choose a divisor."
             )
         if self.method in ("mean", "max"):
