@@ -358,8 +358,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
             for name in ("segment", "memory"):
                 if getattr(self, name) % rate:
                     raise KinformerError(
-                        f"{name} = {getattr(self, name)} is not a multiple of the compression's rate of {rate}, so that "
-                        f"memories would be left over; use {getattr(self, name) // rate * rate + rate}."
+                        f"{name} = {getattr(self, name)} is not a multiple of the compression's rate of {rate}, so "
+                        f"that memories would be left over; use {getattr(self, name) // rate * rate + rate}."
                     )
 
         def build(self, dim: int) -> Compressive:

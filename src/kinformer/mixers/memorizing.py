@@ -96,8 +96,8 @@ class Memorizing(HostDriven, CausalMixer):
                     raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
             if self.memory_size % self.segment:
                 raise KinformerError(
-                    f"memory_size = {self.memory_size} is not a multiple of segment = {self.segment}; whole segments are "
-                    "remembered, so give one."
+                    f"memory_size = {self.memory_size} is not a multiple of segment = {self.segment}; whole segments "
+                    "are remembered, so give a multiple."
                 )
             if self.search == "bucketed" and self.segment % self.topk:
                 raise KinformerError(

@@ -165,14 +165,15 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         return self.shape.bytes(length, self.pattern.horizon, dtype)
 
     def forward(self, chunk: Chunk, state: CacheState, output_mask: Tensor | None = None) -> tuple[Tensor, CacheState]:
+        # Project
         x = select_valid(chunk.x, chunk.valid)
         past = self.opens(chunk, cache_of(state), self)
         reach = self.reach(self, state, past, x)
-
         q, k, v, recent = self._project(x, past, context_of(state), output_mask)
         if self.value_residual is not None:
             v = self.value_residual(v, chunk.values)
 
+        # Position
         v = self.position.values(v)
         if q is None:
             k = self.position.rotate_keys(k, past.positions)
@@ -180,6 +181,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             reach.project(q, k)
             q, k = self.position.rotate(q, k, past.positions)
 
+        # Remember
         new, stored = reach.slots(k, v)
         slots, whole, after = past.remember(new, self.pattern.horizon, stored)
         if recent is not None:
@@ -188,12 +190,15 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         if q is None or (output_mask is not None and not output_mask.numel()):
             return v.new_zeros(*chunk.x.shape[:2], self.dim), after
 
+        # Attend
+        k, v, *others = slots
+        v = self.values(v)
         visibility = Visibility(self.pattern, past.positions, whole)
-        slots = slots if not self.variants else (slots[0], self.values(slots[1]), *slots[2:])
-        heads = reach.attend(self.score.queries(q), slots, visibility)
+        heads = reach.attend(self.score.queries(q), (k, v, *others), visibility)
         for variant in reversed(self.variants):
-            heads = variant(heads, slots[1])
+            heads = variant(heads, v)
 
+        # Write
         y = written(self.out, self.gate, merge_heads(heads), chunk, output_mask, self.head_norm)
         return select_valid(y, chunk.valid), after
 
