@@ -71,7 +71,7 @@ def gate() -> dict[str, float]:
 
 
 def find(name: str, q: Tensor, k: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Scores of what is found, and which of ``k`` it is."""
+    """The scores of the memories that a search returns, and their slots in ``k``."""
     found = look_up(q, [MemorySlice(k, k, 0, k.shape[2])], Search(name, TOPK, impl))
     return (q @ k.mT).gather(-1, found), found
 

@@ -417,7 +417,7 @@ class RandomFourier(FeatureMap, Resampled):
 class QuotientConfig(Config):
     """The fields of a mixer that attends to all tokens at once by features.
 
-    ``floor``: the normaliser is no less than this, and ``eps`` is not added.
+    ``floor``: the least value of the normaliser; ``eps`` is then not added.
     """
 
     num_heads: int = 4
