@@ -1,7 +1,7 @@
 """A layer that looks up 65,536 memories, beside the same layer without: dim 512, 8 heads, a segment of 512, one row.
 
-    layer     one segment forward and backward in training: no memory, the authors' bucketed search, the inverted file,
-              and (where time allows) the exact one; and the step that puts memories away, which comes once in a while
+    layer     one segment forward and backward in training: no memory, the authors' bucketed search, and (where time
+              allows) the exact one; and the step that puts memories away, which comes once in a while
     recall    the share of the 32 true nearest that each search finds, and of their weight in the softmax: of keys that
               lie in clusters, and of keys that do not
 
@@ -21,14 +21,13 @@ from torch.nn.functional import normalize
 from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.contract import Chunk
 from kinformer.core.reserved import KeysValues
-from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
-from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
+from kinformer.kernels.lookup import MemorySlice, Search, look_up
 from kinformer.mixers.memorizing import Memorizing, MemorizingState
 
-DIM, HEADS, SEGMENT, TOPK, LISTS, PROBES = 512, 8, 512, 32, 64, 3
+DIM, HEADS, SEGMENT, TOPK = 512, 8, 512, 32
 WIDTH = DIM // HEADS
-SEARCHES = ("bucketed", "inverted")
-ASKED = {"bucketed": 5.0, "inverted": 2.5}
+SEARCHES = ("bucketed",)
+ASKED = {"bucketed": 5.0}
 """At most this often the time of the layer without memory."""
 
 
@@ -37,7 +36,7 @@ def layer(search: str, memories: int) -> Memorizing:
     config = Memorizing.Config(
         num_heads=HEADS, window=SEGMENT, segment=SEGMENT, memory_size=memories, topk=TOPK, search="bucketed"
     )
-    return (config if search == "none" else config.replace(search=search, lists=LISTS, probes=PROBES)).build(DIM)
+    return (config if search == "none" else config.replace(search=search)).build(DIM)
 
 
 def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
@@ -45,13 +44,8 @@ def remembered(mixer: Memorizing, segments: int) -> MemorizingState:
     size, recent = mixer.config.memory_size, mixer.most_past
     seen = 4 * max(size, mixer.batch_of) + segments * SEGMENT
     new, old = (points(HEADS, count) for count in (recent, size))
-    assignments = torch.zeros(1, HEADS, size, 0, dtype=torch.int64)
-    k, v = old, torch.randn_like(old)
-    if mixer.centroids is not None:
-        border = seen // mixer.batch_of * mixer.batch_of
-        assignments = assignments_of(old, border - size, CoarseQuantizer(mixer.centroids, PROBES))
-        k, v, assignments = insert(k, v, assignments, size)
-    return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), k, v, assignments)
+    values = torch.randn_like(old)
+    return MemorizingState(KeysValues(new, torch.randn_like(new), torch.tensor([seen])), old, values)
 
 
 def points(heads: int, count: int, clusters: int = 0) -> Tensor:
@@ -77,18 +71,9 @@ def gate() -> dict[str, float]:
 
 
 def find(name: str, q: Tensor, k: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Scores of what is found (-1 where nothing is), and which of ``k`` it is."""
-    if name != "inverted":
-        found = look_up(q, [MemorySlice(k, k, 0, k.shape[2])], Search(name, TOPK, impl=impl))
-        return (q @ k.mT).gather(-1, found), found
-    lists = CoarseQuantizer(centroids(k.shape[1], LISTS, WIDTH), PROBES)
-    filed, _, assignments = insert(k, k, assignments_of(k, 0, lists), k.shape[2])
-    pieces = [MemorySlice(filed, filed, 0, k.shape[2]), MemorySlice(k, k, 0, 0)]
-    found = look_up(q, pieces, Search(name, TOPK, lists, impl), InvertedFile(filed, assignments, 0))
-    positions = assignments[:, :, None, :, 1].expand(-1, -1, q.shape[2], -1).gather(-1, found.clamp_min(0))
-    positions = torch.where(found < 0, -1, positions)
-    scores = (q @ k.mT).gather(-1, positions.clamp_min(0))
-    return torch.where(positions < 0, -1.0, scores), positions
+    """The scores of the memories that a search returns, and their slots in ``k``."""
+    found = look_up(q, [MemorySlice(k, k, 0, k.shape[2])], Search(name, TOPK, impl))
+    return (q @ k.mT).gather(-1, found), found
 
 
 def recall(memories: int, clusters: int, sharpness: float = 20.0) -> dict[str, dict[str, float]]:
@@ -101,7 +86,7 @@ def recall(memories: int, clusters: int, sharpness: float = 20.0) -> dict[str, d
     for name in ("exact", *SEARCHES):
         found = find(name, q, k)[1]
         hit = (nearest[..., :, None] == found[..., None, :]).any(-1).float().mean()
-        held = torch.where(found < 0, 0.0, weight.gather(-1, found.clamp_min(0))).sum(-1).mean()
+        held = weight.gather(-1, found).sum(-1).mean()
         told[name] = {"found": float(hit), "weight": float(held)}
     return told
 
@@ -152,7 +137,6 @@ def main() -> None:
     rows = [[name, *(each[name][what] for each, what in parts_of)] for name in ("exact", *SEARCHES)]
     show(f"of {memories // 4} memories", ("search", "found, clusters", "weight", "found, none", "weight"), rows)
     shape = {"dim": DIM, "heads": HEADS, "segment": SEGMENT, "memories": memories, "topk": TOPK}
-    shape |= {"lists": LISTS, "probes": PROBES}
     save(
         options, "memorizing",
         {"shape": shape, "dtype": "float32", "gaps": gaps, "milliseconds": found, "average": averages, "recall": told},

@@ -33,7 +33,7 @@ def absorbed(layer, x, sizes):
     """The stream after the mixer, however x is cut."""
     state, found = layer.initial_state(len(x), dtype=x.dtype), []
     for part in x.split(sizes, dim=1):
-        y, state = layer._mixed(Chunk(part), state)
+        y, state = layer._mix(Chunk(part), state)
         found.append(y)
     return torch.cat(found, 1), state
 
@@ -66,7 +66,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(norm, sizes):
     own = torch.autograd.grad((authors(layer, x)[:, -3:] * up[:, -3:]).sum(), leaves[1])[0]
     with torch.no_grad():
         before = absorbed(layer, x[:, :-3], [TIME - 3])[1]
-    late = torch.autograd.grad((layer._mixed(Chunk(x[:, -3:]), before)[0] * up[:, -3:]).sum(), leaves[1])[0]
+    late = torch.autograd.grad((layer._mix(Chunk(x[:, -3:]), before)[0] * up[:, -3:]).sum(), leaves[1])[0]
     assert (late - own).abs().max() < 1e-10, "also from a memory that was made without gradients"
 
 
@@ -78,7 +78,7 @@ def test_memories_are_read_by_the_present_norm(config):
     with torch.no_grad():
         layer.mixer_residual.norm.weight.mul_(1.7)
         layer.mixer_residual.norm.bias.add_(0.4)
-    late, _ = layer._mixed(Chunk(x[:, 10:]), begun)
+    late, _ = layer._mix(Chunk(x[:, 10:]), begun)
     assert (late - absorbed(layer, x, [TIME])[0][:, 10:]).abs().max() < 1e-12
     assert torch.equal(begun[0].hidden_states[:, 0], x[:, 10 - begun[0].hidden_states.shape[2] : 10])
 

@@ -82,7 +82,7 @@ def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFi
     assert [cost.devices for cost in serving_costs(cluster, 8)] == [1]
     assert Estimate(member="rope", recipe="tiny", length=32, batch_size=4, devices="4").run() == 0
     text = capsys.readouterr().out
-    assert "tp=2,fsdp=2" in text and "num_heads = 2 is no multiple of 4" in text and "tokens/s a device" in text
+    assert "tp=2,fsdp=2" in text and "num_heads = 2 is not a multiple of 4" in text and "tokens/s a device" in text
 
 
 def test_time_is_shared_where_nothing_else_fits() -> None:

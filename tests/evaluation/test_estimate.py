@@ -50,12 +50,12 @@ CONFIGS |= {
     f"{name}, translating": configure(name, "tiny-translate")
     for name in ("rfa", "universal", "macaron", "depth-adaptive")
 }
-CONFIGS["vanilla, distances and predicted places across"] = configure(
+CONFIGS["vanilla, distances and summaries across"] = configure(
     "vanilla",
     "tiny",
     set={
         "layers.0.further_mixers": [{"kind": "cross", "position": "shaw", "num_heads": 2}],
-        "layers.1.further_mixers": [{"kind": "cross_predictive", "num_heads": 2}],
+        "layers.1.further_mixers": [{"kind": "cross_linformer", "num_heads": 2}],
     },
 )
 CONFIGS["tensorized, memory"] = configure("tensorized", "tiny-memory")

@@ -20,7 +20,6 @@ RECIPES = [(name, {}) for name in (*CAUSAL, *SOURCE)] + [
     ("mla", {"layers.*.mixer.form": "expanded"}),
     ("gpt", {"head.tied": False}),
     ("gpt", {"layers.*.mixer": {"kind": "tensorized_memory", "segment": 8, "memory": 8}}),
-    ("vanilla", {"layers.*.further_mixers": [{"kind": "cross_predictive", "num_heads": 2, "window": 2}]}),
 ]
 OF_ENCODERS = [(name, {}) for name in ENCODERS] + [
     ("bert", {"head.tied": False}),

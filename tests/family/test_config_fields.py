@@ -28,7 +28,7 @@ from kinformer.inputs.signals import Frames, Observations, Steps
 from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup, Tokens
 from kinformer.lab.estimation.parts import outputs
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting
+from kinformer.mixers.buckets import BidirectionalLSH
 from kinformer.mixers.compressive import Compressive, Convolution, Pool
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.latent import SingleHead
@@ -65,8 +65,6 @@ SMALL = {
 OWN = {
     ("mixer", "softmax"): {"pattern": Causal.Config()},
     ("mixer", "memorizing"): {"topk": 2},
-    ("mixer", "cross_local"): {"window": 1},
-    ("mixer", "cross_predictive"): {"window": 2},
     ("mixer", "cross_linformer"): {"rank": 4, "max_length": 8},
     ("mixer", "chosen_blocks"): {"block": 3},
     ("mixer", "causal_sinkhorn"): {"max_length": 32},
@@ -177,7 +175,6 @@ BASES = {
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],
     ("mixer", "latent"): [{"position": Rope.Config(layout="interleaved"), "rotary_dim": 4, "query_latent_dim": 6}],
     ("mixer", "chosen_blocks"): [{"projection": Grouped.Config(num_kv_heads=2), "compression": "mean", "block": 6}],
-    ("mixer", "memorizing"): [{"search": "inverted", "topk": 4, "lists": 3, "probes": 1}],
     ("layer", "sha_rnn"): [{"attention": SingleHead.Config(memory=5)}],
     ("pattern", "fixed"): [{"slices": 2, "num_heads": 4}],
     ("head", "continuous_actions"): [{"low": (-1.0, -2.0), "high": (1.0, 2.0)}],
@@ -312,7 +309,7 @@ def absorbed(mixer) -> list[Tensor]:
 def read(mixer) -> list[Tensor]:
     if isinstance(mixer, GridOnly):
         return [mixer(numbers(2, 30, DIM), SequenceContext(grid=(5, 6)))]
-    if isinstance(mixer, BidirectionalLSH | BidirectionalRouting):
+    if isinstance(mixer, BidirectionalLSH):
         return [mixer(numbers(2, TIME, DIM))]
     own = torch.arange(TIME).mul(3).div(TIME, rounding_mode="floor")
     sentences = torch.cat([torch.arange(3), own]).expand(2, -1)

@@ -227,9 +227,6 @@ MIXERS = {
         sees_itself=False,
         position=T5.Config(num_buckets=6, max_distance=7),
     ),
-    "memorizing, inverted": Memorizing.Config(
-        num_heads=2, window=5, segment=8, memory_size=32, topk=12, search="inverted", lists=3, probes=2
-    ),
     "memorizing, no memory": Memorizing.Config(num_heads=2, window=5, memory_size=0),
     "single head": SingleHead.Config(memory=6),
     "single head, itself only": SingleHead.Config(memory=1),

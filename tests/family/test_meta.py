@@ -10,10 +10,8 @@ from kinformer.lab.estimation.parts import outputs
 
 from .values import values_of
 
-INVERTED = {"layers.1.mixer.search": "inverted", "layers.1.mixer.lists": 4, "layers.1.mixer.memory_size": 64}
 CASES = {name: (name, {}) for name in MEMBERS} | {
     "quadratic": ("linear-transformer", {"layers.*.mixer.feature_map": "quadratic"}),
-    "inverted": ("memorizing", INVERTED),
 }
 
 

@@ -1,5 +1,9 @@
-"""Routing Transformer: the limit in which it sees all of the past, and how its centroids learn."""
+"""Routing Transformer: the limit in which it sees all of the past, how its centroids learn, and its published form:
+routing-transformer 1.6.1 (golden arrays, float64), and how much it leaks."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -9,7 +13,9 @@ from kinformer.core.contract import Chunk
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
 from kinformer.core.state import pop_aux
+from kinformer.kernels.bucketed.equal import balanced_attention
 from kinformer.mixers.buckets import RoutingAttention
+from kinformer.parts.bucketing import Centroids
 from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23
@@ -90,3 +96,70 @@ def test_clusters_are_learned_in_training_steps_alone(tmp_path):
 def test_refusals(change, sentence):
     with pytest.raises(KinformerError, match=sentence):
         WHOLE.replace(**change)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(Path(__file__).parents[1] / "golden" / "routing_transformer.npz", allow_pickle=False) as arrays:
+        return {key: torch.from_numpy(arrays[key]) for key in arrays}
+
+
+def centroids(golden):
+    """Theirs, in training mode."""
+    found = Centroids(2, 8, 3, 0.999).double()
+    found.means.copy_(golden["means"])
+    return found
+
+
+@pytest.mark.parametrize("name", ["shared_causal", "plain"])
+def test_parity_with_routing_transformer(golden, name):
+    """Who is in which cluster, outputs, gradients, the commitment's cost, and the centroids after a step. Their top-w
+    takes padding for tokens, which is masked behind it."""
+    q, v = golden["q"].clone().requires_grad_(), golden["v"].clone().requires_grad_()
+    shared, valid = name == "shared_causal", None if name == "shared_causal" else golden["mask"]
+    k = normalize(q, dim=-1) if shared else golden["k"]
+    units = normalize(q if shared else torch.cat([q, k], 2), dim=-1)
+    module = centroids(golden)
+    every = module(units)
+    similar = (every, None) if shared else (every[:, :, :24], every[:, :, 24:])
+    picked = similar[0].topk(8, dim=2).indices.mT
+    assert torch.equal(picked, golden[f"{name}.q_indices"])
+    y = balanced_attention(q, k, v, similar, 8, valid=valid, causal=shared)
+    assert (y - golden[f"{name}.out"]).abs().max() < 1e-12
+    gradients = torch.autograd.grad(y, (q, v), golden["grad_out"])
+    for letter, gradient in zip("qv", gradients, strict=True):
+        assert (gradient - golden[f"{name}.grad_{letter}"]).abs().max() < 1e-11
+    cost = 1e-4 * (units - module.nearest(every)).square().mean()
+    assert abs(cost.detach() - golden[f"{name}.aux_loss"]) < 1e-18
+    module.learn(lambda sums: sums)
+    assert (module.means - golden[f"{name}.means_after_update"]).abs().max() < 1e-15
+    before = module.means.clone()
+    module.learn(lambda sums: sums)
+    assert torch.equal(module.means, before)  # nothing was gathered since
+
+
+def test_of_tokens_that_are_equal_but_for_rounding_the_first_are_taken():
+    generator = torch.Generator().manual_seed(0)
+    words = normalize(torch.randn(1, 2, 4, 8, generator=generator, dtype=torch.float64), dim=-1)
+    x = words[:, :, torch.randint(4, (40,), generator=generator)]
+    means = normalize(torch.randn(2, 8, 3, generator=generator, dtype=torch.float64), dim=1)
+    rounded = x * (1 + 1e-15 * torch.randn(x.shape, generator=generator, dtype=torch.float64))
+    one, other = (balanced_attention(each, each, x, (each @ means, None), 6) for each in (x, rounded))
+    assert (one - other).abs().max() < 1e-12
+
+
+def test_masked_it_leaks():
+    """With other tokens from 48 of 96 on, two fifths of the outputs before them change: clusters take others."""
+    generator = torch.Generator().manual_seed(0)
+    q, v = torch.randn(2, 1, 4, 96, 8, generator=generator, dtype=torch.float64).unbind()
+    others = torch.cat([q[:, :, :48], 6 * torch.randn(1, 4, 48, 8, generator=generator, dtype=torch.float64)], 2)
+    means = normalize(torch.randn(4, 8, 8, generator=generator, dtype=torch.float64), dim=-1)
+
+    def published(q):
+        key = normalize(q, dim=-1)
+        return balanced_attention(q, key, v, (key @ means.mT, None), 12, causal=True)[:, :, :48]
+
+    before, after = published(q), published(others)
+    changed = (before - after).norm(dim=-1) > 1e-6
+    assert float(changed.double().mean()) > 0.4
+    assert (before - after).norm() > 0.3 * before.norm()

@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, look_up
-from kinformer.kernels.lookup.lists import Floats, Integers, assignments_of, centroids, insert, numbered
+from kinformer.kernels.lookup import MemorySlice, Search, look_up
+from kinformer.kernels.lookup.memories import Floats, Integers, numbered
 from kinformer.runtime.processor import multiplies_int8
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64
@@ -40,27 +40,6 @@ def test_what_is_chosen_of_many_is_nearly_the_best(kind, dtype):
         assert worse.max() < WIDTH**0.5 / 60 and worse.mean() < 0.005, topk
 
 
-@pytest.mark.parametrize("first", [0, 3000])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_chosen_of_long_lists_is_nearly_the_best(kind, first):
-    torch.manual_seed(0)
-    k, q = points(kind, MEMORIES, True), points(kind, 64, False)
-    lists = CoarseQuantizer(centroids(HEADS, 5, WIDTH), 2)
-    k, _, assignments = insert(k, k, assignments_of(k, 0, lists), MEMORIES)
-    pieces = [MemorySlice(k, k, 0, MEMORIES), MemorySlice(k, k, 0, 0)]
-    found, want = (
-        look_up(q, pieces, Search("inverted", 12, lists, impl), InvertedFile(k, assignments, first))
-        for impl in ("chunked", "reference")
-    )
-    assert torch.equal(found < 0, want < 0)
-    scores = q.double() @ k.double().mT
-    got, best = (torch.where(each < 0, 0.0, scores.gather(-1, each.clamp_min(0))) for each in (found, want))
-    assert (best - got).max() < WIDTH**0.5 / 60 and (best - got).mean() < 0.005
-    assert (
-        (assignments[:, :, None, :, 1].expand_as(scores).gather(-1, found.clamp_min(0)) >= first) | (found < 0)
-    ).all()
-
-
 @rounds
 @pytest.mark.parametrize("bits", [2, 11, 15])
 @pytest.mark.parametrize("kind", ["even", "one dimension", "the longest"])
@@ -90,18 +69,6 @@ def test_integers_are_for_many_of_float32_that_are_there():
         assert isinstance(numbered(mode.from_tensor(q), [mode.from_tensor(k)], 256), Floats)
     for few in ((q.double(), [k], 256), (q[:8], [k], 256), (q, [k[:999]], 256), (q, [k], 1 << 20)):
         assert isinstance(numbered(*few), Floats)
-
-
-@pytest.mark.parametrize("keep", [60, 100])
-def test_filed_by_parts_is_filed_at_once(keep):
-    torch.manual_seed(0)
-    k, v = (torch.randn(2, 3, 100, 8) for _ in range(2))
-    new = (k, v, assignments_of(k, 7, CoarseQuantizer(centroids(3, 5, 8), 2)))
-    want = insert(*new, keep=keep)
-    filed = insert(*(each[:, :, :70] for each in new), keep=min(70, keep))
-    got = insert(*(each[:, :, 70:] for each in new), keep=keep, filed=filed)
-    for one, other in zip(got, want, strict=True):
-        assert torch.equal(one, other) and one.shape[2] == keep
 
 
 @rounds

@@ -99,7 +99,9 @@ def test_an_encoder_of_it_and_what_it_refuses():
     tokens, valid = torch.randint(61, (2, 40)), torch.arange(40) < torch.tensor([[40], [23]])
     alone = model(tokens[1:, :23])
     assert (model(tokens, valid=valid)[1, :23] - alone[0]).abs().max() < 1e-4
-    with pytest.raises(KinformerError, match="has no global tokens, as a token sees the tokens of its bucket"):
+    with pytest.raises(
+        KinformerError, match="does not support global tokens, as a token sees the tokens of its bucket"
+    ):
         model(tokens, kinds=torch.ones_like(tokens))
     with pytest.raises(KinformerError, match="chunk_size must be 1 or more"):
         MIXERS["lsh"].replace(chunk_size=0)

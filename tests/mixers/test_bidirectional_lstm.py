@@ -43,5 +43,5 @@ def test_pytorchs_own_on_packed_rows():
 def test_refusals():
     with pytest.raises(KinformerError, match="dim = 15 is odd"):
         BidirectionalLSTM.Config().build(15)
-    with pytest.raises(KinformerError, match="the mixer lstm has no global tokens"):
+    with pytest.raises(KinformerError, match="the mixer lstm does not support global tokens"):
         kinformer.build("longformer", recipe="tiny", set={"layers.*.mixer": {"kind": "lstm"}})

@@ -298,7 +298,7 @@ def test_generates_with_packed_weights():
     ("options", "message"),
     [
         ({"compressed": -1}, "compressed must be 0 vectors"),
-        ({"segment": 6}, "segment = 6 is no multiple of the compression's rate of 4, .* use 8"),
+        ({"segment": 6}, "segment = 6 is not a multiple of the compression's rate of 4, .* use 8"),
         ({"memory": 129}, "memory = 129 is no multiple"),
     ],
 )

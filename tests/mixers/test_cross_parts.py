@@ -1,4 +1,4 @@
-"""Cross-attention with positions, over a part of the source or its summaries: contract, formulas by loops, limits."""
+"""Cross-attention with positions, and over summaries of the source: contract, limits."""
 
 import pytest
 import torch
@@ -8,13 +8,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.state import form, repeat_rows
 from kinformer.family.kinds import kinds
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.cross import (
-    BLOCK,
-    CrossAttention,
-    LinformerCrossAttention,
-    LocalCrossAttention,
-    PredictiveCrossAttention,
-)
+from kinformer.mixers.cross import CrossAttention, LinformerCrossAttention
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MixerSubject, verify_config, verify_mixer
 
@@ -23,11 +17,8 @@ SIZES = {"num_heads": 2, "source_dim": WIDTH}
 T5 = {"kind": "t5", "bidirectional": True, "num_buckets": 8, "max_distance": 5}
 SHAW = {"kind": "shaw", "max_distance": 2}
 CONFIGS = {
-    "window": LocalCrossAttention.Config(window=1, **SIZES),
-    "window and distances": LocalCrossAttention.Config(window=2, position=SHAW, **SIZES),
     "rotary": CrossAttention.Config(position="rope", **SIZES),
     "distances": CrossAttention.Config(position=SHAW, **SIZES),
-    "predicted": PredictiveCrossAttention.Config(window=2, **SIZES),
     "learned": LinformerCrossAttention.Config(rank=3, max_length=9, **SIZES),
     "mean": LinformerCrossAttention.Config(rank=3, max_length=9, method="mean", **SIZES),
     "a projection for each head": LinformerCrossAttention.Config(rank=3, max_length=9, sharing="none", **SIZES),
@@ -59,13 +50,13 @@ def random(*shape, seed=0):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_contract(name):
-    compiled = ("window", "learned", "distances", "predicted")
+    compiled = ("learned", "distances")
     skip = SKIP if name in compiled else SKIP | {"compile": "that of one method is enough"}
     report = verify_mixer(lambda: bound(CONFIGS[name]), dim=DIM, skip=skip)
     assert {"causality", "partition", "padding", "ragged_reset", "reserved", "gradcheck"} <= set(report.passed)
 
 
-@pytest.mark.parametrize("name", ["distances", "learned", "predicted"])
+@pytest.mark.parametrize("name", ["distances", "learned"])
 def test_it_survives_a_file(name):
     subject = lambda item: MixerSubject(lambda: bound(item), dim=DIM)  # noqa: E731
     verify_config(CONFIGS[name], kinds(), dim=DIM, subject=subject)
@@ -92,9 +83,6 @@ def test_over_the_text_itself_it_is_attention_of_an_encoder(name):
     assert (last - y[:, -1:]).abs().max() < 1e-12
     moved, _ = mixer(Chunk(x[:, -1:]), mixer.initial_state(2, source=x))
     assert (moved - y[:, -1:]).abs().max() > 1e-3
-    wide = LocalCrossAttention.Config(num_heads=2, position=POSITIONS[name], window=9).build(DIM).double().eval()
-    wide.load_state_dict(weights)
-    assert (wide(Chunk(x), wide.initial_state(2, source=x))[0] - y).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("position", ["distance_keys", "t5", "sinusoidal"])
@@ -102,86 +90,6 @@ def test_a_position_that_knows_one_side_is_one_sentence(position):
     match = "added to token embeddings" if position == "sinusoidal" else f"'{position}' tells only how far back"
     with pytest.raises(KinformerError, match=match):
         CrossAttention.Config(position=position).build(DIM)
-
-
-def test_places_are_predicted_and_windows_around_them_are_their_loop():
-    mixer = PredictiveCrossAttention.Config(window=3, hidden_dim=5, **SIZES).build(DIM).double().eval()
-    torch.nn.init.normal_(mixer.place_out.weight, std=2, generator=torch.Generator().manual_seed(1))
-    x, source = random(2, 6, DIM), random(2, 25, WIDTH, seed=1)
-    valid = torch.arange(25) < torch.tensor([[25], [12]])
-    state = mixer.initial_state(2, source=source, source_valid=valid)
-    y, _ = mixer(Chunk(x), state)
-    places = mixer.places(x, state)
-    w, v = mixer.place_in.weight, mixer.place_out.weight[0]
-    q = mixer.query(x).view(2, 6, 2, 8)
-    for row, count in enumerate((25, 12)):
-        for t in range(6):
-            place = count * ((w @ x[row, t]).tanh() @ v).sigmoid()
-            assert abs(place - places[row, t]) < 1e-12
-            near = [j for j in range(count) if abs(j - place) <= 3]
-            share = ((state.k[row, :, near] @ q[row, t, :, :, None])[..., 0] * 8**-0.5).softmax(-1)
-            share = share * (-(torch.tensor(near) - place).square() / (2 * 1.5**2)).exp()
-            want = mixer.out((share[:, :, None] * state.v[row, :, near]).sum(1).flatten())
-            assert (y[row, t] - want).abs().max() < 1e-12
-    assert (places.max() - places.min()).abs() > 3
-
-
-@pytest.mark.parametrize("score", ["scaled_dot", "sink_logit", "additive"])
-def test_a_place_with_a_wide_window_is_plain_and_learns_with_a_narrow_one(score):
-    sizes = SIZES | {"score": score}
-    plain = CrossAttention.Config(**sizes).build(DIM).double().eval()
-    x, source = random(3, 5, DIM), random(3, SOURCE, WIDTH, seed=1)
-    valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [4], [0]])
-    want, _ = plain(Chunk(x), plain.initial_state(3, source=source, source_valid=valid))
-    for window, same in ((10**7, True), (4, False)):
-        mixer = PredictiveCrossAttention.Config(window=window, **sizes).build(DIM).double().eval()
-        mixer.load_state_dict(plain.state_dict(), strict=False)
-        y, _ = mixer(Chunk(x), mixer.initial_state(3, source=source, source_valid=valid))
-        assert ((y - want).abs().max() < 1e-9) == same
-    y.square().sum().backward()
-    w, v = mixer.place_in.weight, mixer.place_out.weight
-    for weight in (w, v):
-        assert weight.grad.isfinite().all() and weight.grad.norm() > 1e-6
-    with torch.no_grad():  # the gradient of v by differences
-        losses = []
-        for step in (1e-6, -1e-6):
-            v[0, 3] += step
-            state = mixer.initial_state(3, source=source, source_valid=valid)
-            losses.append(mixer(Chunk(x), state)[0].square().sum())
-            v[0, 3] -= step
-    assert abs((losses[0] - losses[1]) / 2e-6 - v.grad[0, 3]) < 1e-7
-
-
-@pytest.mark.parametrize("time", [5, BLOCK + 9])
-def test_a_window_is_its_loop(time):
-    mixer = LocalCrossAttention.Config(window=3, **SIZES).build(DIM).double().eval()
-    x, source = random(2, time, DIM), random(2, 45, WIDTH, seed=1)
-    valid = torch.arange(45) < torch.tensor([[45], [20]])
-    y, after = mixer(Chunk(x), mixer.initial_state(2, source=source, source_valid=valid))
-    k, v = mixer.key_value(source).view(2, 45, 2, 2, 8).permute(2, 0, 3, 1, 4)
-    q = mixer.query(x).view(2, time, 2, 8).transpose(1, 2)
-    for row, count in enumerate((45, 20)):
-        for t in range(time):
-            aligned = min(t, count - 1)
-            near = slice(max(0, aligned - 3), min(count, aligned + 4))
-            weights = ((k[row, :, near] @ q[row, :, t, :, None])[..., 0] * 8**-0.5).softmax(-1)
-            want = mixer.out((weights[:, :, None] * v[row, :, near]).sum(1).flatten())
-            assert (y[row, t] - want).abs().max() < 1e-12
-    assert after.seen.tolist() == [time, time]
-
-
-@pytest.mark.parametrize("score", ["scaled_dot", "bilinear", "additive"])
-def test_a_window_over_the_whole_source_is_plain(score):
-    sizes = SIZES | {"score": score}
-    plain = CrossAttention.Config(**sizes).build(DIM).double().eval()
-    x, source = random(3, 5, DIM), random(3, SOURCE, WIDTH, seed=1)
-    valid = torch.arange(SOURCE) < torch.tensor([[SOURCE], [4], [0]])
-    want, _ = plain(Chunk(x), plain.initial_state(3, source=source, source_valid=valid))
-    for window, same in ((SOURCE, True), (1, False)):
-        mixer = LocalCrossAttention.Config(window=window, **sizes).build(DIM).double().eval()
-        mixer.load_state_dict(plain.state_dict())
-        y, _ = mixer(Chunk(x), mixer.initial_state(3, source=source, source_valid=valid))
-        assert ((y - want).abs().max() < 1e-12) == same
 
 
 def test_as_many_summaries_as_tokens_by_the_identity_are_plain():
@@ -231,17 +139,10 @@ def test_the_state_of_summaries_does_not_grow_with_the_source():
         mixer.initial_state(2, source=torch.randn(2, 10, WIDTH))
 
 
-@pytest.mark.parametrize("cross", ["cross_local", "cross_linformer", "cross_predictive", {"position": "rope"}])
+@pytest.mark.parametrize("cross", ["cross_linformer", {"position": "rope"}])
 def test_a_translator_is_made_of_it(cross):
     cross = {"num_heads": 2} | ({"kind": cross} if isinstance(cross, str) else {"kind": "cross"} | cross)
     model = kinformer.build("vanilla", recipe="tiny", set={"layers.*.further_mixers": [cross]})
     logits, _ = model(torch.randint(256, (2, 5)), model.begin(torch.randint(256, (2, 6))))
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.stack.parameters())
-
-
-def test_a_negative_window_is_one_sentence():
-    with pytest.raises(KinformerError, match="window must be 0"):
-        LocalCrossAttention.Config(window=-1)
-    with pytest.raises(KinformerError, match="window must be 1"):
-        PredictiveCrossAttention.Config(window=0)

@@ -160,7 +160,7 @@ def test_texts_that_are_too_long_are_refused():
     [
         ({"rank": 0}, "rank must be 1 to max_length = 36, but is 0"),
         ({"rank": 37}, "rank must be 1 to max_length = 36, but is 37"),
-        ({"rank": 5, "method": "mean"}, "max_length = 36 is no multiple of rank = 5"),
+        ({"rank": 5, "method": "mean"}, "max_length = 36 is not a multiple of rank = 5"),
         ({"method": "mean", "shared": True}, "shared = True does nothing with method = 'mean'"),
         ({"impl": "flex"}, "knows no queries and keys without an order"),
     ],

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.attention_state import AttentionCall
+from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import Chunk
+from kinformer.core.parts import merge_heads
 from kinformer.core.reserved import KeysValues
 from kinformer.core.state import nbytes
+from kinformer.family.kinds import kinds
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.lookup import CoarseQuantizer, InvertedFile, MemorySlice, Search, gathered, look_up
-from kinformer.kernels.lookup.lists import assignments_of, centroids, insert
+from kinformer.kernels.lookup import MemorySlice, Search, gathered, look_up
 from kinformer.lab.cli.main import main
 from kinformer.mixers.memorizing import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -130,11 +131,12 @@ def test_without_memory_or_behind_a_closed_gate_it_is_the_plain_layer():
         num_heads=2, projection=MultiHead.Config(bias=False), pattern=Local.Config(window=5), bias=False
     ).build(DIM)
     q, k, v = mixer._project(x)
-    window.double().score.scale = 1.0
+    window.double()
     positions = torch.arange(40).expand(2, -1)
     with torch.no_grad():
         window.out.weight.copy_(mixer.out.weight)
-        y = window._attend(AttentionCall(Chunk(x), None), q, (k, v), positions, True, None)
+        heads = attention(q, k, v, Visibility(window.pattern, positions, True), Scoring(1.0)).out
+        y = window.out(merge_heads(heads))
         assert (y - plain).abs().max() < 1e-12
         closed = outputs(CONFIG, x, lambda mixer: mixer.gate.data.fill_(-100.0))
     assert (closed - plain).abs().max() < 1e-12
@@ -171,41 +173,6 @@ def test_more_places_than_memories_of_all_rows_and_heads():
         mixer = config.replace(topk=topk).build(DIM).double()
         found.append(mixer(Chunk(x), mixer.initial_state(1, dtype=torch.float64))[0])
     assert (found[0] - found[1]).abs().max() < 1e-12
-
-
-def test_one_list_is_attention_to_all_memories():
-    """Once a share of what is found holds them all; and lists leave some out."""
-    x = torch.randn(2, 40, DIM, dtype=torch.float64)
-    config = CONFIG.replace(segment=16, topk=16)
-    want = outputs(config, x, open_gate)
-    one = config.replace(search="inverted", lists=1, probes=1, topk=32)
-    assert (outputs(one, x, open_gate) - want).abs().max() < 1e-12
-    assert (outputs(one.replace(lists=4), x, open_gate) - want).abs().max() > 1e-4
-
-
-def test_a_query_finds_the_best_of_its_lists():
-    torch.manual_seed(2)
-    k, q = (torch.nn.functional.normalize(torch.randn(1, 2, n, 8, dtype=torch.float64), dim=-1) for n in (300, 21))
-    lists = CoarseQuantizer(centroids(2, 5, 8).double(), 2)
-    assignments = assignments_of(k, 1000, lists)
-    kept, _, assignments = insert(k, k, assignments, 300)
-    assert (assignments[..., 0].diff(dim=-1) >= 0).all()
-    pieces = [MemorySlice(kept, kept, 0, 300), MemorySlice(k, k, 0, 0)]
-    for first in (0, 1100, 1299):
-        filed = InvertedFile(kept, assignments, first)
-        found, want = (
-            look_up(q, pieces, Search("inverted", 12, lists, impl), filed) for impl in ("chunked", "reference")
-        )
-        assert torch.equal(found, want) and (found[..., 8:] == -1).all()
-        real = found.clamp_min(0)
-        where = assignments[:, :, None].expand(-1, -1, 21, -1, -1).gather(3, real[..., None].expand(-1, -1, -1, -1, 2))
-        wanted = (q @ lists.centroids.mT).topk(2).indices.repeat_interleave(4, dim=-1) + 1
-        assert ((where[..., 0] == torch.nn.functional.pad(wanted, (0, 4))) | (found < 0)).all()
-        assert ((where[..., 1] >= first) | (found < 0)).all()
-    scores, found = q @ kept.mT, look_up(q, pieces, Search("inverted", 12, lists), InvertedFile(kept, assignments, 0))
-    inside = scores.gather(-1, found[..., :8])
-    best = scores.amax(dim=-1)
-    assert (inside.amax(-1) == best).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("search", ["exact", "bucketed"])
@@ -298,11 +265,9 @@ def test_what_was_put_away_is_shared_by_states_until_more_is():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_size": 20}, "memory_size = 20 is no multiple of segment = 8"),
+        ({"memory_size": 20}, "memory_size = 20 is not a multiple of segment = 8"),
         ({"topk": 5}, "topk = 5 does not divide segment = 8"),
         ({"window": 0}, "window must be 1 or more"),
-        ({"search": "inverted", "lists": 2}, "probes = 3 is more than lists = 2"),
-        ({"search": "inverted", "topk": 6}, "must be a multiple of 4"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):
@@ -349,3 +314,11 @@ def test_sizes_in_graphs_hold_no_maximum():
         found = compiled(KeysValues(*old, torch.tensor([past])), *new, 7)
         assert torch.equal(torch.stack(found), torch.cat([old[..., -7:, :], new], 3))
     assert graphs and not any("max" in code for code in graphs)
+
+
+def test_a_config_of_an_earlier_version_is_read():
+    """It had the fields of a search by lists, which did nothing for the other searches."""
+    data = to_dict(CONFIG) | {"lists": 64, "probes": 3}
+    assert from_dict(Memorizing.Config, data, kinds()) == CONFIG
+    with pytest.raises(KinformerError, match="'lists' is not a field of the mixer 'memorizing'"):
+        from_dict(Memorizing.Config, data | {"lists": 8}, kinds())

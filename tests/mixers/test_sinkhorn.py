@@ -181,7 +181,10 @@ def test_noise_is_the_seeds_and_of_training_alone():
         (lambda: SMALL.replace(block=7), "max_length = 40 is not a multiple of block = 7"),
         (lambda: SMALL.replace(temperature=0.0), "temperature"),
         (lambda: made(SMALL)(torch.zeros(1, 41, 16).double()), "41 tokens is longer than max_length = 40 of the mixer"),
-        (lambda: kinformer.build("sinkhorn", recipe="tiny", set={"global_tokens": 1}), "sorts blocks and knows no"),
+        (
+            lambda: kinformer.build("sinkhorn", recipe="tiny", set={"global_tokens": 1}),
+            "sorts blocks and does not support",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(make, message):

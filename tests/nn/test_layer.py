@@ -145,7 +145,7 @@ def test_a_layer_is_an_ordinary_module(name):
         assert (half.double() - y).abs().max() < 0.05 * y.abs().max()
 
 
-HOST = {"compressive", "memorizing", "cross", "cross_linformer", "cross_local", "cross_predictive"}
+HOST = {"compressive", "memorizing", "cross", "cross_linformer"}
 """What no graph of PyTorch's exporter holds: memories that the host moves, and names of tensors that begin alike (v and
 valid), which it confuses."""
 

@@ -256,7 +256,7 @@ def test_a_reserved_state_under_gradients_is_refused_in_a_sentence():
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     with torch.no_grad():
         reserved = reserve(model(tokens)[1], 8)
-    with pytest.raises(KinformerError, match="a reserved state holds no graph; step it under"):
+    with pytest.raises(KinformerError, match="a reserved state does not hold a graph; step it under"):
         model(tokens, reserved)
 
 

@@ -50,7 +50,7 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
     "window": {"layers.*.mixer.pattern": {"kind": "window", "window": 5}, "layers.*.mixer.position": "rope"},
     "biased": {"layers.*.mixer.position": {"kind": "t5", "bidirectional": True}, "stack.checkpoint": True},
     "classes": {"head": ClassificationHead.Config(classes=3, pooling="gated")},
-    "vanilla": {"layers.0.further_mixers": [{"kind": "cross_local", "window": 2, "position": "rope"}]},
+    "vanilla": {"layers.0.further_mixers": [{"kind": "cross", "position": "rope"}]},
 }
 """Encoders of all pairs, of a window, and of biases by distance; a head over whole rows; and cross-attention."""
 LAWS = (

@@ -22,8 +22,8 @@ WHY_NOT = {
     "routing": "centroids learn by sums over all processes",
     "adaptive-span": "has costs of all heads",
     "performer": "redrawn for all heads",
-    "nsa": "num_kv_heads = 1 is no multiple of 2",
-    "mamba2": "key_heads = 1 is no multiple of 2",
+    "nsa": "num_kv_heads = 1 is not a multiple of 2",
+    "mamba2": "key_heads = 1 is not a multiple of 2",
     "compressive": "costs of all heads",
     "pkm": "sparse gradients",
     "sha-rnn": "every unit reads all units",
@@ -33,7 +33,7 @@ WHY_NOT = {
     "blockbert": "another one for every head",
 } | dict.fromkeys(
     ("etc", "linformer", "star", "sinkhorn", "swin", "convformer", "speech-linear", "speech-lsh", "speech-lstm"),
-    "what a part of it computes",
+    "how one part computes its share",
 )
 """The members that tensor parallelism refuses, and why; all others are divided."""
 
@@ -85,9 +85,9 @@ def test_blocks_are_cut_each_for_itself() -> None:
 @pytest.mark.parametrize(
     "changes, why",
     [
-        ({"layers.*.mixer.num_heads": 1}, "num_heads = 1 is no multiple of 2"),
-        ({"layers.*.mixer.projection": "grouped"}, "num_kv_heads = 1 is no multiple of 2"),
-        ({"layers.*.feed_forward.hidden_dim": 33}, "hidden_dim = 33 is no multiple of 2"),
+        ({"layers.*.mixer.num_heads": 1}, "num_heads = 1 is not a multiple of 2"),
+        ({"layers.*.mixer.projection": "grouped"}, "num_kv_heads = 1 is not a multiple of 2"),
+        ({"layers.*.feed_forward.hidden_dim": 33}, "hidden_dim = 33 is not a multiple of 2"),
         ({"layers.*.mixer.projection": {"kind": "normalised", "over": "heads"}}, "one root mean square of all heads"),
     ],
 )

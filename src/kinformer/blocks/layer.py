@@ -73,7 +73,7 @@ class Sublayers(nn.Module):
         self.feed_forward_residual: Residual = residual.build(dim, config.norm, config.dropout)
 
 
-def mixed(
+def apply_mixer(
     mixer: CausalMixer, chunk: Chunk, state: State, norm: nn.Module, output_mask: Tensor | None = None
 ) -> tuple[Tensor, State]:
     """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
@@ -88,17 +88,19 @@ def mixed(
     )
 
 
-def fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0) -> Tensor:
+def add_feed_forward(
+    residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None, share: float = 1.0
+) -> Tensor:
     """Return the stream x [batch, time, dim] after ``feed_forward``, ``share`` of whose output is added."""
-    return residual.leave(x, _fed(residual, feed_forward, x, valid), share)
+    return residual.leave(x, _run_feed_forward(residual, feed_forward, x, valid), share)
 
 
-def fed_output(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+def feed_forward_output(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     """Return what ``feed_forward`` adds to the stream x [batch, time, dim], in an additive residual."""
-    return residual.added(_fed(residual, feed_forward, x, valid))
+    return residual.added(_run_feed_forward(residual, feed_forward, x, valid))
 
 
-def _fed(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
+def _run_feed_forward(residual: Residual, feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
     y = residual.enter(x)
     if isinstance(feed_forward, EncoderMixer):
         return feed_forward(y, SequenceContext(valid))
@@ -125,7 +127,7 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
     """Return the branch of a decoder's mixer."""
 
     def run(x: Tensor, chunk: Chunk, state: State) -> tuple[Tensor, State]:
-        y, state = mixed(mixer, chunk._replace(x=x), state, residual)
+        y, state = apply_mixer(mixer, chunk._replace(x=x), state, residual)
         return residual.added(y), state
 
     return Branch(_additive(residual, run), mixes=True)
@@ -144,7 +146,7 @@ def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: floa
     """Return the branch of a feed-forward, ``share`` of whose output is added."""
 
     def run(x: Tensor, context: Chunk | SequenceContext, state: State) -> tuple[Tensor, State]:
-        return residual.added(_fed(residual, feed_forward, x, context.valid), share), state
+        return residual.added(_run_feed_forward(residual, feed_forward, x, context.valid), share), state
 
     return Branch(_additive(residual, run), mixes=False)
 
@@ -222,28 +224,28 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     ) -> tuple[Tensor, tuple[State, ...]]:
         if output_mask is not None:
             return self._answered(chunk, state, output_mask)
-        x, after = self._mixed(chunk, state)
-        return self._fed(x, chunk.valid), after
+        x, after = self._mix(chunk, state)
+        return self._run_feed_forward(x, chunk.valid), after
 
-    def _fed(self, x: Tensor, valid: Tensor | None) -> Tensor:
+    def _run_feed_forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Return the stream after the feed-forward, unless the feed-forward is one of the mixers."""
-        return x if self._transition else fed(self.feed_forward_residual, self.feed_forward, x, valid)
+        return x if self._transition else add_feed_forward(self.feed_forward_residual, self.feed_forward, x, valid)
 
     def _answered(
         self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor
     ) -> tuple[Tensor, tuple[State, ...]]:
         """Return outputs where ``output_mask`` only, and the states after the chunk."""
         if len(self.mixers) > 1:  # they read the first mixer's output for every token
-            x, after = self._mixed(chunk, state)
+            x, after = self._mix(chunk, state)
             if is_empty_mask(output_mask):
                 return chunk.x, after
             x = x[output_mask]
         else:
-            y, mixer_state = mixed(self.mixer, chunk, state[0], self.mixer_residual, output_mask)  # type: ignore[arg-type]
+            y, mixer_state = apply_mixer(self.mixer, chunk, state[0], self.mixer_residual, output_mask)  # type: ignore[arg-type]
             if is_empty_mask(output_mask):
                 return chunk.x, (mixer_state,)
             x, after = self.mixer_residual.leave(chunk.x[output_mask], y[output_mask]), (mixer_state,)
-        x = self._fed(x, None)
+        x = self._run_feed_forward(x, None)
         return chunk.x.to(x.dtype).index_put((output_mask,), x), after
 
     def branches(self) -> tuple[Branch, ...]:
@@ -261,11 +263,11 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         residuals = (self.mixer_residual, *self.further_residuals)
         return (*residuals, self.feed_forward_residual) if self._transition else residuals
 
-    def _mixed(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
+    def _mix(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
         """Return the stream after all mixers, and their states."""
         x, after = chunk.x, []
         for mixer, residual, mixer_state in zip(self.mixers, self._residuals, state, strict=True):
-            y, mixer_state = mixed(mixer, chunk._replace(x=x), mixer_state, residual)
+            y, mixer_state = apply_mixer(mixer, chunk._replace(x=x), mixer_state, residual)
             x = residual.leave(x, y)
             after.append(mixer_state)
         return x, tuple(after)
@@ -318,17 +320,17 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
             feed_forward_branch(self.feed_forward_residual, self.feed_forward),
         )
 
-    def _mixed(self, x: Tensor, text: SequenceContext) -> Tensor:
+    def _mix(self, x: Tensor, text: SequenceContext) -> Tensor:
         """Return the stream x after the mixer."""
         return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
 
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token
-            y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(x, text), text.valid)
+            y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(x, text), text.valid)
             return y if output_mask is None else torch.where(output_mask[..., None], y, x)
         y = self.mixer(self.mixer_residual.enter(x), text)
         some = self.mixer_residual.leave(x[output_mask], y[output_mask])
-        some = fed(self.feed_forward_residual, self.feed_forward, some, None)
+        some = add_feed_forward(self.feed_forward_residual, self.feed_forward, some, None)
         return x.to(some.dtype).index_put((output_mask,), some)
 
 
@@ -431,8 +433,8 @@ class ParallelLayer(DecoderLayer):
     def forward(
         self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[State, ...]]:
-        x, after = self._mixed(chunk, state)
-        x = x + fed_output(self.feed_forward_residual, self.feed_forward, chunk.x, chunk.valid)
+        x, after = self._mix(chunk, state)
+        x = x + feed_forward_output(self.feed_forward_residual, self.feed_forward, chunk.x, chunk.valid)
         return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after
 
 
@@ -455,7 +457,7 @@ class ParallelEncoderLayer(EncoderLayer):
         raise _one_step("encoder")
 
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        y = self._mixed(x, text) + fed_output(self.feed_forward_residual, self.feed_forward, x, text.valid)
+        y = self._mix(x, text) + feed_forward_output(self.feed_forward_residual, self.feed_forward, x, text.valid)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 
@@ -514,9 +516,9 @@ class MacaronLayer(DecoderLayer):
     def forward(
         self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[State, ...]]:
-        x = fed(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
-        x, after = self._mixed(chunk._replace(x=x), state)
-        x = fed(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF)
+        x = add_feed_forward(self.first_residual, self.first_feed_forward, chunk.x, chunk.valid, HALF)
+        x, after = self._mix(chunk._replace(x=x), state)
+        x = add_feed_forward(self.feed_forward_residual, self.feed_forward, x, chunk.valid, HALF)
         return x if output_mask is None else torch.where(output_mask[..., None], x, chunk.x), after
 
 
@@ -542,8 +544,8 @@ class MacaronEncoderLayer(EncoderLayer):
         return (first, mixer, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
 
     def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        y = fed(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
-        y = fed(self.feed_forward_residual, self.feed_forward, self._mixed(y, text), text.valid, HALF)
+        y = add_feed_forward(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
+        y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(y, text), text.valid, HALF)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 

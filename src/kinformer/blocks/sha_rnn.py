@@ -16,7 +16,7 @@ from typing import Unpack
 from torch import Tensor, nn
 
 from kinformer.blocks.feed_forward import Boom
-from kinformer.blocks.layer import LayerConfig, causal, feed, mixed, tokenwise
+from kinformer.blocks.layer import LayerConfig, apply_mixer, causal, feed, tokenwise
 from kinformer.blocks.residual import LayerNorm, NormConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ChecksChunk, Chunk, MixerConfig, initial_states
@@ -98,14 +98,14 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
         return initial_states(self.mixers, batch, **options)
 
     def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
-        h, recurrent = mixed(self.mixer, chunk, state[0], self.mixer_norm)
+        h, recurrent = apply_mixer(self.mixer, chunk, state[0], self.mixer_norm)
         h, after = self.dropout(h), [recurrent]
         if self.attention is not None:
             h, remembered = self.attention(chunk._replace(x=h), state[1])
             after.append(remembered)
         further = zip(self.further_mixers, self.further_norms, state[len(after) :], strict=True)
         for mixer, norm, mixer_state in further:
-            read, mixer_state = mixed(mixer, chunk._replace(x=h), mixer_state, norm)  # type: ignore[arg-type]
+            read, mixer_state = apply_mixer(mixer, chunk._replace(x=h), mixer_state, norm)  # type: ignore[arg-type]
             h = h + self.dropout(read)
             after.append(mixer_state)
         return self.left(h, chunk.valid), tuple(after)

@@ -1,11 +1,11 @@
-"""The states of softmax attention: its cache, and what projections, patterns and spans add to it; and what a call
-brings and projects.
+"""The states of softmax attention: the cache of keys and values, what projections, patterns and spans add to it, and
+how a chunk joins the past.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.crossing import Crosses, after_row
+from kinformer.core.crossing import Crosses, Crossing, with_past
 from kinformer.core.pattern import Pattern
 from kinformer.core.reserved import SCALE, DecayedKeysValues, KeysValues, Quantized, ReservedSlots, packed, unpacked
-from kinformer.runtime.errors import choose
+from kinformer.core.state import State
 
 
 class Pinned(NamedTuple):
@@ -62,7 +62,7 @@ class PinnedState(NamedTuple):
 
 
 class SpanState(NamedTuple):
-    """The state ``attention`` of tokens with spans of their own, and ``aux`` [batch], the cost of the spans."""
+    """The state ``attention`` where each token has a span, and ``aux`` [batch], the cost of the spans."""
 
     attention: Slots
     aux: Tensor
@@ -75,8 +75,8 @@ CacheState = Slots | PinnedState | SpanState
 
 class CacheShape(NamedTuple):
     """The sizes of a mixer's states: heads, ``kv_heads`` of keys, of ``head_dim`` features; the ``context`` of the
-    projection, the ``pinned`` first tokens; whether tokens have ``spans`` of their own, whether scores
-    ``decay``, and whether the past is ``int8``."""
+    projection, the ``pinned`` first tokens; whether each token has a span (``spans``), whether scores ``decay``, and
+    whether the past is ``int8``."""
 
     num_heads: int
     kv_heads: int
@@ -113,7 +113,7 @@ class CacheShape(NamedTuple):
         return slots
 
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
-        """Return the bytes of one row's state after ``length`` tokens, of which the last ``horizon`` are kept."""
+        """Return the bytes of one row's state after ``length`` tokens; it keeps the last ``horizon`` (None: all)."""
         past = length if horizon is None else min(length, horizon)
         vector = self.head_dim * dtype.itemsize
         size = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
@@ -122,81 +122,130 @@ class CacheShape(NamedTuple):
         return size + sums + 8 + state_dtype(dtype).itemsize * self.spans
 
 
-class AttentionCall(NamedTuple):
-    """A chunk and the tokens whose outputs are needed; ``z`` [batch, heads, time], the spans of its tokens, where each
-    has its own; ``first``, the tokens pinned before it, where the pattern pins some."""
-
-    chunk: Chunk
-    output_mask: Tensor | None
-    z: Tensor | None = None
-    first: Pinned | None = None
+def cache_of(state: CacheState) -> Cache:
+    """Return the cache inside a state."""
+    while isinstance(state, (ContextState, PinnedState, SpanState)):
+        state = state.attention
+    return state
 
 
-class NewTokens(NamedTuple):
-    """What is projected of a chunk: q (None where no output is needed), k and v, turned by position; ``far``, the
-    queries turned by their ranks, for pinned tokens; ``recent``, what later tokens need of the projection; ``sums``
-    [batch, heads, time, 1] of the decay, as pairs of tokens and as the state need them, where scores decay."""
+def context_of(state: CacheState) -> Tensor | None:
+    """Return the projections of the last tokens in a state, None for a projection without context."""
+    slots = state.attention if isinstance(state, (PinnedState, SpanState)) else state
+    return slots.recent if isinstance(slots, ContextState) else None
 
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    far: Tensor | None
-    recent: Tensor | None
-    sums: tuple[Tensor, Tensor] | None = None
+
+# How a chunk joins the past: the same for every mixer whose state is a NamedTuple of slots and, last, ``seen``.
+
+
+class Remembered(NamedTuple):
+    """The ``slots`` [batch, heads, past + time, width] that the queries of a chunk may see, leaf by leaf, and the
+    ``state`` after the chunk; ``whole``: every slot belongs to the sequence of every query of its row."""
+
+    slots: Any
+    whole: bool
+    state: Any
+
+
+class Past:
+    """The past of a mixer while it absorbs one chunk: a state of slots as a value, or reserved.
+
+    ``positions`` [batch, time] int64: where the chunk's tokens stand in their sequences; ``seen`` [batch] int64: the
+    number of tokens of each row's sequence after the chunk.
+
+    A reserved state is extended in place where all tokens are valid and none begins a sequence. Otherwise the chunk is
+    absorbed by the value of the reservation, and the result is reserved again.
+    """
+
+    def __init__(self, chunk: Chunk, state: State, mixer: Crosses) -> None:
+        self.chunk, self.state, self.mixer = chunk, state, mixer
+        self.room: int | None = None
+        self._seen: Tensor | None
+        self.reserved = isinstance(state, ReservedSlots)
+        if self.reserved and (chunk.valid is not None or chunk.reset is not None):
+            self.room, self.state, self.reserved = state.room, state.release(), False
+        if self.reserved:
+            self.positions, self._seen = state.positions(chunk), None
+        else:
+            self.positions = positions_of(chunk, self.state.seen)
+            self._seen = advance(self.state.seen, chunk, self.positions)
 
     @property
-    def seeing(self) -> tuple[Tensor, ...]:
-        """Return what queries attend to: keys and values, and sums."""
-        return (self.k, self.v) if self.sums is None else (self.k, self.v, self.sums[0])
+    def seen(self) -> Tensor:
+        if self._seen is None:  # only pinned tokens and projections with a context ask for it in a step of generation
+            self._seen = self.positions[:, -1] + 1
+        return self._seen
 
-    def stored(self, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return these tokens as a state holds them whose leaves are ``past``."""
-        leaves = (self.k, self.v) if self.sums is None else (self.k, self.v, self.sums[1])
-        return tuple(packed(x) if old.dtype == torch.int8 else x for old, x in zip(past, leaves, strict=True))
+    @property
+    def ring(self) -> Crossing | None:
+        """Return the processes of the row where keys and values go round them, None elsewhere."""
+        return self.mixer.crossing if self.mixer.goes_round else None
 
-    def behind(self, past: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what queries attend to of the slots ``past`` of a state and of these tokens behind them."""
-        if not past[0].shape[2]:
-            return self.seeing
-        pairs = zip(past, self.seeing, strict=True)
-        read = [unpacked(old, x.dtype) if old.dtype == torch.int8 else old for old, x in pairs]
-        return joined(read, self.seeing)
+    def last(self, leaf: int) -> Tensor:
+        """Return the newest past slot of a leaf, [batch, heads, 0 or 1, width]."""
+        if self.reserved:
+            return self.state.last(leaf, self.positions.shape[1])
+        return self.state[leaf][:, :, -1:]
 
-    def read(self, slots: Sequence[Tensor], quantized: bool) -> Sequence[Tensor] | tuple[Quantized, Quantized]:
-        """Return what queries attend to of the slots of a state that end with these tokens; of slots in 8 bits as they
-        are if they may be ``quantized``."""
-        if slots[0].dtype != torch.int8:
-            return slots
-        past = [leaf[:, :, : -self.k.shape[2]] for leaf in slots]
-        if quantized and self.sums is None:
-            return Quantized(past[0], self.k), Quantized(past[1], self.v)
-        return self.behind(past)
-
-    def after(self, past: Sequence[Tensor], seeing: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the slots ``past`` and these tokens as a state holds them, which of ``seeing`` are what they are."""
-        stored = self.stored(past)
-        return tuple(
-            every if x is y else joined([old], [x])[0]
-            for old, every, x, y in zip(past, seeing, stored, self.seeing, strict=True)
+    def remember(self, new: Sequence[Tensor], limit: int | None, stored: Sequence[Tensor] | None = None) -> Remembered:
+        """Put the slots ``new`` [batch, heads, time, width] of the chunk, leaf by leaf, behind the past, whose last
+        ``limit`` slots (None: all) a later query may see. ``stored``: the slots as the state holds them (None: as the
+        queries see them)."""
+        stored = new if stored is None else stored
+        if self.reserved:
+            slots, state, whole = self.state.extend(stored, limit)
+            return Remembered(self.read(slots, new), whole, state)
+        past, time = self.state[:-1], self.positions.shape[1]
+        slots = self.mixer.behind_past(tuple(new), self.read_past(past, new), limit)
+        every = (
+            slot if leaf is seen else torch.cat([old.to(leaf.dtype), leaf], dim=2)
+            for slot, seen, leaf, old in zip(slots, new, stored, past, strict=True)
         )
+        leaves = tuple(newest(self.chunk, leaf, self.seen, limit) for leaf in every)
+        leaves, seen = self.mixer.row_end(leaves, self.seen, past[0], time, limit)
+        state = type(self.state)(*leaves, seen)
+        whole = not past[0].shape[2] and self.chunk.reset is None
+        return Remembered(slots, whole, state if self.room is None else state.reserve(self.room))
+
+    def read_past(self, past: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the past's leaves as queries see them."""
+        return tuple(past)
+
+    def read(self, slots: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+        """Return the slots of a reserved state, which end with the chunk's, as queries see them."""
+        return slots
 
 
-def is_int8(cache: str) -> bool:
-    """Return whether a mixer's field ``cache`` says that the past is held in 8 bits; refuse other words."""
-    return choose(cache, ("full", "int8"), "cache") == "int8"
+class Int8Past(Past):
+    """A past whose keys and values are held in 8 bits. ``quantized``: attention may take them so from a reserved state,
+    else they are unpacked first."""
 
+    def __init__(self, chunk: Chunk, state: State, mixer: Crosses, quantized: bool) -> None:
+        super().__init__(chunk, state, mixer)
+        self.quantized = quantized
 
-def joined(before: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the slots of a chunk behind those before it, leaf by leaf."""
-    return tuple(torch.cat([old.to(x.dtype), x], dim=2) for old, x in zip(before, new, strict=True))
+    def remember(self, new: Sequence[Tensor], limit: int | None, stored: Sequence[Tensor] | None = None) -> Remembered:
+        k, v, *rest = new if stored is None else stored
+        return super().remember(new, limit, (packed(k), packed(v), *rest))
+
+    def read_past(self, past: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if not past[0].shape[2]:
+            return tuple(past)
+        k, v, *rest = past
+        return unpacked(k, new[0].dtype), unpacked(v, new[1].dtype), *rest
+
+    def read(self, slots: Sequence[Tensor], new: Sequence[Tensor]) -> Any:
+        past = [leaf[:, :, : -new[0].shape[2]] for leaf in slots]
+        if self.quantized and len(new) == 2:
+            return Quantized(past[0], new[0]), Quantized(past[1], new[1])
+        return with_past(None, tuple(new), self.read_past(past, new), None)
 
 
 # Mixers that remember one vector of every token, from which they make keys and values alike.
 #
 #     y, state = mixer(Chunk(x), state)      state.memory [batch, 1, past, width], right-aligned
 #
-# A subclass says what is remembered of a token and how a chunk attends to what is remembered; cache, padding, resets
-# and reserved states are here.
+# A subclass makes the memory of a token and attends to memories; cache, padding, resets and reserved states are here.
 
 
 class TokenMemoryState(NamedTuple):
@@ -213,7 +262,8 @@ class TokenMemoryState(NamedTuple):
 
 
 class TokenMemory(Crosses, CausalMixer):
-    """The base of such mixers. ``width`` is that of a memory, ``pattern`` says which ones a query sees."""
+    """The base of mixers with one memory a token. ``width``: the width of a memory; ``pattern``: which memories a query
+    sees."""
 
     pattern: Pattern
     width: int
@@ -223,7 +273,7 @@ class TokenMemory(Crosses, CausalMixer):
         return self.pattern.horizon
 
     def like(self) -> Tensor:
-        """Return a weight whose device and dtype are those of the memory."""
+        """Return a weight with the device and dtype of the memory."""
         raise NotImplementedError
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,29 +301,7 @@ class TokenMemory(Crosses, CausalMixer):
     def forward(
         self, chunk: Chunk, state: TokenMemoryState | ReservedSlots
     ) -> tuple[Tensor, TokenMemoryState | ReservedSlots]:
-        if isinstance(state, TokenMemoryState):
-            return self._absorb(chunk, state)
-        if chunk.valid is not None or chunk.reset is not None:
-            room = state.room
-            y, value = self._absorb(chunk, state.release())
-            return y, value.reserve(room)
-        positions = state.positions(chunk)
-        h, new = self.remember(chunk.x, positions)
-        (slots,), after, full = state.extend((new,), self.retained)
-        return self.attend(h, slots, positions, whole=full), after
-
-    def _absorb(self, chunk: Chunk, state: TokenMemoryState) -> tuple[Tensor, TokenMemoryState]:
-        positions = positions_of(chunk, state.seen)
-        seen = advance(state.seen, chunk, positions)
-        h, slots = self.remember(select_valid(chunk.x, chunk.valid), positions)
-        past = state.memory.shape[2]
-        crossing, time = self.crossing, slots.shape[2]
-        if crossing is not None:
-            slots = torch.cat(crossing.past(slots, state.memory, self.retained), dim=2)
-        elif past:
-            slots = torch.cat([state.memory.to(slots.dtype), slots], dim=2)
-        y = self.attend(h, slots, positions, whole=not past and chunk.reset is None)
-        memory = newest(chunk, slots, seen, self.retained)
-        if crossing is not None:
-            (memory,), seen = after_row(crossing, (memory,), state.memory, time, self.retained), crossing.seen
-        return select_valid(y, chunk.valid), TokenMemoryState(memory, seen)  # type: ignore[call-arg]
+        past = Past(chunk, state, self)
+        h, new = self.remember(select_valid(chunk.x, chunk.valid), past.positions)
+        (slots,), whole, after = past.remember((new,), self.retained)
+        return select_valid(self.attend(h, slots, past.positions, whole), chunk.valid), after

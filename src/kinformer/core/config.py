@@ -65,10 +65,14 @@ def _takes_part(kind: object) -> bool:
 
 
 class Config(metaclass=_Typed):
-    """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields."""
+    """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields.
+
+    ``retired``: fields of earlier versions, which data may still have at the value given here.
+    """
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+    retired: ClassVar[Mapping[str, object]] = {}
 
     def __new__(cls, **values: object) -> Self:
         require_ranges(values)
@@ -220,7 +224,8 @@ def _parse_fields(config: type[Config], data: object, kinds: Kinds, place: str) 
     data = plain(data)
     if not isinstance(data, dict):
         raise KinformerError(f"{place}: {data!r} is not a table of settings.")
-    fields = field_types(config)
+    fields, retired = field_types(config), config.retired
+    data = {key: value for key, value in data.items() if key not in retired or value != retired[key]}
     for key in data:
         if key not in fields:
             raise KinformerError(f"{place}: {key!r} is not a field of {describe(config)}; {nearest(key, fields)}")

@@ -3,18 +3,23 @@
     row   x_1 .. x_n | x_(n+1) .. x_2n | ...       process r has stretch r; states are those before and after the row
 
 A mixer that says how its state crosses computes all stretches at once, by the means of a :class:`Crossing`. Any other
-causal mixer is handed its state by the process before, and waits for it: by partition invariance that is the same.
+causal mixer is handed its state by the process before, and waits for it: by partition invariance both give the same.
 Encoders, whose tokens see both ways, gather what their mixers need of the whole row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from kinformer.core.contract import Chunk, advance, positions_of
+
 S = TypeVar("S", bound=tuple[Tensor, ...])
+Convolution = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]]
+"""A causal convolution of tokens behind recent ones, with masks of valid tokens and of resets."""
 
 
 class Summary(Protocol):
@@ -26,7 +31,7 @@ class Summary(Protocol):
 
 
 class Crossing:
-    """The processes that have the stretches of a row, of equal length; this one has stretch ``number`` of ``count``.
+    """The processes that share a row by stretches of equal length; this process has stretch ``number`` of ``count``.
 
     ``keeps``: whether the state after the row is wanted; where it is not, mixers return any. ``ring``: whether keys and
     values go round. ``before`` and ``seen`` [batch] int64: the tokens of each row's sequence before this stretch, and
@@ -42,7 +47,7 @@ class Crossing:
     seen: Tensor
 
     def row(self, stretch: Tensor, dim: int) -> Tensor:
-        """Return the whole row, of which this process has the ``stretch`` along ``dim``."""
+        """Return the whole row along ``dim``; this process has its ``stretch``."""
         everyone, _ = self.gathered(stretch, stretch)
         return torch.cat(everyone.unbind(0), dim)
 
@@ -71,8 +76,8 @@ class Crossing:
     def past(self, slots: Tensor, first: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
         """Return the last ``limit`` (None: all) slots before this stretch [batch, heads, past, width], and ``slots``.
 
-        slots: [batch, heads, time, width], this stretch's; first: [batch, heads, n, width], those before the row. All
-        of them are gathered; some are sent by those neighbours that have them.
+        slots: [batch, heads, time, width], this stretch's slots; first: [batch, heads, n, width], the slots before the
+        row. All slots are gathered (``limit`` None), or the neighbours send their last ones.
         """
         first = first.to(slots.dtype)
         if limit is not None:
@@ -84,7 +89,7 @@ class Crossing:
 
     def gathered(self, local: Tensor, tied: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ``local`` tensors of all stretches [stretches, ...], and ``tied``, which every stretch
-        differentiates whether or not its outputs depend on what the others sent."""
+        differentiates whether or not its outputs depend on the other stretches."""
         raise NotImplementedError
 
     def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
@@ -94,12 +99,12 @@ class Crossing:
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
         """Return the ``slots`` [batch, heads, count, width] of the last stretch, where they are wanted; ``count`` is
-        their number there, None if that is the same in all."""
+        their number there, None if all stretches have as many."""
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
-        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where there
-        are such; return whether something came. No gradients."""
+        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where these
+        stretches exist; return whether something came. No gradients."""
         raise NotImplementedError
 
 
@@ -111,8 +116,8 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, crossing: Crossing | None, valid: Tensor | None) -> Row | None:
-        """Return the row of a stretch's ``valid`` [batch, time], whose first tokens are those of each row; None where
-        a process has all of it."""
+        """Return the row of a stretch with the tokens ``valid`` [batch, time]; None where a process has the whole
+        row."""
         return None if crossing is None else cls(crossing, crossing.valid_row(valid))
 
     def begin(self, time: int) -> int:
@@ -133,14 +138,13 @@ class Crosses:
 
     @property
     def goes_round(self) -> bool:
-        """Return whether keys and values go round, as those that queries at any distance see may."""
+        """Return whether keys and values go round: they may where queries at any distance see them."""
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
-    def behind_past(
-        self, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return :func:`with_past`; where keys and values go round, behind those of the state alone."""
-        return with_past(None if self.goes_round else self.crossing, kv, first, limit)
+    def behind_past(self, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None) -> tuple[Tensor, ...]:
+        """Return :func:`with_past`; where keys and values go round, the new slots stand behind the state's slots
+        alone."""
+        return with_past(None if self.goes_round else self.crossing, new, first, limit)
 
     def row_end(
         self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, limit: int | None
@@ -150,6 +154,23 @@ class Crosses:
             return slots, seen
         return after_row(self.crossing, slots, first, time, limit), self.crossing.seen
 
+    def convolved(
+        self, convolution: Convolution, tokens: Tensor, recent: Tensor, chunk: Chunk, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``convolution`` of a chunk's ``tokens`` [batch, heads, time, channels] behind the ``recent`` tokens of
+        the state, and the recent tokens after the chunk; on one stretch of a row, behind the tokens of earlier
+        stretches, and after the row."""
+        if self.crossing is None:
+            return convolution(tokens, recent, chunk.valid, reset)
+        positions = positions_of(chunk, recent.new_zeros(0))  # a model's chunk has them
+        recent, tokens = recent_slots(self.crossing, tokens, recent, positions)
+        y, recent = convolution(tokens, recent, chunk.valid, reset)
+        return y, self.crossing.last(recent)
+
+    def counted(self, seen: Tensor, chunk: Chunk, positions: Tensor) -> Tensor:
+        """Return the counter [batch] after the chunk; on one stretch of a row, after the row."""
+        return advance(seen, chunk, positions) if self.crossing is None else self.crossing.seen
+
 
 def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
     """Return how many of the last ``limit`` slots each earlier stretch of ``time`` slots has, nearest first."""
@@ -157,19 +178,18 @@ def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
 
 
 def with_past(
-    crossing: Crossing | None, kv: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor], limit: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values ``kv`` [batch, heads, time, width] behind ``first``, those of the state; of one stretch of
-    a row, behind those of earlier ones, too: the last ``limit`` (None: all). Keys and values travel side by side."""
+    crossing: Crossing | None, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None
+) -> tuple[Tensor, ...]:
+    """Return the slots ``new`` [batch, heads, time, width], leaf by leaf, behind the slots ``first`` of the state. On
+    one stretch of a row, the last ``limit`` slots (None: all) of earlier stretches stand between them. The leaves
+    travel side by side."""
     if crossing is None:
         if not first[0].shape[2]:
-            return kv
-        k, v = (torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(first, kv, strict=True))
-        return k, v
-    first = first[0].to(kv[0].dtype), first[1].to(kv[1].dtype)
-    past, both = crossing.past(torch.cat(kv, dim=-1), torch.cat(first, dim=-1), limit)
-    k, v = torch.cat([past, both], dim=2).split([part.shape[-1] for part in kv], dim=-1)
-    return k, v
+            return new
+        return tuple(torch.cat([old.to(x.dtype), x], dim=2) for old, x in zip(first, new, strict=True))
+    wide = [old.to(x.dtype) for old, x in zip(first, new, strict=True)]
+    past, both = crossing.past(torch.cat(new, dim=-1), torch.cat(wide, dim=-1), limit)
+    return torch.cat([past, both], dim=2).split([leaf.shape[-1] for leaf in new], dim=-1)
 
 
 def after_row(

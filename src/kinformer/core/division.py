@@ -33,7 +33,7 @@ class Divisible:
     ``by_heads``: whether a part of a mixer is one of fewer heads, with nothing else changed.
     """
 
-    indivisible: ClassVar[str] = "nothing says what a part of it computes"
+    indivisible: ClassVar[str] = "no config says how one part computes its share"
     by_heads: ClassVar[bool] = False
 
     def part(self, dim: int, parts: int) -> Self:
@@ -60,8 +60,8 @@ def undivided(config: Config, why: str) -> KinformerError:
 
 
 def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
-    """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse parts of
-    a pattern that is another one for every head."""
+    """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse to
+    divide a pattern that differs between heads."""
     values: Any = config
     for name, why in (("span", "has costs of all heads"), ("differential", "takes differences over all heads")):
         if getattr(values, name, None) is not None:
@@ -81,5 +81,5 @@ def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
 def divided(config: Config, name: str, number: int, parts: int) -> int:
     """Return ``number``, the value of ``config``'s field ``name``, divided by ``parts``."""
     if number % parts:
-        raise undivided(config, f"{name} = {number} is no multiple of {parts}")
+        raise undivided(config, f"{name} = {number} is not a multiple of {parts}")
     return number // parts

@@ -3,7 +3,7 @@
 Every tensor has the batch axis first. Tensor leaves whose third axis counts right-aligned past slots are named in the
 class attribute ``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots. Of a
 ``NamedTuple``, ``outlives_reset`` says that a new sequence begins with it (a source), ``derived`` (``{"k":
-"hidden_states"}``) from which leaf a mixer recomputes another that has fewer slots.
+"hidden_states"}``) from which leaf a mixer recomputes another leaf with fewer slots.
 A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 State = Any
-"""A tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`; each part has a type of its own."""
+"""A tensor, a tuple or ``NamedTuple`` of states, or a :class:`ReservedState`; each part has its own type."""
 
 
 class ReservedState:
@@ -54,7 +54,9 @@ class ReservedState:
     def refuse_graph(self) -> None:
         """Raise where gradients are recorded."""
         if torch.is_grad_enabled():
-            raise KinformerError("a reserved state holds no graph; step it under torch.no_grad(), or use its value.")
+            raise KinformerError(
+                "a reserved state does not hold a graph; step it under torch.no_grad(), or use its value."
+            )
 
     def value(self) -> State:
         """Return a copy of this state as an immutable ``NamedTuple`` value."""
@@ -82,7 +84,7 @@ class ReservedState:
         return self.map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that are allocated, capacity included."""
+        """Yield the allocated tensors, capacity included."""
         raise NotImplementedError
 
 
@@ -98,7 +100,7 @@ def _mapped(state: State, part: Callable[[ReservedState], State], leaf: Callable
 
 
 def rebuilt(state: State, items: Sequence[object]) -> State:
-    """Return a tuple of ``items``, of the type of ``state`` where that is a ``NamedTuple``."""
+    """Return a tuple of ``items``, in the type of ``state`` where ``state`` is a ``NamedTuple``."""
     return type(state)(*items) if hasattr(state, "_fields") else tuple(items)
 
 
@@ -169,13 +171,13 @@ def require_rows(state: State, batch: int, device: torch.device, shared: bool = 
 
 
 def detach(state: State) -> State:
-    """Return the state cut from the graph: what a segment passes to the next in truncated back-propagation."""
+    """Return the state cut from the graph, as a segment passes it to the next in truncated back-propagation."""
     return map_tensors(torch.Tensor.detach, state)
 
 
 def select_rows(state: State, rows: Tensor, sources: bool = True) -> State:
     """Return the state of the rows ``rows`` [n] int64, in that order; every tensor is copied once. Without ``sources``
-    the parts that outlive a reset stay as they are."""
+    the parts that outlive a reset stay unchanged."""
     if isinstance(state, ReservedState):
         return state.select_rows(rows)
     if isinstance(state, Tensor):
@@ -186,7 +188,8 @@ def select_rows(state: State, rows: Tensor, sources: bool = True) -> State:
 
 
 def select_sources(state: State, rows: Tensor) -> State:
-    """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all else stays as it is."""
+    """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all other parts stay
+    unchanged."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
     if getattr(state, "outlives_reset", False):
@@ -205,12 +208,12 @@ def repeat_rows(state: State, times: int, sources: bool = True) -> State:
 
 
 def join_rows(states: list[State]) -> State:
-    """Return one state whose rows are those of ``states``, in order (slots are padded on the left to the longest;
+    """Return one state with the rows of ``states``, in order (slots are padded on the left to the longest;
     derived leaves are empty if one of ``states`` lacks them)."""
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
-            "a reserved state has an owner of its own and cannot be joined; join value(state) of each "
+            "a reserved state has a single owner and cannot be joined; join value(state) of each "
             "(kinformer.core.state), and reserve the result."
         )
     if any(type(state) is not type(first) for state in states):
@@ -338,7 +341,7 @@ def pop_aux(state: State) -> tuple[dict[str, Tensor], State]:
 # The leaves of a state by name and in order, as a graph without Python takes and returns them.
 #
 # Leaves that grow keep an open axis of past slots. Those of a window are full from the start: slots are right-aligned,
-# and those before a sequence's first token are as invalid as those that a shorter sequence has in a batch.
+# and slots before a sequence's first token are invalid, like the first slots of a shorter sequence in a batch.
 
 BATCH, PAST = "batch", "past"
 """The open axes of a leaf: the sequences, and the tokens that they have absorbed."""
@@ -377,7 +380,7 @@ class Leaf:
         return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
 
     def filled(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in memory of its own, with zeros before its slots where a window has more."""
+        """Return a copy of ``tensor``, with zeros before its slots where a window has more."""
         slots = self.shape[_SLOTS] if tensor.dim() == len(self.shape) > _SLOTS else PAST
         if isinstance(slots, int) and (missing := slots - tensor.shape[_SLOTS]) > 0:
             before = tensor.new_zeros(*tensor.shape[:_SLOTS], missing, *tensor.shape[_SLOTS + 1 :])
@@ -396,13 +399,13 @@ def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str
 
 
 def unflattened(like: State, leaves: Sequence[Tensor]) -> State:
-    """Return the state of the structure of ``like`` that has these leaves."""
+    """Return a state of the structure of ``like`` with these leaves."""
     rest = iter(leaves)
     return map_tensors(lambda _: next(rest), like)
 
 
 def leaves_of(model: CausalModel) -> list[Leaf]:
-    """Return the leaves of the states of ``model``, a causal model of tokens, with windows that are full.
+    """Return the leaves of the states of ``model``, a causal model of tokens, with full windows.
 
     Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows other than by slots.
     """
@@ -418,7 +421,8 @@ def leaves_of(model: CausalModel) -> list[Leaf]:
 
 
 def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
-    """Return the leaf that is ``first`` at the start, ``now`` behind some tokens, and ``then`` behind one more."""
+    """Return the leaf with the value ``first`` at the start, ``now`` behind some tokens, and ``then`` behind one
+    more."""
     if bool(first.any()):
         raise KinformerError(f"the state's {name} does not begin with zeros, as the leaves of a graph do.")
     shape: list[int | str] = [BATCH, *now.shape[1:]]

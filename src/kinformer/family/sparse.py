@@ -387,9 +387,8 @@ ROUTING = Member(
     departures=(
         "a token is in the cluster of its nearest centroid and sees the cluster's last window, cut by rank, so that "
         "what it sees depends on the past alone; the authors' clusters take the most similar tokens of the whole "
-        "text, later ones included, which is the encoder mixer routing; masked for a decoder it leaks: with other "
-        "later tokens 43 % of the outputs before them change, by 66 % of their norm "
-        "(tests/mixers/test_bidirectional_routing.py)",
+        "text, later ones included; masked for a decoder they leak: with other later tokens 43 % of the outputs "
+        "before them change, by 66 % of their norm (tests/family/test_routing.py)",
         "keys are queries of length 1, scores are divided by sqrt(head_dim), and a token sees itself only where it "
         "sees nothing else, as in routing-transformer (the authors: layer norms of q and k, and no such rule)",
         "centroids begin as random directions and move once after each training step, by the tokens of all processes",
@@ -397,9 +396,7 @@ ROUTING = Member(
         "benchmark and paper",
     ),
     exact_limit="attention over the past with shared queries and keys: no local heads, one cluster, window >= length",
-    parity=(
-        "routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/mixers/test_bidirectional_routing.py)",
-    ),
+    parity=("routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/family/test_routing.py)",),
     use_when="long texts fall into topics, and a token should see the last tokens of its own",
     avoid_when="exact recall counts, or training is brief: its clusters must form first",
     recipes={

@@ -3,10 +3,9 @@
     y_i = softmax_j(scale * q_i . k_j) v_j,   j in pattern(i), and the global tokens; all j where i is global
 
 ``pattern`` is Longformer's window (w / 2 = ``window``) or Big Bird's A(i); Longformer's Q_g, K_g, V_g are the
-projection ``multi_head_global``. Global are tokens of the long input that are marked so, and those of a global input
-before it (``core.encoder``). So there are three calls, none of them over all pairs: the pattern's, whose time follows
-the number of its pairs; the global keys, few columns, merged with it by their log-sum-exps; the global queries, few
-rows.
+projection ``multi_head_global``. Marked tokens of the long input are global, and so are all tokens of a global input
+before it (``core.encoder``). There are three calls, and no call covers all pairs: the pattern, with time in proportion
+to its pairs; the global keys, few columns, merged with the pattern by log-sum-exps; the global queries, few rows.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ _STEP = 64
 class BidirectionalAttention(EncoderMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of the long input's tokens, by their positions. Its global tokens have positions too; those of
-    a global input have none, so that no distance acts on pairs with them (tables that end, such as Shaw's, count them
-    as farthest). A pair that the pattern allows anyway counts once.
+    ``pattern`` applies to tokens of the long input, by their positions. Global tokens of the long input have positions
+    too; tokens of a global input have none, so that no distance acts on pairs with them (tables that end, such as
+    Shaw's, count them as farthest). A pair that the pattern allows anyway counts once.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -194,7 +193,7 @@ class BidirectionalAttention(EncoderMixer):
         lse: bool = False,
         sink: bool = True,
     ) -> Attended:
-        """Attend; ``sink``: beside the score's sink, which counts in one of the parts that are merged."""
+        """Attend; ``sink``: beside the score's sink, which counts in one of the merged parts."""
         scoring = self._scoring(relative)
         if not sink:
             scoring = scoring._replace(sink=None)

@@ -29,7 +29,7 @@ from kinformer.core.probe import probe, probed
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb
-from kinformer.kernels.bucketed.equal import balanced_attention, sorted_attention
+from kinformer.kernels.bucketed.equal import sorted_attention
 from kinformer.kernels.impls import BucketedImpl
 from kinformer.parts.bucketing import Centroids, Hashes, normalised
 from kinformer.runtime.errors import KinformerError, choose
@@ -114,8 +114,8 @@ class BidirectionalLSH(EncoderMixer):
 
         y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
 
-    z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. The mixer
-    ``lsh`` of a decoder is another one: here what a token sees depends on all others, later ones too.
+    z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. It differs from
+    the mixer ``lsh`` of a decoder: here a token sees keys that depend on all tokens, later ones included.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
@@ -150,7 +150,7 @@ class BidirectionalLSH(EncoderMixer):
         self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "the mixer lsh has no global tokens, as a token sees the tokens of its bucket"
+        why = "the mixer lsh does not support global tokens, as a token sees the tokens of its bucket"
         refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
@@ -188,11 +188,11 @@ class RoutingAttention(CausalMixer):
         local heads     softmax_j(q_i . k_j / sqrt(head_dim)) v_j over the last ``window`` tokens
         cluster         argmax_c k . mu_c
 
-    The centroids mu learn by online k-means (``parts.bucketing``). A token's cluster is its own vector's alone, and
-    of a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before
-    (``kernels.bucketed``): what it sees depends on the past alone. Itself a routed token sees only where it sees
-    nothing else. The state's ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their
-    centroids. The published form is the encoder mixer ``routing``.
+    The centroids mu learn by online k-means (``parts.bucketing``). A token's cluster is its own vector's alone, and of
+    a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
+    that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
+    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
+    ``kernels.bucketed.equal.balanced_attention``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
@@ -305,74 +305,8 @@ class RoutingAttention(CausalMixer):
         return self.config.commitment * select_valid(cost, valid).sum(1)
 
 
-class BidirectionalRouting(EncoderMixer):
-    """Attention within clusters of equal size over a full sequence, as the Routing Transformer is published (Roy et al.
-    2021).
-
-    Each of ``num_clusters`` takes the ``window`` queries and the ``window`` keys that are most similar to its
-    centroid; see ``kernels.bucketed.equal``. The mixer ``routing`` of a decoder is another one: here the full
-    sequence decides which tokens a cluster takes. Centroids learn by online k-means; there is no cost that draws
-    tokens to them.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    With ``shared`` queries are keys, and a token sees itself only where it sees nothing else. ``centroid_decay``: of
-    their moving mean, a step. With ``window`` * ``num_clusters`` = length a token is in one cluster on average.
-    """
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
-        kind = "routing"
-        num_heads: int = 4
-        head_dim: int | None = None
-        num_clusters: int = 4
-        window: int = 128
-        shared: bool = False
-        centroid_decay: float = 0.999
-        bias: bool = False
-
-        def __post_init__(self) -> None:
-            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
-
-        def build(self, dim: int) -> BidirectionalRouting:
-            return BidirectionalRouting(self, dim)
-
-    def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.config = config
-        head_dim = config.head_dim or head_width(dim, config.num_heads)
-        self.shape = (2 if config.shared else 3, config.num_heads, head_dim)
-        self.qkv = nn.Linear(dim, self.shape[0] * config.num_heads * head_dim, bias=config.bias)
-        self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
-        self.centroids = Centroids(config.num_heads, head_dim, config.num_clusters, config.centroid_decay)
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "the mixer routing has no global tokens, as a token sees the tokens of its clusters"
-        refuse_global(why, global_tokens, global_input)
-
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
-        qkv = self.qkv(select_valid(x, text.valid)).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
-        q, v = qkv[0], probe("values", qkv[-1])
-        unit = unit_vectors(q)
-        k = unit if self.config.shared else qkv[1]
-        similarities = [self._similar(unit, text.valid)]
-        if not self.config.shared:
-            similarities.append(self._similar(unit_vectors(k), text.valid))
-        similar = similarities[0], None if self.config.shared else similarities[1]
-        y = balanced_attention(q, k, v, similar, self.config.window, valid=text.valid)
-        return select_valid(self.out(probe("outputs", merge_heads(y))), text.valid)
-
-    def _similar(self, unit: Tensor, valid: Tensor | None) -> Tensor:
-        """Return similarities to the centroids; padding is the least similar to all of them."""
-        similar = self.centroids(unit, valid)
-        return similar if valid is None else similar.masked_fill(~valid[:, None, :, None], -torch.inf)
-
-
 PARTS = {
     "BidirectionalLSHAttention": BidirectionalLSH.Config,
-    "BidirectionalRoutingAttention": BidirectionalRouting.Config,
     "LSHAttention": LSHAttention.Config,
     "RoutingAttention": RoutingAttention.Config,
 }

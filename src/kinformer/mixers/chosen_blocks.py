@@ -7,12 +7,12 @@ means of their keys, after the position has turned them (``kernels.chosen.choice
 
     o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,   g = sigmoid(W_g x), a gate for every head and branch
 
-``compression`` attends to a summary of the keys and values of each complete block, o_slc is the attention above, whose
-blocks are those of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or
-what a perceptron makes of a block (``parts.projections``). It sees keys as the position turns them from the
-block's first token on, and what it makes stands where that token does: a summary knows no more of where the block lies
-than its mean would. Summaries of ``summary_length`` tokens begin every ``summary_stride`` tokens and may overlap; the
-importance of a block then is that of the summaries that share tokens with it (NSA, equation 9).
+``compression`` attends to a summary of the keys and values of each complete block, o_slc is the attention above, to the
+blocks of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or outputs of
+a perceptron over a block (``parts.projections``). The perceptron reads keys at positions counted from the block's first
+token, and its output stands at that token: like a mean, a summary does not tell where the block lies. Summaries of
+``summary_length`` tokens begin every ``summary_stride`` tokens and may overlap; the importance of a block is then the
+importance of the summaries that share tokens with it (NSA, equation 9).
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``count`` blocks of ``block`` tokens are seen: the current one, the ``first`` ones of the sequence, the ``near``
-    ones before it, and those that are chosen. With ``shared_choice`` the query heads of one head of keys choose
-    together, by the sum of their probabilities.
+    ones before it, and chosen ones. With ``shared_choice`` the query heads of one head of keys choose together, by the
+    sum of their probabilities.
     """
 
     growth = "linear"
@@ -257,7 +257,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         return self.out(probe("outputs", merge_heads(y))), means.after
 
     def _summaries(self, keys_values: Sequence[Tensor], begins: Tensor) -> Tensor:
-        """Return what the perceptrons make of blocks of keys and values [batch, kv_heads, blocks, block, head_dim]
+        """Return the perceptrons' summaries of blocks of keys and values [batch, kv_heads, blocks, block, head_dim]
         whose first tokens stand at ``begins`` [batch or 1, blocks] (a ``Summarise``)."""
         no_weights(
             "A perceptron sums up the values of blocks, which no weights of tokens do (compression = mean has them)."
@@ -290,7 +290,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         return compressed if self.compression else None, chosen
 
     def _cover(self, blocks: Blocks, units: Blocks, shift: Tensor | None) -> Cover:
-        """Return how the blocks lie over summaries, of which the table's first one has the number ``shift``."""
+        """Return how the blocks lie over summaries; the table's first summary has the number ``shift``."""
         first = torch.searchsorted(units.first.contiguous(), blocks.first.contiguous())
         length, stride = self.config.summary_and_stride
         first = first if shift is None else first - shift

@@ -2,14 +2,14 @@
 
     softmax attention over [compressed; memory; own segment so far], distances counted in slots
 
-At the end of each segment its inputs join the memory; what falls out of that at its other end is compressed, ``rate``
-vectors into one, and joins the compressed memory, whose oldest fall off. Both begin empty. All are inputs as they enter
-the layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no
-gradient of the outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it
-reach the compression: that learns to preserve, measured where it happens,
+At the end of each segment its inputs join the memory. The oldest memories are compressed, ``rate`` vectors into one,
+and join the compressed memory, whose oldest vectors are dropped. Both begin empty. All are inputs as they enter the
+layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no gradient of the
+outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it reach the
+compression: that learns to preserve, measured where it happens,
 
     auto-encoding   mean |old - expand(compress(old))|^2
-    attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the segment that is over)
+    attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
 
 old, h, the norm and the projections of this attention (by content alone, before the output product) are constants here.
 The state's ``aux`` accumulates these costs times the tokens of a segment.
@@ -96,7 +96,8 @@ class RowGroup(NamedTuple):
 def last_slots(slots: Tensor, count: int) -> Tensor:
     """Return the last ``count`` of ``slots`` [batch, heads, slots, ...], or as many as there are."""
     start = max(0, slots.shape[2] - count)
-    return slots[:, :, start:].clone() if start > count else slots[:, :, start:]  # a view keeps what it leaves out
+    # A view would keep the other slots in memory.
+    return slots[:, :, start:].clone() if start > count else slots[:, :, start:]
 
 
 _Run = Callable[[Tensor, State, RowGroup], tuple[Tensor, State]]
@@ -176,7 +177,7 @@ def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return attention(q, k, v, Visibility(), Scoring(scale), impl="chunked").out
 
 
-# Compressions of old memories: every ``rate`` of them become one (Rae et al. 2019, Compressive Transformers).
+# Compressions of old memories: every ``rate`` memories become one (Rae et al. 2019, Compressive Transformers).
 #
 # A function takes the memories that fall out of a queue together, oldest first, and gives as many as ``rate`` goes
 # into them. Those with weights are trained by reconstruction alone: see ``mixers.compressive``.
@@ -306,7 +307,7 @@ class MostUsed(Compression):
 
 
 class Expansion(nn.Linear):
-    """The inverse that is learned beside a compression: [batch, n, dim] -> [batch, n * rate, dim]."""
+    """The learnt inverse of a compression: [batch, n, dim] -> [batch, n * rate, dim]."""
 
     def __init__(self, rate: int, dim: int) -> None:
         super().__init__(dim, rate * dim)
@@ -361,8 +362,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
             for name in ("segment", "memory"):
                 if getattr(self, name) % rate:
                     raise KinformerError(
-                        f"{name} = {getattr(self, name)} is no multiple of the compression's rate of {rate}, so that "
-                        f"memories would be left over; use {getattr(self, name) // rate * rate + rate}."
+                        f"{name} = {getattr(self, name)} is not a multiple of the compression's rate of {rate}, so "
+                        f"that memories would be left over; use {getattr(self, name) // rate * rate + rate}."
                     )
 
         def build(self, dim: int) -> Compressive:
@@ -461,8 +462,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return torch.cat(outputs, dim=1) if outputs else x, state
 
     def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """Absorb ``x``, within one segment of sequences that have ``seen`` tokens
-        before it; a query sees all before it."""
+        """Absorb ``x``, within one segment of sequences with ``seen`` tokens before it; a query sees all before it."""
         filled, time = seen % self.segment, x.shape[1]
         remembered, edge = min(seen - filled, self.memory), state.hidden_states.shape[2] - filled
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
@@ -494,7 +494,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Return outputs and, where they are needed (else 0), the probabilities [batch, slots] of the slots, summed
-        over the queries, mean over heads. The last of the slots k, v are those of the queries themselves."""
+        over the queries, mean over heads. The last slots of k and v belong to the queries themselves."""
         batch, slots, time = k.shape[0], k.shape[2], q.shape[2]
         slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
         q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
@@ -521,7 +521,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         old, usage = tokens[:, start : start + falling], None
         if self.compression.counts:
             queries = torch.arange(lookback, lookback - falling, -1, device=old.device)
-            # The mean over the queries that could see a slot: older slots were seen by more of them.
+            # The mean over the queries that could see a slot: more queries could see older slots.
             usage = state.usage[:, 0, start : start + falling, 0] / queries
         new = self.compression(old, usage)
         if torch.is_grad_enabled() and self.compression.learns:
@@ -535,8 +535,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return state._replace(compressed=torch.cat([state.compressed, new_states], dim=2))
 
     def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Return the cost [batch] for one segment: ``tokens`` of the segment that is
-        over, ``old`` memories and ``new`` ones."""
+        """Return the cost [batch] for one segment: ``tokens`` of the finished segment, ``old`` memories and ``new``
+        ones."""
         if self.expansion is not None:
             loss = content_loss(old, self.expansion(new))
         else:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import CausalMixer, Chunk, positions_of, real_resets, select_valid, state_dtype
-from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.crossing import Crosses
 from kinformer.core.division import divided
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
@@ -30,8 +31,8 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
-    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: how much wider
-    than a token what is convolved is.
+    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: the width of the
+    convolved vectors in widths of a token.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -230,13 +231,9 @@ class CausalChannelMix(Crosses, CausalMixer):
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
         no_weights("A token shift has no attention: it mixes every token with the one before in the same shares.")
         x = select_valid(chunk.x, chunk.valid)[:, None]
-        recent = state.recent
-        if self.crossing is not None:
-            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
         weight = torch.stack([1 - self.shift, self.shift])[:, None]
-        mixed, recent = convolve(x, weight, recent, chunk.valid, real_resets(chunk))
-        recent = recent if self.crossing is None else self.crossing.last(recent)
-        return select_valid(self.down(self.up(mixed[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
+        shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, real_resets(chunk))
+        return select_valid(self.down(self.up(shifted[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
 
 
 PARTS = {

@@ -16,7 +16,6 @@ from kinformer.core.config import check_unused
 from kinformer.core.contract import in_range, select_valid, state_dtype
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import (
-    FeatureMapConfig,
     PatternConfig,
     Relative,
     ResidualOutput,
@@ -37,18 +36,15 @@ from kinformer.kernels.attention import (
     merge,
 )
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.parts.feature_maps import Elu
+from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.positions import TypedRelations, ids_of
 from kinformer.parts.projections import (
     ByPiece,
-    LengthSharing,
-    Method,
     Pieces,
     Sharing,
+    SummariesConfig,
     Summarising,
-    check_summaries,
-    length_projection,
     seen_windows,
 )
 from kinformer.runtime.autograd import no_autocast
@@ -59,17 +55,17 @@ class EtcAttention(EncoderMixer):
     """ETC's global-local attention (Ainslie et al. 2020): a long input with a window, and a short global one that sees
     all.
 
-    A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of
-    the global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one
-    (g2l). ``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position
-    labels, what a key is to a query, are ids here, and its vectors a^K their rows (see ``parts.positions``); its
+    A token of the long input sees, in one softmax, the long input's tokens in its window (the piece l2l) and all of the
+    global input (l2g); a token of the global input sees, in one softmax, the global input (g2g) and the long one (g2l).
+    ``SequenceContext.sentences`` says for which sentence a global token stands. The paper's relative position labels
+    (the relation of a key to a query) are ids here, and its vectors a^K their rows (see ``parts.positions``); its
     radius r is the pattern's window, its clipping distance k ``max_distance``.
 
     With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 
     The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
 
-    ``pattern`` is that of l2l, a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
+    ``pattern`` applies to l2l: a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``parts.projections``); ``shared_output``: whether both inputs have one output
     projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
     False: the global input is a set, whose tokens see no distances among themselves. ``ids``: rows of each table of
@@ -214,49 +210,24 @@ class Linformer(Summarising, EncoderMixer):
     tokens, or a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k
     tokens stand there, feature by feature (pooling, section 4). As in the authors' code the tokens are compressed
     before they are projected, wherever heads share E: then no token has a key. The cost is time * rank, for every
-    length. A token of a global input before the sequence is a key of its own.
+    length. A token of a global input before the sequence is a separate key.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
 
-    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter one has as many learned
-    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
-    ``shared``: one for all layers of equal sizes; with ``keys_values`` this is the paper's layerwise sharing.
-    Padding has no weight.
+    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding does not count.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
-        num_heads: int = 4
-        head_dim: int | None = None
-        rank: int = 128
-        max_length: int = 512
-        method: Method = "learned"
-        sharing: LengthSharing = "heads"
-        shared: bool = False
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            check_summaries(self)
 
         def build(self, dim: int) -> Linformer:
             return Linformer(self, dim)
 
-    config: Config
-
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
-        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), "linformer")
-        self.config, self.num_heads, self.head_dim = config, heads, head_dim
-        self.max_length, self.width = config.max_length, config.max_length // config.rank
-        self.query, self.key, self.value = (nn.Linear(dim, heads * head_dim, bias=config.bias) for _ in range(3))
-        self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
-        self.length = length_projection(config, head_dim)
+        super().__init__(config, dim, dim)
+        self.max_length = config.max_length
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x, count = select_valid(x, text.valid), text.num_global
@@ -270,10 +241,7 @@ class Linformer(Summarising, EncoderMixer):
             if text.valid is not None:
                 summaries = k.new_zeros(len(x), k.shape[2] - count, dtype=torch.bool) if hidden is None else hidden
                 hidden = torch.cat([~text.valid[:, :count], summaries], 1)
-        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
-        seen = Visibility(key_padding_mask=hidden)
-        y = attention(self._heads(self.query(x)), k, v, seen, scoring, impl=self.config.impl).out
-        return select_valid(self.out(probe("outputs", merge_heads(y))), text.valid)
+        return select_valid(self.out(self._attend(self._heads(self.query(x)), k, v, hidden)), text.valid)
 
 
 Shift = Callable[[Tensor], Tensor]
@@ -289,8 +257,8 @@ class StarAttention(EncoderMixer):
         s   <- leaky_relu(attention of s over [s, h_1, ..., h_n])                       the relay
 
     ``iterations`` times, from H = E, the inputs, and s = their mean. A token sees five vectors and the relay all, so
-    that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by
-    every update and by nothing else, so all updates are one mixer. There is no residual: the published model is one
+    that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by every
+    update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
     layer, ``bare``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
@@ -333,7 +301,7 @@ class StarAttention(EncoderMixer):
         )
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "this mixer (star) has a relay that sees all and is seen by all, and knows no other global tokens"
+        why = "this mixer (star) has a relay that sees all and is seen by all, and does not support other global tokens"
         refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
@@ -377,7 +345,7 @@ class Update(nn.Module):
     def nodes(self, h: Tensor, e: Tensor, s: Tensor, shifts: tuple[Shift, Shift, Shift]) -> Tensor:
         """Return h [batch, time, dim] after the tokens attended to their neighbours, their inputs and the relay.
 
-        With five keys a query, products one by one are faster than tiles, of which a twentieth would be used.
+        With five keys a query, products one by one are faster than tiles, which would be 95 % unused.
         """
         shift, before, after = shifts
         z = self.norm(h)
@@ -416,8 +384,8 @@ class Products(nn.Module):
 
 
 def _beside(ends: str, valid: Tensor | None) -> tuple[Shift, Shift, Shift]:
-    """Return three functions of projected tokens [batch, time, heads, head_dim]: the tokens as they are seen, their
-    left and their right neighbours.
+    """Return three functions of projected tokens [batch, time, heads, head_dim]: the visible tokens, their left and
+    their right neighbours.
 
     Where ``ends`` are zeros, so is padding, which stands after the last token.
     """
@@ -448,22 +416,12 @@ class BidirectionalLinear(EncoderMixer):
     too.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
-    normaliser is no less than this, and eps is not added.
+    least value of the normaliser; eps is then not added.
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
-        num_heads: int = 4
-        head_dim: int | None = None
-        feature_map: FeatureMapConfig = Elu.Config()
-        eps: float = 1e-6
-        floor: float = 0.0
-        bias: bool = True
-
-        def __post_init__(self) -> None:
-            if self.floor:
-                check_unused(self, "with a floor", "eps")
 
         def build(self, dim: int) -> BidirectionalLinear:
             return BidirectionalLinear(self, dim)
@@ -484,16 +442,8 @@ class BidirectionalLinear(EncoderMixer):
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
         v = probe("values", v, implied=KERNEL)
         dtype = v.dtype
-        q, k, v = in_range(q), in_range(k), in_range(v)
-        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
-        valid = None if text.valid is None else text.valid[:, None]
-        if log_scale is not None:  # a factor that all keys of a row share is in both sums
-            if valid is not None:
-                log_scale = torch.where(valid, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
-            k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
-        if valid is not None:
-            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
-            k = torch.where(valid.unsqueeze(-1), k, k.new_zeros(()))
+        q, v = self.feature_map.queries(in_range(q)), in_range(v)
+        k = features_of_keys(self.feature_map, in_range(k), text.valid)
         # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
         with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
             total = q @ k.sum(2).unsqueeze(-1)

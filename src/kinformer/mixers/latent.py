@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19).
 
-    c = rms(W_dkv x),   k^R = rotate(W_kr x)             all that is remembered of a token, shared by all heads
+    c = rms(W_dkv x),   k^R = rotate(W_kr x)             the memory of a token, shared by all heads
     k_h = [W_uk,h c; k^R],   v_h = W_uv,h c
     q_h = [W_uq,h c^Q; rotate(W_qr,h c^Q)],   c^Q = rms(W_dq x), or x itself
     y = W_o [softmax(q_h k_h^T / sqrt(head_dim + rotary_dim)) v_h]_h
@@ -55,9 +55,9 @@ class LatentAttention(TokenMemory):
     token.
 
     ``head_dim`` (dim / num_heads by default) is the width of a key without its rotary part, ``value_dim`` (``head_dim``
-    by default) that of a value. ``rotary_dim`` (``head_dim`` / 2 by default) features of a key are common to all heads
-    and turned by ``position``. ``latent_dim`` defaults to 4 ``head_dim``, ``query_latent_dim`` to queries straight from
-    x. ``form``: "auto" takes the one with fewer multiplications.
+    by default) the width of a value. ``rotary_dim`` (``head_dim`` / 2 by default) features of a key are common to all
+    heads and turned by ``position``. ``latent_dim`` defaults to 4 ``head_dim``, ``query_latent_dim`` to queries
+    straight from x. ``form``: "auto" takes the one with fewer multiplications.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,13 @@
                   for features of length 1 at most: longer ones make S_t grow as a power of t
     y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
 
-The normaliser ``attention`` divides what the delta rule corrects, too (``kernels.linear.across``). The Linear
-Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et al.
-2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t.
-Mamba-2 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by
-a step, and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind
-it stand a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant,
-with ``levels`` one for each level of the past (log-linear attention, ``kernels.linear.levels``).
+The normaliser ``attention`` also divides the values that the delta rule corrects (``kernels.linear.across``). The
+Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et
+al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t. Mamba-2
+(Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by a step,
+and D x_t added to y_t; DeltaProduct (Siems et al. 2025) takes several steps of the rule delta a token. Behind it stand
+a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config has them. The state is constant, with
+``levels`` one for each level of the past (log-linear attention, ``kernels.linear.levels``).
 """
 
 from __future__ import annotations
@@ -21,21 +21,19 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    advance,
     in_range,
     positions_of,
     real_resets,
     select_valid,
     state_dtype,
 )
-from kinformer.core.crossing import Crosses, Crossing, recent_slots
+from kinformer.core.crossing import Crosses
 from kinformer.core.division import in_blocks
 from kinformer.core.parts import (
     FeatureMapConfig,
@@ -47,15 +45,27 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
-from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton
-from kinformer.kernels.linear.across import delta_across, linear_across, normalised_delta_rule, running_maximum
-from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
-from kinformer.kernels.linear.sequence import LinearSequence
+from kinformer.kernels.linear.across import (
+    AveragedDeltaRule,
+    DeltaRule,
+    FlooredRule,
+    KernelTokens,
+    LeveledRule,
+    LinearRule,
+    running_maximum,
+)
 from kinformer.parts.decays import DecayConfig
 from kinformer.parts.feature_maps import Elu
-from kinformer.parts.output_parts import ShortConvolution
+from kinformer.parts.output_parts import (
+    ACTIVATIONS,
+    Activation,
+    HeadNorm,
+    ShortConvolution,
+    build_head_norm,
+    build_value_gate,
+)
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError, choose, plural
 
@@ -111,8 +121,8 @@ def check_settings(config: LinearAttention.Config) -> None:
         raise KinformerError(f"skip adds one value a token, but steps = {config.steps} writes more; use skip = false.")
 
 
-def check_parts(mixer: LinearAttention, columns: int) -> None:
-    """Refuse parts that do not fit; ``columns``: of the state."""
+def check_parts(mixer: LinearAttention) -> None:
+    """Refuse parts that do not fit."""
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
     if config.levels and (config.impl == "triton" or (decay is not None and decay.by_channel)):
         raise KinformerError(
@@ -120,7 +130,7 @@ def check_parts(mixer: LinearAttention, columns: int) -> None:
             "softplus."
         )
     if config.impl == "triton":
-        check_triton("linear", mixer.features, columns)
+        check_triton("linear", mixer.features, mixer.columns)
     if config.normaliser != "none":
         check_normaliser(mixer.feature_map, kind, config.floor, ", or normaliser = 'none'")
     if mixer.feature_map.scaled and config.normaliser != "sum":
@@ -147,6 +157,18 @@ def check_parts(mixer: LinearAttention, columns: int) -> None:
         )
 
 
+def build_rule(config: LinearAttention.Config) -> LinearRule:
+    """Return the rule by which the state changes, with its normaliser."""
+    if config.levels:
+        return LeveledRule(config.impl)
+    if config.rule == "delta":
+        averages = config.normaliser == "attention"
+        return AveragedDeltaRule(config.eps, config.impl) if averages else DeltaRule(config.steps, config.impl)
+    if config.floor:
+        return FlooredRule(config.floor, config.impl)
+    return LinearRule(config.eps if config.normaliser == "sum" else None, config.impl)
+
+
 class LevelScales(nn.Module):
     """The weights of levels of log-linear attention, by token and head.
 
@@ -165,70 +187,8 @@ class LevelScales(nn.Module):
         return torch.logaddexp(heads, heads.new_zeros(())).transpose(1, 2)
 
 
-# Behind the state of kernel attention: norms of heads, and gates.
-
-HeadNorm = Literal["none", "layer", "rms", "rms_group"]
-Activation = Literal["silu", "sigmoid"]
-ACTIVATIONS = {"silu": functional.silu, "sigmoid": functional.sigmoid}
-
-
-def head_norm(config: LinearAttention.Config, width: int, key_heads: int) -> nn.Module | None:
-    """Return the norm ``config.head_norm`` of values [batch, heads, time, width].
-
-    layer: of each head, without weights (RetNet's group norm); rms: of each head, with one weight for all heads;
-    rms_group: of all heads that share keys, with a weight for every channel (Mamba-2).
-    """
-    if config.head_norm == "layer":
-        return nn.LayerNorm(width, 1e-5 if config.norm_eps is None else config.norm_eps, elementwise_affine=False)
-    eps = 1e-6 if config.norm_eps is None else config.norm_eps
-    if config.head_norm == "rms_group":
-        return GroupRMSNorm(width, config.num_heads, key_heads, eps)
-    return HeadRMSNorm(width, eps) if config.head_norm == "rms" else None
-
-
-class HeadRMSNorm(nn.Module):
-    """The norm of each head, with one ``weight`` [width] for all heads."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=self.eps)
-
-
-class GroupRMSNorm(nn.Module):
-    """The norm over all heads of a group, with ``weight`` [heads, width]."""
-
-    def __init__(self, width: int, num_heads: int, groups: int, eps: float) -> None:
-        super().__init__()
-        self.groups, self.eps = groups, eps
-        self.weight = nn.Parameter(torch.ones(num_heads, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        # [batch, groups, heads of a group, time, width]
-        wide = x.to(state_dtype(x.dtype)).unflatten(1, (self.groups, -1))
-        normed = wide * (wide.square().mean(dim=(2, 4), keepdim=True) + self.eps).rsqrt()
-        return normed.to(x.dtype).flatten(1, 2) * self.weight.to(x.dtype).unsqueeze(1)
-
-
-class LowRankGate(nn.Module):
-    """The gate x [batch, time, dim] -> W_2 W_1 x [batch, time, width]."""
-
-    def __init__(self, dim: int, rank: int, width: int) -> None:
-        super().__init__()
-        self.down = nn.Linear(dim, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x))
-
-
 class KernelState(NamedTuple):
-    """The state of kernel attention.
-
-    The state of kernel attention; a leaf that the config does not use has no elements.
+    """The state of kernel attention; a leaf that the config does not use is empty.
 
     kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
     key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
@@ -241,23 +201,18 @@ class KernelState(NamedTuple):
     maximum: Tensor
     seen: Tensor
 
-    def after_row(self, crossing: Crossing) -> KernelState:
-        """Return the state after the row, where this one is that of a stretch except for kv, z and maximum."""
-        recent = crossing.last(self.recent) if self.recent.numel() else self.recent
-        return self._replace(recent=recent, seen=crossing.seen if self.seen.dim() == 1 else self.seen)
-
 
 class LinearAttention(Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
-    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` that of its values (head_dim if None).
-    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None).
-    ``scale``: y is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0:
-    none). ``position`` turns queries and keys. ``floor``: the normaliser is no less than this. ``skip``: D_h v_t is
-    added to a head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm.
-    ``levels`` of the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a
-    value and a beta. ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
-    with the delta rule q, k, v, beta of each key head.
+    ``head_dim`` is the width of a head's queries and keys, ``value_dim`` the width of its values (head_dim if None).
+    ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None). ``scale``: y
+    is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none).
+    ``position`` turns queries and keys. ``floor``: the least value of the normaliser. ``skip``: D_h v_t is added to a
+    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
+    the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
+    ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule
+    q, k, v, beta of each key head.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -305,10 +260,10 @@ class LinearAttention(Crosses, CausalMixer):
         self.shared_by = heads // self.key_heads
         self.feature_map = config.feature_map.build_heads(self.key_heads, self.head_dim)
         self.features = self.feature_map.size(self.head_dim)
-        written = config.steps * self.shared_by
+        writes = config.steps * self.shared_by
         # Of a key head: q, k of every step, v of every head and step.
-        self.widths = [self.head_dim, config.steps * self.head_dim, written * self.value_dim]
-        self.strengths = written if config.rule == "delta" else 0
+        self.widths = [self.head_dim, config.steps * self.head_dim, writes * self.value_dim]
+        self.strengths = writes if config.rule == "delta" else 0
         self.qkv = nn.Linear(dim, self.key_heads * (sum(self.widths) + self.strengths), bias=config.bias)
         in_blocks(self.qkv, *(self.key_heads * width for width in self.widths if not self.strengths))
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
@@ -318,17 +273,15 @@ class LinearAttention(Crosses, CausalMixer):
             ShortConvolution(config.convolution, self.key_heads, sum(self.widths)) if config.convolution else None
         )
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
-        self.gate = self._gate() if config.gate else None
+        self.gate = build_value_gate(config.gate, config.gate_rank, dim, heads * self.value_dim)
         self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None
-        self.norm = head_norm(config, self.value_dim, self.key_heads)
-        self.averages = config.normaliser == "attention"
+        self.norm = build_head_norm(config.head_norm, config.norm_eps, self.value_dim, heads, self.key_heads)
+        self.rule = build_rule(config)
+        self.columns = self.value_dim + self.rule.columns
         self.crosses = not (self.feature_map.scaled or config.levels)  # a running maximum is handed on
-        self.counts = not (self.crosses and isinstance(self.position, NoPosition)) or self.averages
-        check_parts(self, self._columns)
-
-    def _gate(self) -> nn.Module:
-        width, rank = self.config.num_heads * self.value_dim, self.config.gate_rank
-        return LowRankGate(self.dim, rank, width) if rank else nn.Linear(self.dim, width, bias=False)
+        plain = self.crosses and isinstance(self.position, NoPosition)
+        self.counts = not plain or config.normaliser == "attention"
+        check_parts(self)
 
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
@@ -337,76 +290,53 @@ class LinearAttention(Crosses, CausalMixer):
         device, dtype = device or like.device, state_dtype(dtype or like.dtype)
         levels, context = max(self.config.levels, 1), self.convolution.context if self.convolution else 0
         return KernelState(
-            torch.zeros(batch, heads, levels * self.features, self._columns, device=device, dtype=dtype),
-            torch.zeros(batch, heads, self.features if self._has_sum else 0, device=device, dtype=dtype),
+            torch.zeros(batch, heads, levels * self.features, self.columns, device=device, dtype=dtype),
+            torch.zeros(batch, heads, self.features if self.rule.sums else 0, device=device, dtype=dtype),
             torch.zeros(batch, self.key_heads, context, sum(self.widths), device=device, dtype=dtype),
             torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, device=device, dtype=torch.int64),
             torch.zeros((batch,) if self.counts else (batch, 0), device=device, dtype=torch.int64),
         )
 
-    @property
-    def _has_sum(self) -> bool:
-        return self.averages or (self.config.normaliser == "sum" and not self.config.floor)
-
-    @property
-    def _columns(self) -> int:  # with a floor, the normaliser's sum is one more
-        return self.value_dim + (self.config.floor > 0)
-
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         context = self.convolution.context if self.convolution else 0
-        columns = max(self.config.levels, 1) * self._columns + self._has_sum
+        columns = max(self.config.levels, 1) * self.columns + self.rule.sums
         numbers = self.config.num_heads * self.features * columns
         numbers += self.key_heads * context * sum(self.widths)
         counters = self.key_heads * self.feature_map.scaled + self.counts
         return numbers * state_dtype(dtype).itemsize + 8 * counters
 
     def forward(self, chunk: Chunk, state: KernelState) -> tuple[Tensor, KernelState]:
-        x = select_valid(chunk.x, chunk.valid)
-        reset, positions = real_resets(chunk), positions_of(chunk, state.seen) if self.counts else None
+        x, reset, positions = select_valid(chunk.x, chunk.valid), real_resets(chunk), None
+        recent, seen = state.recent, state.seen
+
         q, k, v, beta = self._project(x)
-        recent, maximum, seen = state.recent, state.maximum, state.seen
         if self.convolution is not None:
             tokens = torch.cat([q, k, v], dim=-1)
-            if self.crossing is not None:
-                recent, tokens = recent_slots(self.crossing, tokens, recent, positions_of(chunk, state.seen))
-            mixed, recent = self.convolution(tokens, recent, chunk.valid, reset)
-            q, k, v = mixed.split(self.widths, dim=-1)
-        if positions is not None:
+            tokens, recent = self.convolved(self.convolution, tokens, recent, chunk, reset)
+            q, k, v = tokens.split(self.widths, dim=-1)
+
+        if self.counts:
+            positions = positions_of(chunk, seen)
             q, k = self.position.rotate(q, k, positions)
-            seen = advance(seen, chunk, positions)
-        log_decay = None if self.decay is None else self.decay(x)
-        dtype = v.dtype
-        q, k, v = in_range(q), in_range(k), in_range(v)
-        k = k.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
-        q, (k, log_scale) = self.feature_map.queries(q), self.feature_map.keys(k)
-        if log_scale is not None:
-            running = running_maximum(log_scale, maximum, state.seen > 0, chunk.valid, reset)
-            k, maximum = k * running.factor.unsqueeze(-1).to(k.dtype), running.last
-        q, k = self._shared(q), self._shared(k)
-        if log_decay is not None:
-            k, log_decay = self._decayed(k, log_decay, chunk.valid)
-        if log_scale is not None:
-            more = self._shared(running.log_decay)
-            log_decay = more if log_decay is None else _joined(log_decay, more)
-        v = self._by_head(v, self.value_dim)
-        if chunk.valid is not None:
-            # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
-            mask = chunk.valid[:, None]
-            mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
-            k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
-            beta = None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
+            seen = self.counted(seen, chunk, positions)
+
+        q, k, log_decay, maximum = self._features(q, k, state, chunk.valid, reset)
+        if self.decay is not None:
+            k, log_decay = self.decay.fade(x, k, chunk.valid, log_decay)
+        k, beta = self._masked(k, beta, chunk.valid)
+
         strengths = beta if self.level_scales is None else self.level_scales(x)
         if self.config.steps > 1:
             no_weights(f"A token writes {self.config.steps} values in this layer, so no weight belongs to a token.")
-        v = probe("values", v, implied=KERNEL)
-        y, s, z = self._update((q, k, v, strengths), state, log_decay, (reset, chunk.valid), positions)
-        after = KernelState(s, z, recent, maximum, seen)
-        y = self._output(probe("outputs", y), x, dtype, chunk.valid)
-        return y, after if self.crossing is None else after.after_row(self.crossing)
+        heads = probe("values", self._by_head(in_range(v), self.value_dim), implied=KERNEL)
+        new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions)
+        y, (kv, z) = self._update(new, LinearState(state.kv, state.z), state.seen)
+
+        return self._output(probe("outputs", y), x, v.dtype, chunk.valid), KernelState(kv, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return q, k, v [batch, key_heads, time, width], those of all steps and of all heads that share keys side by
-        side, and, for the delta rule, beta [batch, heads, time * steps]."""
+        """Return q, k, v [batch, key_heads, time, width], the widths of all steps and of all heads that share keys side
+        by side, and, for the delta rule, beta [batch, heads, time * steps]."""
         groups, projected = self.key_heads, self.qkv(x)
         if self.strengths:
             parts = projected.unflatten(-1, (groups, -1)).transpose(1, 2).split([*self.widths, self.strengths], dim=-1)
@@ -417,6 +347,23 @@ class LinearAttention(Crosses, CausalMixer):
         q, k, v = (part.unflatten(-1, (groups, -1)).transpose(1, 2) for part in parts)
         return q, k, v, None
 
+    def _features(
+        self, q: Tensor, k: Tensor, state: KernelState, valid: Tensor | None, reset: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return the features of queries and keys [batch, heads, time, features], and, where the map leaves a factor
+        out, the logarithms of a decay that accounts for it and its running maximum after the chunk."""
+        k = in_range(k).unflatten(-1, (-1, self.head_dim)).flatten(2, 3)  # a key for every step
+        q, (k, log_scale) = self.feature_map.queries(in_range(q)), self.feature_map.keys(k)
+        if log_scale is None:
+            return self._shared(q), self._shared(k), None, state.maximum
+        running = running_maximum(log_scale, state.maximum, state.seen > 0, valid, reset)
+        k = k * running.factor.unsqueeze(-1).to(k.dtype)
+        return self._shared(q), self._shared(k), self._shared(running.log_decay), running.last
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return x [batch, key_heads, ...] for all heads."""
+        return x if self.shared_by == 1 else x.repeat_interleave(self.shared_by, 1)
+
     def _by_head(self, x: Tensor, width: int) -> Tensor:
         """Return x [batch, key_heads, time, shared_by * steps * width] as [batch, heads, time * steps, width]."""
         if self.shared_by == self.config.steps == 1:
@@ -425,60 +372,20 @@ class LinearAttention(Crosses, CausalMixer):
         x = x.unflatten(-1, (self.shared_by, self.config.steps, width)).transpose(2, 3)
         return x.flatten(3, 4).flatten(1, 2)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return x [batch, key_heads, ...] for all heads."""
-        return x if self.shared_by == 1 else x.repeat_interleave(self.shared_by, 1)
+    def _masked(self, k: Tensor, beta: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return keys [batch, heads, time * steps, features] and beta, 0 at padding."""
+        if valid is None:
+            return k, beta
+        mask = valid[:, None]
+        mask = mask if self.config.steps == 1 else mask.repeat_interleave(self.config.steps, -1)
+        # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
+        k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+        return k, None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
 
-    def _decayed(self, k: Tensor, log_decay: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the keys as they enter the state, and the logarithms of the decay, 0 at padding."""
-        if self.decay is not None and self.decay.coupled:
-            enters = self.decay.entering(log_decay)
-            k = k * (enters if enters.dim() == 4 else enters.unsqueeze(-1)).to(k.dtype)
-        if valid is not None:
-            mask = valid[:, None] if log_decay.dim() == 3 else valid[:, None, :, None]
-            log_decay = torch.where(mask, log_decay, log_decay.new_zeros(()))
-        return k, log_decay
-
-    def _update(
-        self,
-        tokens: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        state: KernelState,
-        log_decay: Tensor | None,
-        masks: tuple[Tensor | None, Tensor | None],
-        positions: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the heads' outputs [batch, heads, time, value_dim], s and z, from q and k of heads, v, and beta or the
-        scales of levels; ``masks``: resets, and which tokens are valid."""
-        (q, k, v, beta), (reset, _) = tokens, masks
-        if self.level_scales is not None and positions is not None and beta is not None:
-            leveled = LeveledTokens(q, k, v, beta, log_decay, positions, *masks)
-            y, s = leveled_attention(leveled, state.kv, state.seen, self.config.impl)
-            return self._skipped(y, v), s, state.z
-        both, how = LinearState(state.kv, state.z), (self.config.impl, self.crossing)
-        if beta is not None and self.averages and positions is not None:
-            first, eps = positions == 0, self.config.eps
-            y, sums = normalised_delta_rule(
-                (q, k, v, beta), both, first, eps=eps, reset=reset, impl=how[0], crossing=how[1]
-            )
-            return self._skipped(y, v), *sums
-        if beta is not None:
-            if (steps := self.config.steps) > 1:
-                k, v, beta = (x.unflatten(2, (-1, steps)) for x in (k, v, beta))
-            y, s = delta_across(DeltaTokens(q, k, v, beta, None, log_decay, reset), state.kv, *how)
-            return self._skipped(y, v), s, state.z
-        if self._has_sum:
-            y, (s, z) = linear_across(LinearSequence(q, k, v, log_decay, self.config.eps, reset), both, *how)
-            return self._skipped(y, v), s, z
-        # A column of ones sums the keys: with a floor, the normaliser z is the last column of S.
-        columns = functional.pad(v, (0, 1), value=1.0) if self.config.floor else v
-        nothing = LinearState(state.kv, state.kv.new_zeros(state.kv.shape[:3]))
-        y, (s, _) = linear_across(LinearSequence(q, k, columns, log_decay, None, reset), nothing, *how)
-        if self.config.floor:
-            y = y[..., :-1] / y[..., -1:].clamp_min(self.config.floor)
-        return self._skipped(y, v), s, state.z
-
-    def _skipped(self, y: Tensor, v: Tensor) -> Tensor:
-        return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * v
+    def _update(self, tokens: KernelTokens, state: LinearState, seen: Tensor) -> tuple[Tensor, LinearState]:
+        """Return the heads' outputs [batch, heads, time, value_dim] and the state after the chunk."""
+        y, state = self.rule(tokens, state, seen, self.crossing)
+        return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * tokens.v, state
 
     def _output(self, y: Tensor, x: Tensor, dtype: torch.dtype, valid: Tensor | None) -> Tensor:
         if self.config.scale:
@@ -490,11 +397,6 @@ class LinearAttention(Crosses, CausalMixer):
         if gate is not None and not self.config.gate_first:
             y = y * gate
         return select_valid(self.out(y.to(dtype)), valid)
-
-
-def _joined(log_decay: Tensor, more: Tensor) -> Tensor:
-    """Add the logarithms of both decays, of which the first may be one per channel."""
-    return log_decay + (more if log_decay.dim() == 3 else more.unsqueeze(-1))
 
 
 PARTS = {

@@ -5,7 +5,7 @@
     external  softmax(|scale| q . k) v over the ``topk`` memories that a search by q returns of earlier segments
 
 q and k are normalised, q / sqrt(q . q + 1e-6), v is not. A query of segment i // segment may find the ``memory_size``
-positions before its segment. What is looked up takes no gradient, the query does. Before there are memories the
+positions before its segment. Memories take no gradient, queries do. Before there are memories the
 external part is 0, but has its share g, as in the authors' code. A ``position`` adds to the scores of the window alone,
 by distance (the paper: T5's biases); memories have none.
 """
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.config import check_unused, describe
+from kinformer.core.config import describe
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -39,12 +39,11 @@ from kinformer.core.probe import probe
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.lookup import CoarseQuantizer, Search
-from kinformer.kernels.lookup.lists import centroids
+from kinformer.kernels.lookup import Search
 from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import HostDriven, host_ints
 
 _BLOCKS = 16
@@ -53,15 +52,14 @@ _BLOCKS = 16
 
 class MemorizingState(NamedTuple):
     """The state: ``k``, ``v`` [batch, heads, memories, head_dim] of evicted tokens, right-aligned and without a graph,
-    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their graph.
-    ``assignments`` [batch, heads, memories, 2 or 0] int64: for the inverted file, the list and position of each."""
+    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their
+    graph."""
 
     recent: KeysValues | ReservedKeysValues
     k: Tensor
     v: Tensor
-    assignments: Tensor
 
-    slots = ("k", "v", "assignments")  # type: ignore[misc]
+    slots = ("k", "v")  # type: ignore[misc]
 
 
 class Memorizing(HostDriven, CausalMixer):
@@ -69,8 +67,8 @@ class Memorizing(HostDriven, CausalMixer):
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
     a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the
-    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up as it is, outside of the graph, since it
-    needs positions on the host.
+    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up outside of the graph, since it needs
+    positions on the host.
     """
 
     growth = "window"
@@ -79,48 +77,33 @@ class Memorizing(HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "memorizing"
         by_heads = True
+        retired = {"lists": 64, "probes": 3}
         num_heads: int = 4
         head_dim: int | None = None
         window: int = 512
         segment: int = 512
         memory_size: int = 8192
         topk: int = 32
-        search: Literal["bucketed", "exact", "inverted"] = "bucketed"
-        lists: int = 64  # of each head; these and probes are for the inverted search
-        probes: int = 3
+        search: Literal["bucketed", "exact"] = "bucketed"
         sees_itself: bool = True
         position: PositionConfig = NoPosition.Config()  # of the window
         bias: bool = False
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1, "lists": 1, "probes": 1}
+            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
             for name, least in least_of.items():
                 if getattr(self, name) < least:
                     raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
             if self.memory_size % self.segment:
                 raise KinformerError(
-                    f"memory_size = {self.memory_size} is no multiple of segment = {self.segment}; whole segments are "
-                    "remembered, so give one."
+                    f"memory_size = {self.memory_size} is not a multiple of segment = {self.segment}; whole segments "
+                    "are remembered, so give a multiple."
                 )
             if self.search == "bucketed" and self.segment % self.topk:
                 raise KinformerError(
                     f"topk = {self.topk} does not divide segment = {self.segment}, which the bucketed search needs; "
                     "choose a divisor, or the search exact."
-                )
-            if self.search == "inverted":
-                self._check_lists()
-            else:
-                check_unused(self, f"with search = {self.search!r}", "lists", "probes")
-
-        def _check_lists(self) -> None:
-            if self.probes > self.lists:
-                raise KinformerError(f"probes = {self.probes} is more than lists = {self.lists}; look at fewer lists.")
-            if self.topk % (self.probes + 1) or self.segment % (self.topk // (self.probes + 1)):
-                raise KinformerError(
-                    f"topk = {self.topk} is shared by {plural(self.probes, 'probe')} and what is in no list yet, so "
-                    f"it must be a multiple of {self.probes + 1} and each share a divisor of segment = "
-                    f"{self.segment}; choose so."
                 )
 
         def build(self, dim: int) -> Memorizing:
@@ -146,9 +129,6 @@ class Memorizing(HostDriven, CausalMixer):
         """How many memories are evicted at a time, counted by positions."""
         self.most_past = max(back, self.batch_of - 1) if config.memory_size else back
         self.rules = StoreSizes(config.segment, config.memory_size, self.batch_of)
-        self.register_buffer("centroids", None)
-        if config.search == "inverted":
-            self.centroids = centroids(config.num_heads, config.lists, self.head_dim)
 
     @property
     def host_reads(self) -> str:
@@ -165,15 +145,12 @@ class Memorizing(HostDriven, CausalMixer):
         device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
-        width = 0 if self.centroids is None else 2
-        assignments = torch.zeros(batch, self.num_heads, 0, width, dtype=torch.int64, device=device)
-        return MemorizingState(recent, empty, empty, assignments)  # type: ignore[call-arg]
+        return MemorizingState(recent, empty, empty)  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         evicted = min(length // self.batch_of * self.batch_of, self.config.memory_size)
-        assignments = 0 if self.centroids is None else 16 * self.num_heads * evicted
         slots = min(length, self.most_past) + evicted
-        return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + assignments + 8
+        return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
         recent = state.recent
@@ -222,8 +199,8 @@ class Memorizing(HostDriven, CausalMixer):
         return attention(self._scaled(q), k, v, visibility, scoring, impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
-        """Join both parts by the gate and project them; ``external`` None: there
-        are no memories, and no share for them."""
+        """Join both parts by the gate and project them; ``external`` None: the mixer has no memories, and the local
+        part has the whole weight."""
         gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
         # (1 - g) local + g external; 0 * gate gives engines a gradient of every parameter.
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
@@ -242,10 +219,9 @@ class Memorizing(HostDriven, CausalMixer):
             return None, old
         seen = host_ints(before, 0)
         assert seen is not None
-        lists = None if self.centroids is None else CoarseQuantizer(self.centroids, self.config.probes)
         impl = self.config.impl
         assert impl != "sdpa" and impl != "flex"  # refused when it was built
-        search = Search(self.config.search, self.config.topk, lists, impl)
+        search = Search(self.config.search, self.config.topk, impl)
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):
             fresh = (k[rows].detach(), v[rows].detach())
@@ -256,7 +232,7 @@ class Memorizing(HostDriven, CausalMixer):
         return join(outputs), Evicted(*(join(list(item)) for item in zip(*after, strict=True)))
 
     def _runs(self, chunk: Chunk, seen: list[int]) -> Iterator[tuple[slice, list[Subsequence]]]:
-        """Yield rows with the same subsequences of the chunk (all of them, or one by one), and these subsequences."""
+        """Yield rows with the same subsequences of the chunk (all rows, or one by one), and these subsequences."""
         batch, time = chunk.x.shape[:2]
         reset = real_resets(chunk)
         if chunk.valid is None and reset is None and len(set(seen)) == 1:
@@ -289,7 +265,7 @@ def _check_position(config: PositionConfig, position: Position) -> None:
 def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Return keys and values after the last ``keep`` recent ones."""
     past = recent.k.shape[2]
-    start = past - keep if past > keep else 0  # a branch, since Inductor has no kernels for sizes that hold a maximum
+    start = past - keep if past > keep else 0  # a branch, since Inductor lacks kernels for sizes that hold a maximum
     if start == past:
         return k, v
     k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,13 +19,12 @@ from kinformer.core.contract import (
     MixerConfig,
     SharesValues,
     in_range,
-    positions_of,
     real_resets,
     select_valid,
     state_dtype,
     unit_vectors,
 )
-from kinformer.core.crossing import Crosses, recent_slots
+from kinformer.core.crossing import Crosses
 from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
@@ -55,7 +55,7 @@ class LSTM(CausalMixer):
         y_t = h_t,    (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1))
 
     Its state, ``h`` and ``c``, is constant in size. Torch's own implementation runs a chunk in one call, whatever
-    its rows' lengths and resets; ``torch.compile`` leaves it as it is, outside of the graph.
+    its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], the hidden states; computed in float32 at least.
     """
@@ -130,7 +130,9 @@ class BidirectionalLSTM(EncoderMixer):
         self.rnn = nn.LSTM(dim, dim // 2, bidirectional=True)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("the mixer lstm has no global tokens, as it reads tokens in order", global_tokens, global_input)
+        refuse_global(
+            "the mixer lstm does not support global tokens, as it reads tokens in order", global_tokens, global_input
+        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
@@ -248,7 +250,7 @@ class OuterProduct(CausalMixer):
         after = before + product
         if self.config.activation != "identity":
             after = getattr(torch, self.config.activation)(after)
-        if valid is not None:  # what is no token writes nothing
+        if valid is not None:  # padding writes nothing
             after = torch.where(valid[:, index, None, None, None], after, weights)
         return after
 
@@ -294,13 +296,12 @@ class RWKV7(Crosses, CausalMixer):
         S_t = diag(w) S_(t-1) - (a * kappa) (kappa^T S_(t-1)) + k~ v^T
         y_t = W_o (g * (norm(S_t^T r) + (r . (rho * k~)) v))
 
-    which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are
-    mixed with those of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that
-    layer.
+    which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are mixed
+    with the values of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that layer.
 
     The state is constant.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; ranks are those of W_w1, W_a1, W_g1 and W_v1.
+    The mixer x [batch, time, dim] -> y [batch, time, dim]; the ranks belong to W_w1, W_a1, W_g1 and W_v1.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -364,12 +365,9 @@ class RWKV7(Crosses, CausalMixer):
 
     def forward(self, chunk: Chunk, state: TimeMixState) -> tuple[Tensor, TimeMixState]:
         x, reset = select_valid(chunk.x, chunk.valid).unsqueeze(1), real_resets(chunk)
-        recent = state.recent
-        if self.crossing is not None:
-            recent, x = recent_slots(self.crossing, x, recent, positions_of(chunk, recent.new_zeros(0)))
-        mixed, recent = convolve(x, torch.stack([1 - self.shift, self.shift]), recent, chunk.valid, reset)
-        recent = recent if self.crossing is None else self.crossing.last(recent)
-        xr, xw, xk, xv, xa, xg = mixed.unbind(1)
+        weight = torch.stack([1 - self.shift, self.shift])
+        shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, reset)
+        xr, xw, xk, xv, xa, xg = shifted.unbind(1)
         rate = torch.sigmoid(self.rate_up(self.rate_down(xa)) + self.rate_bias)
         k, decay_logits = self.k(xk), self.decay_up(torch.tanh(self.decay_down(xw))) + self.decay_bias
         heads = [self._heads(part) for part in (self.r(xr), k * self.erased, self.v(xv), rate, decay_logits)]

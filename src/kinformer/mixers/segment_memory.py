@@ -3,10 +3,10 @@
     seg(i) = i // segment;   query i sees key j where segment * seg(i) - memory <= j <= i
     k_j, v_j = W sg(h_j) where seg(j) < seg(i),  W h_j where seg(j) = seg(i)        (sg: no gradient)
 
-What is remembered is the hidden states h as they enter the layer; its norm, where one stands before the mixer, and the
-projections of the present weights make keys and values of them, and learn from memory as from the segment itself.
-Segments are counted by positions, so outputs and gradients are the same however the sequence is cut. Memory begins
-empty; its length may be another in evaluation than it was in training. With ``same_length``, the authors' setting for
+The memory holds the hidden states h as they enter the layer. The layer's norm, where it stands before the mixer, and
+the projections of the present weights make keys and values from the memory; they learn from memory and from the segment
+itself alike. Segments are counted by positions, so outputs and gradients are the same however the sequence is cut.
+Memory begins empty; evaluation may use another length than training. With ``same_length``, the authors' setting for
 evaluation, of the keys above query i sees the last ``memory`` alone, i - memory < j <= i: each query equally many.
 """
 
@@ -63,10 +63,10 @@ from kinformer.runtime.host import host_ints
 
 
 class SegmentState(NamedTuple):
-    """The state: ``hidden_states`` [batch, 1, past, dim] are the last ``memory + segment - 1`` inputs
-    (``memory - 1`` with ``same_length``), right-aligned; those of segments that are over have no graph.
-    ``k``, ``v`` [batch, kv_heads, past, head_dim] are their projections without gradients; with gradients
-    they have no slots. ``seen`` [batch] int64."""
+    """The state: ``hidden_states`` [batch, 1, past, dim] are the last ``memory + segment - 1`` inputs (``memory - 1``
+    with ``same_length``), right-aligned; inputs of finished segments are cut from the graph. ``k``, ``v`` [batch,
+    kv_heads, past, head_dim] are their projections without gradients; with gradients ``k`` and ``v`` are empty.
+    ``seen`` [batch] int64."""
 
     hidden_states: Tensor
     k: Tensor
@@ -143,7 +143,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         patterns: tuple[Pattern, ...] = (whole, Segments(config.segment, 0), replace(whole, same_segment=False))
         if config.same_length:
             patterns = tuple(pattern & Band(behind=config.memory - 1) for pattern in patterns)
-        self.pattern, self.same_segment, self.older = patterns
+        self.pattern, self.within_segment, self.older = patterns
         self.out = config.projection.build_output(dim, config.num_heads, self.head_dim, config.bias)
         self.dropout, self.impl = config.dropout, config.impl
 
@@ -203,8 +203,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return self.out(merge_heads(self._attend(q, k, v, self.pattern, positions).out)), state
 
     def _past(self, state: SegmentState, like: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the past without gradients: those of the
-        state, or projections of its hidden states."""
+        """Return keys and values of the past without gradients: from the state, or projected from its hidden states."""
         missing = state.hidden_states.shape[2] - state.k.shape[2]
         if not missing:
             return state.k.to(like.dtype), state.v.to(like.dtype)
@@ -214,13 +213,13 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         self,
         chunk: Chunk,
         state: SegmentState,
-        same_segment: tuple[Tensor, Tensor, Tensor],
+        qkv: tuple[Tensor, Tensor, Tensor],
         positions: Tensor,
         norm: nn.Module,
     ) -> Tensor:
         """Attend with gradients. Where a row's queries are of one segment, every key is either live or memory; else
         some are both, and attention to the own segments and to their memories are two calls, merged."""
-        q, k, v = same_segment
+        q, k, v = qkv
         past, time = state.hidden_states.shape[2], chunk.x.shape[1]
         extent = self._extent(positions, chunk.reset is not None, past)
         recent = state.hidden_states[:, :, past - min(past, self.memory + extent.live) :]
@@ -234,7 +233,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
             older_positions = _before(state.seen, extent.live)
             older = self._keys_values(state.hidden_states[:, :, past - extent.live :], older_positions, norm)
             k, v = (torch.cat(both, dim=2) for both in zip(older, (k, v), strict=True))
-        present_segment = self._attend(q, k, v, self.same_segment, positions, lse=self.memory > 0)
+        present_segment = self._attend(q, k, v, self.within_segment, positions, lse=self.memory > 0)
         if not self.memory:
             return present_segment.out
         # sg(h_j) for seg(j) < seg(i), with projections that learn: detach inputs, not keys.
@@ -271,7 +270,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return attention(self.score.queries(q), k, v, visibility, scoring, impl=self.impl, lse=lse)
 
     def _settled(self, hidden_states: Tensor, seen: Tensor) -> Tensor:
-        """Return the slots of a state, those of segments that are over cut from the graph."""
+        """Return the slots of a state, with finished segments cut from the graph."""
         if not hidden_states.requires_grad:
             return hidden_states
         counts = host_ints(seen, hidden_states.shape[2])
@@ -285,8 +284,8 @@ def _before(seen: Tensor, slots: int) -> Tensor:
 
 
 def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
-    """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone,
-    of which no row has more than ``limit``."""
+    """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone; ``live`` is
+    at most ``limit``."""
     old, new = slots[:, :, : slots.shape[2] - limit].detach(), slots[:, :, slots.shape[2] - limit :]
     age = torch.arange(limit, 0, -1, device=live.device)
     inside = (age <= live[:, None])[:, None, :, None]

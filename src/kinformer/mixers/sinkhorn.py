@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.config import Config
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -36,6 +37,25 @@ from kinformer.runtime.host import has_data
 IMPLIED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SortingConfig(Config):
+    """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
+
+    num_heads: int = 4
+    head_dim: int | None = None
+    block: int = 64
+    max_length: int = 512
+    iterations: int = 5
+    temperature: float = 0.75
+    noise: bool = True
+    bias: bool = True
+    dropout: float = 0.0  # of the attention probabilities
+    impl: AttentionImpl = "auto"
+
+    def __post_init__(self) -> None:
+        check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+
+
 class SinkhornAttention(EncoderMixer):
     """Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
 
@@ -47,8 +67,8 @@ class SinkhornAttention(EncoderMixer):
     With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2
     block (or time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
 
-    Where the last block is not full, what is missing has no weight in a sorted block: the others' weights at that
-    slot are scaled up to the sum that all would have. Noise is drawn in training only.
+    Where the last block is not full, its missing tokens do not count in a sorted block: the other weights at the slot
+    are scaled up to the sum of all. Noise is drawn in training only.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
     num_heads.
@@ -57,22 +77,12 @@ class SinkhornAttention(EncoderMixer):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
+    class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
-        num_heads: int = 4
-        head_dim: int | None = None
-        block: int = 64
-        max_length: int = 512
-        iterations: int = 5
-        temperature: float = 0.75
-        noise: bool = True
         cut: int = 0
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+            super().__post_init__()
             if self.cut < 0:
                 raise KinformerError(f"cut must be 0 or more, but is {self.cut}.")
 
@@ -90,7 +100,9 @@ class SinkhornAttention(EncoderMixer):
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("this mixer (sinkhorn) sorts blocks and knows no global tokens", global_tokens, global_input)
+        refuse_global(
+            "this mixer (sinkhorn) sorts blocks and does not support global tokens", global_tokens, global_input
+        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
@@ -141,7 +153,7 @@ class SinkhornAttention(EncoderMixer):
 class SortingNetwork(nn.Module):
     """The network from sums of blocks [batch, blocks, dim] to S [batch, heads, blocks, blocks], in float32 or better.
 
-    ``filled`` [batch, blocks] bool or None: which blocks hold a token; the others are no part of the sorting.
+    ``filled`` [batch, blocks] bool or None: which blocks hold a token; only these are sorted.
     """
 
     def __init__(self, config: SinkhornAttention.Config, dim: int) -> None:
@@ -172,8 +184,8 @@ def _sorted(weights: Tensor, k: Tensor, v: Tensor, present: Tensor | None) -> tu
 
 
 class SortedState(NamedTuple):
-    """The state: ``k``, ``v`` [batch, heads, past, head_dim], right-aligned; ``sums`` [batch, blocks, dim], those of
-    the tokens of every block, in float32 or better; ``seen`` [batch] int64."""
+    """The state: ``k``, ``v`` [batch, heads, past, head_dim], right-aligned; ``sums`` [batch, blocks, dim] of the
+    tokens of every block, in float32 or better; ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -184,9 +196,9 @@ class SortedState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time]
-    are its tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it
-    continues what the row's state holds; ``last`` [batch]: the last sequence of every row."""
+    """Sequences of a chunk as rows: sequence i stands in row ``row[i]`` after others; ``places`` [n, time] are its
+    tokens' in the chunk flattened, ``valid`` [n, time] where there is one; ``continues`` [n] whether it continues the
+    sequence in the row's state; ``last`` [batch]: the last sequence of every row."""
 
     row: Tensor
     places: Tensor
@@ -219,22 +231,9 @@ class CausalSinkhornAttention(CausalMixer):
     growth = "linear"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(SortingConfig, MixerConfig):
         kind = "causal_sinkhorn"
         indivisible = "its sorting draws the noise of all heads at once"
-        num_heads: int = 4
-        head_dim: int | None = None
-        block: int = 64
-        max_length: int = 512
-        iterations: int = 5
-        temperature: float = 0.75
-        noise: bool = True
-        bias: bool = True
-        dropout: float = 0.0  # of the attention probabilities
-        impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            check_sorting(self.block, self.max_length, self.iterations, self.temperature)
 
         def build(self, dim: int) -> CausalSinkhornAttention:
             return CausalSinkhornAttention(self, dim)
@@ -277,7 +276,7 @@ class CausalSinkhornAttention(CausalMixer):
         return joined.unflatten(0, chunk.x.shape[:2]), SortedState(*(leaf[rows.last] for leaf in after))
 
     def _absorb(self, chunk: Chunk, state: SortedState) -> tuple[Tensor, SortedState]:
-        """Absorb a chunk that goes on with the sequences of ``state``."""
+        """Absorb a chunk that continues the sequences of ``state``."""
         chunk = chunk._replace(reset=None)
         positions = positions_of(chunk, state.seen)
         seen, x = advance(state.seen, chunk, positions), select_valid(chunk.x, chunk.valid)
@@ -295,7 +294,7 @@ class CausalSinkhornAttention(CausalMixer):
         return y, SortedState(k, v, sums, seen)  # type: ignore[call-arg]
 
     def _check(self, state: SortedState, time: int, seen: Tensor) -> None:
-        """Raise where a sequence ends beyond ``max_length``; the host looks only where that is possible."""
+        """Raise where a sequence ends beyond ``max_length``; the host looks only where a sequence may be that long."""
         if state.k.shape[2] + time > self.max_length and has_data(seen) and not torch.compiler.is_compiling():
             longest = int(seen.max())
             if longest > self.max_length:
@@ -348,8 +347,8 @@ class CausalSinkhornAttention(CausalMixer):
         return y.gather(2, at)
 
     def _by_position(self, slots: Tensor, shift: Tensor | None, count: int) -> Tensor:
-        """Return slots [batch, heads, slots, width] as blocks [batch, heads, count, block, width] by position, zero
-        where there is no token; slot s of a row holds position s - ``shift`` [batch] (None: 0)."""
+        """Return slots [batch, heads, slots, width] as blocks [batch, heads, count, block, width] by position, zero in
+        empty slots; slot s of a row holds position s - ``shift`` [batch] (None: 0)."""
         length = count * self.config.block
         if shift is None:
             slots = pad(slots[:, :, :length], (0, 0, 0, max(0, length - slots.shape[2])))
@@ -381,7 +380,7 @@ def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:
 
 
 def _continued(state: SortedState, rows: Rows) -> SortedState:
-    """Return the states in which the sequences ``rows`` begin: those of their rows, or new ones."""
+    """Return the states in which the sequences ``rows`` begin: the states of their rows, or new ones."""
     state = SortedState(*(leaf[rows.row] for leaf in state))
     k, v, sums = (
         torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]

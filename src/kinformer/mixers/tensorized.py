@@ -3,9 +3,9 @@
     T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
     y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
 
-There is no softmax. p_j is a projected sinusoid of position j (``positions``, the term of the authors' language model).
-Blocks share their factors, as in the authors' code, so that several are one whose core is their mean. The mask holds:
-the authors' code never applies its own, and sees later tokens.
+The attention has no softmax. p_j is a projected sinusoid of position j (``positions``, the term of the authors'
+language model). Blocks share their factors, as in the authors' code, so that several are one whose core is their mean.
+The mask holds: the authors' code never applies its own, and sees later tokens.
 
 T has length^3 elements and is not made. Pairs of tokens before the block of 32 that a query stands in are summed first,
     M = sum_jk W_jk k_j * v_k [dim, rank],        their part of y_i is M ((q_i + u) * g),
@@ -47,7 +47,7 @@ from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 
 BLOCK = 32
-"""Queries that are computed together."""
+"""Number of queries that are computed together."""
 
 
 class TensorizedState(NamedTuple):
@@ -75,7 +75,7 @@ class TensorizedAttention(Factors, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
-        indivisible = "its factors are those of one product, without heads"
+        indivisible = "its factors belong to one product, without heads"
         max_length: int = 32
 
         def build(self, dim: int) -> TensorizedAttention:
@@ -138,13 +138,13 @@ class TensorizedAttention(Factors, CausalMixer):
             before, after = self.pairs[:, rows, columns], self.pairs[:, columns[..., :first], rows]
         except IndexError:
             raise KinformerError(
-                f"position {int(where.max())} has no weights: the mixer tensorized ends at max_length = "
+                f"position {int(where.max())} lacks weights: the mixer tensorized ends at max_length = "
                 f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
 
     def _position_keys(self, where: Tensor, chunk: Chunk) -> Tensor:
-        """Return p [batch, slots, rank] of slots at positions ``where``, zero where there is no token."""
+        """Return p [batch, slots, rank] of slots at positions ``where``, zero in empty slots."""
         assert self.position is not None
         end, time = self.config.max_length, chunk.x.shape[1]
         distance = torch.arange(end - 1, -1, -1, device=where.device)
@@ -161,7 +161,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
 
         y_i = M ((q_i + u) * g),    M = sum_jk W_jk k_j * v_k  (with positions also p_j, and (q_i + w) * g)
 
-    so that M is made once, by time^2 dim rank operations. Padding has no weight.
+    so that M is made once, by time^2 dim rank operations. Padding does not count.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -224,14 +224,14 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     As of ``tensorized``, but a token sees its segment and the ``memory`` tokens before that, as in the paper's
     language model: weights belong to slots of this window, so that a text has no longest length and its cost is
-    linear. What is remembered is hidden states as they enter the layer; norm and projections of the present weights
-    apply to them, and no gradient reaches those of earlier segments (``segment_memory``). Memory begins empty, and
+    linear. The memory holds hidden states as they enter the layer; norm and projections of the present weights
+    apply to them, and no gradient reaches inputs of earlier segments (``segment_memory``). Memory begins empty, and
     slots without a token add 0.
 
-    T is made for each query: n^2 numbers and 2 n^2 (rank + dim) operations a token, where n = memory + segment. That
-    is less than the sums of ``tensorized`` cost where a window has no more than 2 (rank + 32) tokens.
+    T is made for each query: n^2 numbers and 2 n^2 (rank + dim) operations a token, where n = memory + segment. This is
+    less than the cost of the sums of ``tensorized`` where a window has 2 (rank + 32) tokens at most.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. Without memory, texts of one segment are those of
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. Without memory, texts of one segment give the same as
     ``tensorized`` with ``max_length = segment``.
     """
 
@@ -240,7 +240,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
-        indivisible = "its factors are those of one product, without heads"
+        indivisible = "its factors belong to one product, without heads"
         segment: int = 32
         memory: int = 32
 
@@ -301,7 +301,8 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _window(self, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the slots of the past and the chunk that the windows of queries at ``positions`` [batch, tokens] hold,
-        [batch, tokens, n], of which ``first`` is that of the first query; and which of them a query sees."""
+        [batch, tokens, n], where ``first`` is the slot of the first query, and a mask of the slots that a query
+        sees."""
         window = torch.arange(self.memory + self.segment, device=positions.device)
         place = (positions - positions % self.segment - self.memory)[..., None] + window
         query = first + torch.arange(positions.shape[1], device=positions.device)[:, None]
@@ -311,7 +312,8 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _attend(self, queries: Tensor, window: Tensor, shown: Tensor) -> Tensor:
         """Return y [batch, tokens, dim] of ``queries`` [batch, tokens, rank or twice that] over the keys and values
-        [batch, tokens, n, 2 rank] of their windows, of which ``shown`` [batch, tokens, n] exist and may be seen."""
+        [batch, tokens, n, 2 rank] of their windows, where ``shown`` [batch, tokens, n] marks the slots that exist and
+        may be seen."""
         window = torch.where(shown[..., None], window, window.new_zeros(()))
         k, v = window.chunk(2, -1)
         parts = queries[:, :, None].chunk(self.terms, -1)

@@ -30,9 +30,9 @@ HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
 class WindowAttention(GridOnly, EncoderMixer):
     """The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
 
-    ``window``: patches on a side; a grid that is no multiple is continued with zeros, which are attended to as in the
-    ports of the authors' code. ``shift``: windows begin ``window // 2`` further. ``cosine``: as Swin V2, whose keys
-    have no bias and whose table of biases is a small network of the distances.
+    ``window``: patches on a side; another grid is continued with zeros to a multiple of ``window``; attention sees the
+    zeros, as in the ports of the authors' code. ``shift``: windows begin ``window // 2`` further. ``cosine``: as Swin
+    V2, with keys without bias and with biases by a small network of the distances.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.attention_state import Past
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, real_resets, state_dtype
 from kinformer.core.division import FollowsHeads
 from kinformer.core.parts import Position, Score, ScoreConfig
+from kinformer.kernels.attention.spans import Reach
+from kinformer.kernels.softmax import Scoring
 from kinformer.runtime.errors import KinformerError
 
 # The fraction of the state of kernel attention that each token retains: the part ``decay``.
@@ -36,6 +40,22 @@ class Decay(nn.Module):
         """Return the factors 1 - a of keys, from the result of :meth:`forward`, log a."""
         # 1 - a = -expm1(log a), exact where a is near 1
         return -torch.expm1(log_decay)
+
+    def fade(self, x: Tensor, k: Tensor, valid: Tensor | None, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return keys k [batch, heads, time, features] as they enter the state, and the logarithms of the decay for
+        inputs x [batch, time, dim], 0 where not ``valid`` [batch, time]; ``more`` [batch, heads, time] is added to
+        them."""
+        log_decay = self(x)
+        if self.coupled:
+            enters = self.entering(log_decay)
+            k = k * (enters if enters.dim() == 4 else enters.unsqueeze(-1)).to(k.dtype)
+        by_channel = log_decay.dim() == 4
+        if valid is not None:
+            mask = valid[:, None, :, None] if by_channel else valid[:, None]
+            log_decay = torch.where(mask, log_decay, log_decay.new_zeros(()))
+        if more is not None:
+            log_decay = log_decay + (more.unsqueeze(-1) if by_channel else more)
+        return k, log_decay
 
 
 class DecayConfig(Config):
@@ -319,6 +339,21 @@ def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tens
     earlier = torch.cat([before, going_on[..., :-1]], -1).gather(-1, index)
     counted = going_on - torch.where((start >= 0)[:, None], earlier, 0)
     return Sums(going_on[..., None], counted[..., None])
+
+
+class DecayReach(Reach):
+    """The scores of a chunk's queries decay: the sums of the decay stand beside keys and values."""
+
+    def __init__(self, mixer: Any, state: Any, past: Past, x: Tensor) -> None:
+        super().__init__(mixer, state, past, x)
+        self.sums = sums_of(mixer.decay, x, past.chunk, past.positions, past.last(2))
+
+    def slots(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        of_pairs, of_state = self.sums
+        return (k, v, of_pairs), (k, v, of_state)
+
+    def scoring(self, slots: Sequence[Any]) -> Scoring:
+        return super().scoring(slots)._replace(decay=slots[2][..., 0])
 
 
 PARTS = {

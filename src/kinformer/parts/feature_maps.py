@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.config import check_unused
+from kinformer.core.config import Config, check_unused
 from kinformer.core.contract import state_dtype, width_of
 from kinformer.core.learning import Resampled
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
@@ -407,6 +407,45 @@ class RandomFourier(FeatureMap, Resampled):
             u = unit @ (weight / self.temperature).mT
         features = u.relu() if self.form == "arccos" else torch.cat([u.sin(), u.cos()], dim=-1)
         return (features * self.count**-0.5).to(x.dtype)
+
+
+# Kernel attention to all tokens of a sequence at once: a quotient of two sums.
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotientConfig(Config):
+    """The fields of a mixer that attends to all tokens at once by features.
+
+    ``floor``: the least value of the normaliser; ``eps`` is then not added.
+    """
+
+    num_heads: int = 4
+    head_dim: int | None = None
+    feature_map: FeatureMapConfig = Elu.Config()
+    eps: float = 1e-6
+    floor: float = 0.0
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        if self.floor:
+            check_unused(self, "with a floor", "eps")
+
+
+def features_of_keys(
+    feature_map: FeatureMap, k: Tensor, valid: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return the features [batch, heads, time, size] of keys, in ``dtype`` (None: as the map makes them), 0 where not
+    ``valid`` [batch, time]. A factor that the map leaves out is made up for up to one factor for each row and head,
+    which a quotient of sums does not see."""
+    k, log_scale = feature_map.keys(k)
+    k = k if dtype is None else k.to(dtype)
+    mask = None if valid is None else valid[:, None]
+    if log_scale is not None:
+        if mask is not None:
+            log_scale = torch.where(mask, log_scale, log_scale.new_full((), torch.finfo(log_scale.dtype).min))
+        k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
+    # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
+    return k if mask is None else torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
 
 
 PARTS = {

@@ -49,12 +49,13 @@ class Differential(nn.Module):
         self.vectors = nn.Parameter(0.1 * torch.randn(4, head_dim))
 
     def values(self, v: Tensor) -> Tensor:
-        """Return values [batch, kv_heads, slots, head_dim] as those of pairs, twice as wide."""
+        """Return values [batch, kv_heads, slots, head_dim] as values of pairs, twice as wide."""
         pairs = torch.cat(v.chunk(2, 1), -1)
         return torch.cat([pairs, pairs], 1)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Return the outputs [batch, heads / 2, time, 2 * head_dim] of pairs of heads, from y [batch, heads, ...]."""
+    def forward(self, y: Tensor, v: Tensor) -> Tensor:
+        """Return the pairs' outputs [batch, heads / 2, time, 2 * head_dim] from the heads' outputs y [batch, heads,
+        time, 2 * head_dim]."""
         no_weights("Differential attention takes the difference of two probabilities and a norm of what it reads.")
         a, b, c, d = self.vectors.to(state_dtype(self.vectors.dtype))
         lam = ((a * b).sum().exp() - (c * d).sum().exp() + self.initial).to(y.dtype)
@@ -78,18 +79,22 @@ class Exclusive(nn.Module):
     What a token brings to its own output the residual stream holds anyway. a_h is learnt for every head, 0 at first,
     where nothing is taken away; at tanh(a_h) = 1 the output is orthogonal to the token's value.
 
-    The map of the heads' outputs y [batch, num_heads, time, width] and the values v [batch, kv_heads, time, width]
-    of the same tokens.
+    The map of the heads' outputs y [batch, num_heads, time, width] and the values v [batch, kv_heads, slots, width],
+    which end with the values of the same tokens.
     """
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.strength = nn.Parameter(torch.zeros(num_heads))
 
+    def values(self, v: Tensor) -> Tensor:
+        return v
+
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
         no_weights("Exclusive attention takes a token's own value out of what its heads read.")
+        v = v[:, :, -y.shape[2] :]
         v = v.repeat_interleave(y.shape[1] // v.shape[1], 1).to(state_dtype(y.dtype))
-        # A value of zeros has no direction: nothing is taken away.
+        # A value of zeros lacks a direction: nothing is taken away.
         along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp_min(1e-12)
         return (y - self.strength.tanh()[:, None, None] * along * v).to(y.dtype)
 
@@ -151,6 +156,73 @@ def build_gate(gate: Gate, dim: int, num_heads: int, head_dim: int) -> OutputGat
     return None if gate == "none" else OutputGate(dim, num_heads, 1 if gate == "head" else head_dim)
 
 
+# Norms and gates of the heads of kernel attention.
+
+HeadNorm = Literal["none", "layer", "rms", "rms_group"]
+Activation = Literal["silu", "sigmoid"]
+ACTIVATIONS = {"silu": functional.silu, "sigmoid": functional.sigmoid}
+
+
+def build_head_norm(norm: HeadNorm, eps: float | None, width: int, num_heads: int, key_heads: int) -> nn.Module | None:
+    """Return the norm of values [batch, heads, time, width] before the gate, or None for "none".
+
+    layer: of each head, without weights (RetNet's group norm); rms: of each head, with one weight for all heads;
+    rms_group: of all heads that share keys, with a weight for every channel (Mamba-2).
+    """
+    if norm == "layer":
+        return nn.LayerNorm(width, 1e-5 if eps is None else eps, elementwise_affine=False)
+    eps = 1e-6 if eps is None else eps
+    if norm == "rms_group":
+        return GroupRMSNorm(width, num_heads, key_heads, eps)
+    return HeadRMSNorm(width, eps) if norm == "rms" else None
+
+
+class HeadRMSNorm(nn.Module):
+    """The norm of each head, with one ``weight`` [width] for all heads."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), eps=self.eps)
+
+
+class GroupRMSNorm(nn.Module):
+    """The norm over all heads of a group, with ``weight`` [heads, width]."""
+
+    def __init__(self, width: int, num_heads: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(num_heads, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [batch, groups, heads of a group, time, width]
+        wide = x.to(state_dtype(x.dtype)).unflatten(1, (self.groups, -1))
+        normed = wide * (wide.square().mean(dim=(2, 4), keepdim=True) + self.eps).rsqrt()
+        return normed.to(x.dtype).flatten(1, 2) * self.weight.to(x.dtype).unsqueeze(1)
+
+
+def build_value_gate(gate: bool, rank: int | None, dim: int, width: int) -> nn.Module | None:
+    """Return the map of x [batch, time, dim] to gates [batch, time, width], of the ``rank`` (None: full), or None."""
+    if not gate:
+        return None
+    return LowRankGate(dim, rank, width) if rank else nn.Linear(dim, width, bias=False)
+
+
+class LowRankGate(nn.Module):
+    """The gate x [batch, time, dim] -> W_2 W_1 x [batch, time, width]."""
+
+    def __init__(self, dim: int, rank: int, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
 def written(
     out: nn.Module,
     gate: OutputGate | None,
@@ -170,12 +242,12 @@ def written(
 
 
 class ValueResidual(SharesValues, nn.Module):
-    """Values mixed with those of the first layer (Zhou et al. 2024, Value Residual Learning, arXiv 2410.17897).
+    """Values mixed with the values of the first layer (Zhou et al. 2024, Value Residual Learning, arXiv 2410.17897).
 
         v_l <- lam v_l + (1 - lam) v_1
 
-    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values of the same tokens in the first
-    layer that has a value residual; the cache holds what is mixed, so generation needs no more state.
+    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values of the same tokens in the first layer
+    with a value residual. The cache holds mixed values, so generation needs no further state.
 
     The mixing of v [batch, kv_heads, time, head_dim]; a layer alone is the first.
     """
@@ -192,11 +264,11 @@ class ValueResidual(SharesValues, nn.Module):
 
 # A short causal convolution over time, for each channel alone: y_t = sum_b weight_b x_(t - b).
 #
-# With SiLU behind it, of q, k and v, it is that of Fu et al. 2023 (H3), as DeltaNet and Gated DeltaNet have it.
+# With SiLU behind it, over q, k and v, it is the convolution of Fu et al. 2023 (H3), DeltaNet and Gated DeltaNet.
 
 
 def convolve(
-    x: Tensor, weight: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None
+    weight: Tensor, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return x [batch, heads, time, channels] convolved by ``weight`` [width, heads, channels], and the tokens that
     later ones need; arguments as of :class:`CausalConvolution`. One head of x may serve all of the weight."""
@@ -218,7 +290,7 @@ def convolve(
 class CausalConvolution(nn.Module):
     """The convolution x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
-    ``weight`` [width, heads, channels], ``weight[0]`` being that of the token itself.
+    ``weight`` [width, heads, channels], where ``weight[0]`` weighs the token itself.
     """
 
     def __init__(self, width: int, num_heads: int, channels: int) -> None:
@@ -232,7 +304,7 @@ class CausalConvolution(nn.Module):
         recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
         """
-        return convolve(x, self.weight, recent, valid, reset)
+        return convolve(self.weight, x, recent, valid, reset)
 
 
 class ShortConvolution(CausalConvolution):

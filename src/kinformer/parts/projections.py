@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import pad, rms_norm
 
+from kinformer.core.attention_state import Past
 from kinformer.core.config import Config, check_unused
-from kinformer.core.contract import MixerConfig, activation_dtype, state_dtype
+from kinformer.core.contract import newest, state_dtype
 from kinformer.core.division import divided, in_blocks, undivided
-from kinformer.core.encoder import SourceMixer
 from kinformer.core.parts import (
     GlobalProjection,
-    Position,
-    PositionConfig,
     Projection,
     ProjectionConfig,
     ResidualOutput,
-    ScoreConfig,
-    check_score,
     features_of,
     head_width,
     is_plain,
     merge_heads,
 )
 from kinformer.core.probe import probe, probed
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
+from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
 
@@ -64,7 +62,7 @@ class FactorsConfig(Config):
 
 
 class Factors(nn.Module):
-    """The weights, of which ``pairs`` is W for ``slots`` tokens; ``query_bias`` has u, and w with positions."""
+    """The weights: ``pairs`` is W for ``slots`` tokens; ``query_bias`` has u, and w with positions."""
 
     def __init__(self, config: FactorsConfig, dim: int, slots: int) -> None:
         super().__init__()
@@ -203,7 +201,7 @@ PIECE = 1 << 17
 def shifted_sum(tokens: Tensor, weight: Tensor, inside: Callable[[int], Tensor] | None) -> Tensor:
     """Return y_t = sum_b weight[b] x_(t - b), b = 0 ... width - 1.
 
-    tokens: x [batch, heads, width - 1 + time, channels], led by what came before; weight: [width, heads, channels];
+    tokens: x [batch, heads, width - 1 + time, channels], led by the tokens before; weight: [width, heads, channels];
     one head of x may serve all of the weight.
     inside: whether the token ``b`` back is one of the same sequence, [batch, time] bool; None: all are.
     Returns [batch, heads, time, channels].
@@ -298,7 +296,7 @@ class Convolved(Projection):
     The projection with ``weight`` [width, heads, head_dim], the heads of q, k and v one after the other; there is no
     bias.
 
-    ``weight[0]`` is that of the token itself.
+    ``weight[0]`` weighs the token itself.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -346,6 +344,24 @@ class Convolved(Projection):
         return q, k, v
 
 
+def in_context(
+    projection: Projection, qkv: tuple[Tensor, Tensor, Tensor], recent: Tensor, past: Past, x: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Return q, k and v of a chunk x [batch, time, dim] by a projection with a context, and the projections that later
+    tokens need.
+
+    qkv: the projections of each token alone; recent: [batch, heads, up to context, head_dim], the projections of the
+    tokens before the chunk.
+    """
+    chunk, (q, k, v) = past.chunk, qkv
+    batch, heads, held, head_dim = recent.shape
+    nothing = q.new_zeros(batch, heads, projection.context - held, head_dim)
+    tokens = torch.cat([nothing, recent.to(q.dtype), torch.cat([q, k, v], dim=1)], dim=2)
+    keep = held + min(projection.context - held, q.shape[2])
+    combined = projection.combine(tokens, None if chunk.reset is None else past.positions, x)
+    return combined, newest(chunk, tokens, past.seen, keep)
+
+
 class SharedQK(Projection):
     """Queries made of the keys: the projection of the whole Primer (So et al. 2021, appendix; the authors' ``MDHA``).
 
@@ -356,7 +372,7 @@ class SharedQK(Projection):
     convolution.
 
     The projection with ``weight`` [width, 2 heads, head_dim] of the heads of k and v, one after the other;
-    ``weight[0]`` is that of the token itself.
+    ``weight[0]`` weighs the token itself.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -403,14 +419,14 @@ class Normalised(Projection):
         q = w_q * W_Q x / rms(W_Q x),    k = w_k * W_K x / rms(W_K x)
 
     Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne. With
-    ``over = "heads"`` one root mean square is that of all heads together (OLMo 2, 2024; Dehghani et al. 2023,
-    ViT-22B). With ``over = "by_head"`` every head has a weight of its own (Lin et al. 2025, Forgetting Transformer,
+    ``over = "heads"`` all heads together share one root mean square (OLMo 2, 2024; Dehghani et al. 2023,
+    ViT-22B). With ``over = "by_head"`` every head has its own weight (Lin et al. 2025, Forgetting Transformer,
     Pro).
 
     The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
 
-    ``over``: the features that share a root mean square, those of one head, with one weight for all heads (head) or
-    one for each (by_head), or those of all (heads).
+    ``over``: the features that share a root mean square: one head's, with one weight for all heads (head) or one for
+    each (by_head), or all heads' (heads).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -550,12 +566,12 @@ def _apply_parts(modules: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 class KVShift(Projection):
-    """Keys and values mixed with those of the token before, as far as the token says (Lin et al. 2025, Forgetting
-    Transformer, Pro block; arXiv 2503.02130, section 3): KV-shift.
+    """Keys and values mixed with the keys and values of the token before, by shares that the token gives (Lin et al.
+    2025, Forgetting Transformer, Pro block; arXiv 2503.02130, section 3): KV-shift.
 
         k_t <- a_t k_{t-1} + (1 - a_t) k_t,    v_t <- b_t v_{t-1} + (1 - b_t) v_t,    a_t, b_t = sigmoid(W x_t) by head
 
-    k and v are those that another projection makes; before the first token of a sequence they are zero.
+    k and v come from another projection; before the first token of a sequence they are zero.
 
     The projection whose ``shift`` maps a token to a_t and b_t, one of each for every head of keys.
     """
@@ -622,8 +638,8 @@ class Pieces(NamedTuple):
 class ByPiece(MultiHead):
     """One projection for the long input, and for the rest what ``sharing`` says:
 
-    ``all``     it is that of the global input too;
-    ``inputs``  this has one of its own, ``of_global``: 2 queries, 2 keys and 2 values;
+    ``all``     it projects the global input too;
+    ``inputs``  the global input has its own projection, ``of_global``: 2 queries, 2 keys and 2 values;
     ``pieces``  and the keys and values of l2g and g2l have theirs: 2 queries, 4 keys and 4 values.
     """
 
@@ -662,103 +678,8 @@ def _show(pieces: Pieces, num_global: int) -> Pieces:
     return Pieces(*pieces[:2], *values)
 
 
-# Queries from a chunk, keys and values from a source (Vaswani et al. 2017, section 3.2.3), which is projected once.
-#
-#     Q = W_q x (``query``),   [K, V] = W_kv source (``key_value``)
-#
-# The base of mixers that attend to tokens of a source. Positions of a target token over the source are those of the
-# token that it is aligned with,
-#
-#     p_t = min(t, last real token of the source)
-#
-# as in the monotonic alignment of Luong et al. 2015 (section 3.2, local-m).
-
-
-class CrossState(NamedTuple):
-    """The projected source: ``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool.
-
-    A chunk of n times as many rows looks at it too: n neighbours share a row's source, as hypotheses of a beam do.
-    """
-
-    k: Tensor
-    v: Tensor
-    valid: Tensor
-
-    slots = ("k", "v", "valid")  # type: ignore[misc]
-    outlives_reset = True  # type: ignore[misc]
-
-    def last(self, rows: int) -> Tensor:
-        """Return the slot of the last real token of the source of each of ``rows`` neighbours, [rows] int64, 0 where
-        there is none."""
-        valid = self.valid[:, 0]
-        slots = torch.arange(valid.shape[1], device=valid.device).where(valid, 0)
-        return slots.amax(-1).repeat_interleave(rows // len(valid))
-
-
-class AlignedState(NamedTuple):
-    """The ``source``, and ``seen`` [batch] int64, the tokens of each row's sequence so far."""
-
-    source: CrossState
-    seen: Tensor
-
-    @classmethod
-    def new(cls, source: CrossState) -> AlignedState:
-        return cls(source, torch.zeros(len(source.k), dtype=torch.int64, device=source.k.device))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverSourceConfig(MixerConfig):
-    """What the configs of such mixers share. ``source_dim`` is the width of the source, ``dim`` if None."""
-
-    by_heads = True
-    num_heads: int
-    head_dim: int | None
-    source_dim: int | None
-    score: ScoreConfig
-    bias: bool
-
-
-class OverSource(SourceMixer):
-    """The projections, and the score of a token and a token of the source, with a ``position`` that acts on both.
-    ``counts``: tokens have places in the source, so that a state counts them."""
-
-    position: Position
-    counts = False
-
-    def __init__(self, config: OverSourceConfig, dim: int, position: PositionConfig) -> None:
-        super().__init__()
-        self.dim = dim
-        head_dim = config.head_dim or head_width(dim, config.num_heads)
-        self.num_heads, self.head_dim = config.num_heads, head_dim
-        self.score = config.score.build(config.num_heads, head_dim)
-        self.position = position.build_heads(dim, config.num_heads, head_dim)
-        if self.position.one_sided:
-            raise KinformerError(
-                f"the position {position.kind!r} tells only how far back a key lies, but a source has tokens on both "
-                "sides of the aligned one; take one of two sides (rope, alibi, shaw, xl, t5 with bidirectional=true)."
-            )
-        check_score(config.score, self.score, self.position)
-        width, self.source_dim = config.num_heads * head_dim, config.source_dim or dim
-        self.query = nn.Linear(dim, width, bias=config.bias)
-        self.key_value = in_blocks(nn.Linear(self.source_dim, 2 * width, bias=config.bias), width, width)
-        self.out = ResidualOutput(width, dim, bias=config.bias)
-
-    def over(
-        self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None
-    ) -> CrossState | AlignedState:
-        kv = self.key_value(source).to(device, dtype or activation_dtype(self.out.weight))
-        k, v = kv.view(*source.shape[:2], 2, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
-        k = self.position.rotate_keys(k, torch.arange(k.shape[2], device=k.device).expand(len(k), -1))
-        state = CrossState(k, self.position.values(v), valid[:, None].to(kv.device))  # type: ignore[call-arg]
-        if self.counts and self.crossing is not None:
-            return AlignedState(state, self.crossing.before)
-        return AlignedState.new(state) if self.counts else state
-
-    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
-        return source_length * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1) + 8 * self.counts
-
-
-# Projections of the length: keys and values of a sequence become those of its summaries (Wang et al. 2020, Linformer).
+# Projections of the length: keys and values of a sequence become keys and values of its summaries (Wang et al. 2020,
+# Linformer).
 #
 # E and F are learned weights of every position, or the mean or maximum of some tokens, or a convolution over them.
 
@@ -766,26 +687,39 @@ Method = Literal["learned", "mean", "max", "convolution"]
 LengthSharing = Literal["none", "heads", "keys_values"]
 
 
-class LengthConfig(Protocol):
-    """The fields of a mixer's config that say how it projects the length."""
+@dataclass(frozen=True, kw_only=True)
+class SummariesConfig(Config):
+    """The fields of a mixer whose keys and values are summaries of a sequence.
 
-    @property
-    def method(self) -> Method: ...
+    ``rank``: the paper's k, for a sequence of ``max_length`` tokens (its n); a shorter sequence has as many learned
+    summaries, but fewer windows. ``sharing``: one E and one F for all ``heads``; one for both (``keys_values``).
+    ``shared``: one for all layers of equal sizes.
+    """
 
-    @property
-    def sharing(self) -> LengthSharing: ...
+    num_heads: int = 4
+    head_dim: int | None = None
+    rank: int = 128
+    max_length: int = 512
+    method: Method = "learned"
+    sharing: LengthSharing = "heads"
+    shared: bool = False
+    bias: bool = True
+    dropout: float = 0.0  # of the attention probabilities
+    impl: AttentionImpl = "auto"
 
-    @property
-    def shared(self) -> bool: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank <= self.max_length:
+            raise KinformerError(
+                f"rank must be 1 to max_length = {self.max_length}, but is {self.rank}: a text is projected to "
+                "that many summaries."
+            )
+        if self.method != "learned" and self.max_length % self.rank:
+            raise KinformerError(
+                f"max_length = {self.max_length} is not a multiple of rank = {self.rank}, but the windows of method = "
+                f"{self.method!r} are max_length / rank tokens wide; choose a divisor."
+            )
+        if self.method in ("mean", "max"):
+            check_unused(self, f"with method = {self.method!r}, which has no weights", "sharing", "shared")
 
 
 class LengthProjection(nn.Module):
@@ -796,7 +730,7 @@ class LengthProjection(nn.Module):
     owns.
     """
 
-    def __init__(self, config: LengthConfig, sizes: tuple[int, int]) -> None:
+    def __init__(self, config: SummariesConfig, sizes: tuple[int, int]) -> None:
         super().__init__()
         method, sharing = config.method, config.sharing
         self.config, self.shared = (method, sharing), config.shared
@@ -810,39 +744,37 @@ class LengthProjection(nn.Module):
         return self.weight
 
 
-def check_summaries(config: Any) -> None:
-    """Refuse numbers of summaries that do not go with the length."""
-    if not 1 <= config.rank <= config.max_length:
-        raise KinformerError(
-            f"rank must be 1 to max_length = {config.max_length}, but is {config.rank}: a text is projected to "
-            "that many summaries."
-        )
-    if config.method != "learned" and config.max_length % config.rank:
-        raise KinformerError(
-            f"max_length = {config.max_length} is no multiple of rank = {config.rank}, but the windows of method = "
-            f"{config.method!r} are max_length / rank tokens wide; choose a divisor."
-        )
-    if config.method in ("mean", "max"):
-        check_unused(config, f"with method = {config.method!r}, which has no weights", "sharing", "shared")
-
-
-def length_projection(config: LengthConfig, head_dim: int) -> LengthProjection | None:
+def length_projection(config: SummariesConfig, head_dim: int) -> LengthProjection | None:
     """Return the weights of E and F as ``config`` says, None for a method without weights."""
     if config.method == "convolution":
         return LengthProjection(config, (head_dim, config.max_length // config.rank * head_dim))
     return LengthProjection(config, (config.rank, config.max_length)) if config.method == "learned" else None
 
 
-class Summarising:
-    """Mixin of mixers whose keys and values are summaries of a sequence. They have the products ``key`` and ``value``,
-    the weights ``length`` of E and F (None: there are none), and a ``config`` like that of :class:`Linformer`."""
+class Summarising(nn.Module):
+    """The base of mixers whose keys and values are summaries of a sequence of vectors of width ``source_dim``.
 
-    config: LengthConfig
-    key: nn.Linear
-    value: nn.Linear
-    length: LengthProjection | None
-    num_heads: int
-    width: int
+    ``key``, ``value`` and ``length`` make the summaries; ``length`` holds E and F (None: a method without weights).
+    """
+
+    def __init__(self, config: Any, dim: int, source_dim: int) -> None:
+        super().__init__()
+        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0), config.kind)
+        self.config, self.dim, self.num_heads = config, dim, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        self.width = config.max_length // config.rank  # tokens of a window
+        width = config.num_heads * self.head_dim
+        self.query = nn.Linear(dim, width, bias=config.bias)
+        self.key, self.value = (nn.Linear(source_dim, width, bias=config.bias) for _ in range(2))
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        self.length = length_projection(config, self.head_dim)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
+        """Return attention of q [batch, heads, time, head_dim] to the summaries outside of ``hidden`` [batch, n], as
+        [batch, time, heads * head_dim]."""
+        scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
+        visibility = Visibility(key_padding_mask=hidden)
+        return probe("outputs", merge_heads(attention(q, k, v, visibility, scoring, impl=self.config.impl).out))
 
     def _summaries(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of the summaries, [batch, heads, summaries, head_dim]."""
@@ -878,7 +810,7 @@ class Summarising:
 
 
 def _without_bias(product: nn.Linear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return ``product(x)`` less what it adds to everything, and that [features] or None."""
+    """Return ``product(x)`` without its bias, and the bias [features] or None."""
     if is_plain(product):
         return functional.linear(x, product.weight), product.bias
     bias = product(x.new_zeros(1, x.shape[-1]))[0]

@@ -4,22 +4,75 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.attention_state import Pinned
+from kinformer.core.attention_state import Past, Pinned, PinnedState, SpanState
 from kinformer.core.crossing import Row
-from kinformer.core.parts import Relative
+from kinformer.core.parts import Position, Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.core.span import TokenSpan
-from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, merge
+from kinformer.kernels.attention.ring import around
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax import Attended, query_positions
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.host import has_data
 from kinformer.runtime.matmul import product_dtype
+
+# What the queries of a chunk see. A mixer makes one :class:`Reach` for each chunk and calls it on its way.
+
+
+class Reaching(Protocol):
+    """The parts of a softmax mixer that its reach uses. ``pins``: how many first tokens the pattern keeps, and the size
+    of its window, the token itself included."""
+
+    @property
+    def position(self) -> Position: ...
+    @property
+    def score(self) -> Score: ...
+    @property
+    def impl(self) -> AttentionImpl: ...
+    @property
+    def pins(self) -> tuple[int, int]: ...
+
+    def scoring(self, farthest: int) -> Scoring:
+        """Return how pairs of tokens up to the distance ``farthest`` are scored; draw the seed of a dropout."""
+        ...
+
+    def values(self, v: Tensor) -> Tensor:
+        """Return the values [batch, kv_heads, slots, width] as heads read them."""
+        ...
+
+
+class Reach:
+    """The queries of one chunk see the slots that the mixer's pattern allows, and nothing else."""
+
+    def __init__(self, mixer: Reaching, state: Any, past: Past, x: Tensor) -> None:
+        """Begin with the ``state`` before the chunk, its ``past`` and the mixer's input x [batch, time, dim]."""
+        self.mixer, self.past = mixer, past
+
+    def project(self, q: Tensor, k: Tensor) -> None:
+        """Take note of queries and keys before a position turns them."""
+
+    def slots(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """Return the leaves of the chunk's slots as queries see them, and as a state holds them (None: the same)."""
+        return (k, v), None
+
+    def scoring(self, slots: Sequence[Any]) -> Scoring:
+        return self.mixer.scoring(slots[0].shape[2] - 1)
+
+    def attend(self, q: Tensor, slots: Sequence[Any], visibility: Visibility) -> Tensor:
+        """Return the heads' outputs [batch, heads, time, width]; q is as the score takes it."""
+        return around((q, *slots[:2]), visibility, self.scoring(slots), self.mixer.impl, self.past.ring, lse=False).out
+
+    def close(self, state: Any) -> Any:
+        """Return the state after the chunk around its slots' ``state``."""
+        return state
+
 
 # Attention to the first tokens of a sequence, which outlive a window (Xiao et al. 2023, StreamingLLM, section 3.2).
 #
@@ -86,6 +139,36 @@ def renewed(first: Pinned, new: Pinned, valid: Tensor | None, seen: Tensor) -> P
             for old, tokens in zip(first, new, strict=True)
         )
     )
+
+
+class PinnedReach(Reach):
+    """A pattern that keeps the first tokens of a sequence: they are attended to apart from the window."""
+
+    def __init__(self, mixer: Reaching, state: PinnedState, past: Past, x: Tensor) -> None:
+        super().__init__(mixer, state, past, x)
+        self.first = Pinned(state.first_keys, state.first_values)
+
+    def project(self, q: Tensor, k: Tensor) -> None:
+        self.far = self.mixer.position.rotate(q, k, ranks(self.past.positions, *self.mixer.pins))[0]
+
+    def slots(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], None]:
+        self.new = Pinned(k, v)
+        return (k, v), None
+
+    def attend(self, q: Tensor, slots: Sequence[Any], visibility: Visibility) -> Tensor:
+        mixer, past, (count, window) = self.mixer, self.past, self.mixer.pins
+        scoring = mixer.scoring(count + window - 1)._replace(sink=None)  # the window's attention has the sink
+        new, first = (one._replace(v=mixer.values(one.v)) for one in (self.new, self.first))
+        resets = past.chunk.reset is not None
+        far = attend_with_pinned(
+            mixer.score.queries(self.far), new, first, past.positions, window, resets, scoring, mixer.impl
+        )
+        near = attention(q, slots[0], slots[1], visibility, self.scoring(slots), impl=mixer.impl, lse=True)
+        return merge(near, far).out
+
+    def close(self, state: Any) -> PinnedState:
+        first = renewed(self.first, self.new, self.past.chunk.valid, self.past.seen)
+        return PinnedState(state, *first)  # type: ignore[call-arg]
 
 
 def _rows(q: Tensor, positions: Tensor, slots: Tensor, window: int, time: int) -> tuple[Tensor, Visibility, Tensor]:
@@ -155,6 +238,23 @@ def attend_within_spans(
     rows = time if impl == "reference" else _ROWS
     call = (q, k, v, z, span, visibility, scoring, impl)
     return torch.cat([_tile(slice(first, min(first + rows, time)), *call) for first in range(0, time, rows)], 2)
+
+
+class SpanReach(Reach):
+    """Each token looks back as far as it says itself; the cost of the spans adds up in the state."""
+
+    def __init__(self, mixer: Any, state: SpanState, past: Past, x: Tensor) -> None:
+        super().__init__(mixer, state, past, x)
+        self.span: TokenSpan = mixer.span
+        self.z, self.aux = self.span.of(x), state.aux
+
+    def attend(self, q: Tensor, slots: Sequence[Any], visibility: Visibility) -> Tensor:
+        k, v = slots
+        return attend_within_spans(q, k, v, self.z, self.span, visibility, self.scoring(slots), self.mixer.impl)
+
+    def close(self, state: Any) -> SpanState:
+        cost = self.span.cost(self.z, self.past.chunk.valid)
+        return SpanState(state, self.aux + cost.to(self.aux.dtype))  # type: ignore[call-arg]
 
 
 def _tile(queries: slice, q: Tensor, k: Tensor, v: Tensor, z: Tensor, span: TokenSpan, *rest: *_Call) -> Tensor:

@@ -11,9 +11,9 @@ from kinformer.runtime.autograd import no_autocast
 
 # Attention within clusters of equal size, as the Routing Transformer is published (Roy et al. 2021, section 4.1).
 #
-# A cluster takes the ``window`` queries and the ``window`` keys that are most similar to its centroid. So a token may
-# be in several clusters, whose outputs are averaged, or in none: then its output is 0. What a cluster takes depends on
-# the full sequence, so that a decoder must not use it even with later tokens masked (``causal``).
+# A cluster takes the ``cluster_size`` queries and the ``cluster_size`` keys that are most similar to its centroid. So a
+# token may be in several clusters, whose outputs are averaged, or in none: then its output is 0. The members of a
+# cluster depend on the full sequence, so a decoder must not use it even with later tokens masked (``causal``).
 
 _ITSELF, _EPS = -5e4, 1e-5
 """As in routing-transformer: the score of a token with itself where queries are keys, and what is added to counts."""
@@ -24,7 +24,7 @@ def balanced_attention(
     k: Tensor,
     v: Tensor,
     similar: tuple[Tensor, Tensor | None],
-    window: int,
+    cluster_size: int,
     *,
     valid: Tensor | None = None,
     causal: bool = False,
@@ -36,8 +36,8 @@ def balanced_attention(
         where it sees nothing else. valid: [batch, time] bool, of keys.
     """
     wide = state_dtype(q.dtype)
-    asking = _most_similar(similar[0], window)
-    keys = asking if similar[1] is None else _most_similar(similar[1], window)
+    asking = _most_similar(similar[0], cluster_size)
+    keys = asking if similar[1] is None else _most_similar(similar[1], cluster_size)
     with no_autocast(q.device):
         scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * width_of(q) ** -0.5
     hidden = torch.zeros((), dtype=torch.bool, device=q.device)
@@ -59,14 +59,15 @@ def balanced_attention(
     return (out / (counts + _EPS)).to(v.dtype)
 
 
-def _most_similar(similar: Tensor, window: int) -> Tensor:
-    """Return the most similar tokens of each cluster, [batch, heads, clusters, window] int64; of equal ones the first.
+def _most_similar(similar: Tensor, cluster_size: int) -> Tensor:
+    """Return the most similar tokens of each cluster, [batch, heads, clusters, cluster_size] int64; of equal tokens the
+    first.
 
     Equal means equal up to rounding: the same word without a position, in another batch, or computed again by a
     reversible stack, differs in the last digits.
     """
     steps = (similar / torch.finfo(similar.dtype).eps ** 0.75).round()
-    return steps.sort(dim=2, descending=True, stable=True).indices[:, :, :window].mT
+    return steps.sort(dim=2, descending=True, stable=True).indices[:, :, :cluster_size].mT
 
 
 # Attention within chunks of a sequence that is sorted by bucket, as Reformer's authors have it (Kitaev et al. 2020).

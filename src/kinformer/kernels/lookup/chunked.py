@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kinformer.kernels.lookup.lists import MemorySlice, numbered
+from kinformer.kernels.lookup.memories import MemorySlice, numbered
 
 _PAIRS = 1 << 20
 """Scores in a tile."""

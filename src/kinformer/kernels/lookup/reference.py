@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kinformer.kernels.lookup.lists import CoarseQuantizer, InvertedFile, MemorySlice, probed
+from kinformer.kernels.lookup.memories import MemorySlice
 
 
 def exact(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
@@ -17,22 +17,6 @@ def bucketed(q: Tensor, pieces: list[MemorySlice], topk: int) -> Tensor:
     """Return the best memory of each bucket; see :func:`kinformer.kernels.lookup.look_up`."""
     best = _scores(q, pieces).unflatten(-1, (-1, topk)).argmax(dim=-2)
     return best * topk + torch.arange(topk, device=q.device)
-
-
-def find(q: Tensor, filed: InvertedFile, lists: CoarseQuantizer, share: int) -> Tensor:
-    """Return the best memories of the probed lists; see :func:`kinformer.kernels.lookup.lists.find`."""
-    scores = q @ filed.k.to(q.dtype).mT
-    assigned, position = filed.assignments[:, :, None].unbind(-1)
-    slots = torch.arange(assigned.shape[-1], device=q.device)
-    begins = (assigned[..., None, :] < assigned[..., None]).sum(-1)
-    bucket = (slots - begins) % share
-    parts = []
-    for chosen in probed(q, lists).unbind(-1):
-        for number in range(share):
-            seen = (assigned == chosen[..., None]) & (bucket == number) & (position >= filed.first)
-            best, slot = scores.masked_fill(~seen, -torch.inf).max(dim=-1)
-            parts.append(torch.where(best > -torch.inf, slot, -1))
-    return torch.stack(parts, dim=-1)
 
 
 def _scores(q: Tensor, pieces: list[MemorySlice]) -> Tensor:

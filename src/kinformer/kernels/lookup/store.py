@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.lookup import InvertedFile, MemorySlice, Search, gathered, look_up
-from kinformer.kernels.lookup.lists import assignments_of, insert
+from kinformer.kernels.lookup import MemorySlice, Search, gathered, look_up
 
 
 class StoreSizes(NamedTuple):
@@ -29,12 +28,10 @@ class StoreSizes(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """Memories that left the window: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned; ``assignments``
-    [.., memories, 2] are the list of each in an inverted file and its position, without one of width 0."""
+    """Memories that left the window: ``k``, ``v`` [batch, heads, memories, head_dim], right-aligned."""
 
     k: Tensor
     v: Tensor
-    assignments: Tensor
 
     def last(self, keep: int) -> Evicted:
         """Return the last ``keep`` memories."""
@@ -86,25 +83,19 @@ class Store:
         last = position // self.rules.segment * self.rules.segment
         first = max(0, last - self.rules.memory_size)
         border = position // self.rules.batch_of * self.rules.batch_of
-        k, v, assignments = self.evicted
-        fresh = MemorySlice(*self.fresh, self._slot(border, run), last - border)
-        if self.search.lists is None:
-            pieces, filed = [MemorySlice(k, v, k.shape[2] - (border - first), border - first), fresh], None
-        else:
-            pieces, filed = [MemorySlice(k, v, 0, k.shape[2]), fresh], InvertedFile(k, assignments, first)
-        keys, values = gathered(look_up(q, pieces, self.search, filed), pieces)
+        k, v = self.evicted
+        pieces = [
+            MemorySlice(k, v, k.shape[2] - (border - first), border - first),
+            MemorySlice(*self.fresh, self._slot(border, run), last - border),
+        ]
+        keys, values = gathered(look_up(q, pieces, self.search), pieces)
         return attention(scaled, keys, values, Visibility(), Scoring(1.0), impl=self.search.impl).out
 
     def _evict(self, stop: int, run: Subsequence) -> None:
-        part, lists, size = self.rules.batch_of, self.search.lists, self.rules.memory_size
-        first = self._slot(stop - part, run)
-        k, v = (item[:, :, first : first + part].to(self.evicted.k.dtype) for item in self.fresh)
-        if lists is None:
-            old, assignments = self.evicted.last(size - part), self.evicted.assignments.new_empty(*k.shape[:3], 0)
-            self.evicted = Evicted(*(torch.cat(item, dim=2) for item in zip(old, (k, v, assignments), strict=True)))
-        else:
-            assignments = assignments_of(k, stop - part, lists)
-            self.evicted = Evicted(*insert(k, v, assignments, min(stop, size), self.evicted))
+        part = self.rules.batch_of
+        first, old = self._slot(stop - part, run), self.evicted.last(self.rules.memory_size - part)
+        new = (item[:, :, first : first + part].to(old.k.dtype) for item in self.fresh)
+        self.evicted = Evicted(*(torch.cat(item, dim=2) for item in zip(old, new, strict=True)))
 
     def _slot(self, position: int, run: Subsequence) -> int:
         """Return the slot of a position of the run among the fresh memories."""
