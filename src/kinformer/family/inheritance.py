@@ -155,8 +155,8 @@ def _fields(config: Config) -> dict[str, Any]:
 #
 # A weight is taken where its name, its shape and the part that it belongs to are those of the run. Queries, keys and
 # values are taken head by head, wherever both have them (see ``LAYOUTS``). A table of positions that is to reach
-# farther is copied over and over (Beltagy et al. 2020, section 5), and a second projection begins as a copy of the first
-# (section 3.1).
+# farther is copied over and over (Beltagy et al. 2020, section 5), and a second projection begins as a copy of the
+# first (section 3.1).
 
 POSITIONS, HEAD = "position.table", "head."
 TABLE = "input.embedding.weight"
