@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from kinformer.core.config import field_types, parse_slot
-from kinformer.family.kinds import kinds
+from kinformer.family.kinds import BUILTIN
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
@@ -86,7 +86,7 @@ class Recipe:
 
     def __call__(self, vocab_size: int | None = None) -> ModelConfig:
         """Return the model config; ``vocab_size`` None is the recipe's own. The parts are imported."""
-        return cast("ModelConfig", parse_slot("model", self.data(vocab_size), kinds(), "recipe"))
+        return cast("ModelConfig", parse_slot("model", self.data(vocab_size), BUILTIN, "recipe"))
 
     def data(self, vocab_size: int | None = None) -> dict[str, Any]:
         """Return the config in the form of ``core.config.to_dict``, and leave out fields with default values."""
@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(slot: str, kind: str) -> dict[str, object]:
-    return field_types(kinds()[slot][kind])
+    return field_types(BUILTIN[slot][kind])
 
 
 def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
