@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kinformer.family.recipe import ENCODER, Recipe, Settings, part
 from kinformer.family.record import Member
@@ -68,7 +69,7 @@ def _big_bird(dim: int, depth: int, num_heads: int, block: int, random: int, ext
     return Recipe(dim, depth, num_heads, _LONG, seeds, mixer=mixer, global_input=tokens, **more)
 
 
-_BIRD = {"vocab_size": 50358, "input": part("tokens", types=2)}
+_BIRD: dict[str, Any] = {"vocab_size": 50358, "input": part("tokens", types=2)}
 
 BIG_BIRD = Member(
     name="big-bird",

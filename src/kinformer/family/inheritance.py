@@ -1,9 +1,9 @@
 """The model of one member that begins with a run of another: the run's body with the member's attention.
 
-A model without memory that is fine-tuned to use one (Wu et al. 2022, section 4.6), softmax attention that becomes
-linear (Kasai et al. 2021), a short encoder that becomes a long one (Beltagy et al. 2020, section 5). What the weights
-were trained in (width, depth, heads, vocabulary, norms, feed-forwards) stays; what the member is known for comes from
-its recipe.
+Examples are a model without memory that is fine-tuned to use one (Wu et al. 2022, section 4.6), softmax attention that
+becomes linear (Kasai et al. 2021), and a short encoder that becomes a long one (Beltagy et al. 2020, section 5). The
+width, depth, heads, vocabulary, norms and feed-forwards come from the run. The member's mechanism comes from its
+recipe.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PLAIN: Mapping[str, frozenset[str]] = {
     "projection": frozenset({"multi_head", "grouped", "normalised"}),
     "score": frozenset({"scaled_dot", "capped"}),
 }
-"""Kinds by slot that no member is known for. Where both have one of these, the run's stays."""
+"""Kinds by slot that characterise no member. Where both models have such a kind, the run's stays."""
 
 SIZES = ("num_heads", "head_dim", "bias", "dropout")
-"""What the mixers of both have in common; the run's stays."""
+"""Settings that the mixers of both have; the run's values stay."""
 
 
 def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) -> ModelConfig:
     """Return the config ``base`` of the run at ``place`` with the mixers, positions, stack and global input of
-    ``recipe``, and with its other parts that are no plain ones (see ``PLAIN``)."""
+    ``recipe``, and with its other parts whose kinds are not plain (see ``PLAIN``)."""
     old, new = _fields(base), _fields(recipe)
     if type(base) is not type(recipe):
         raise KinformerError(
@@ -53,7 +53,7 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
     stack = old["stack"] if old["stack"].kind == new["stack"].kind else new["stack"]
     head = old["head"] if new["head"].kind in PLAIN["head"] else new["head"]
     if stack is new["stack"] and not getattr(new["head"], "tied", True) and hasattr(old["head"], "tied"):
-        head = head.replace(tied=False)  # as early exits with heads of their own need it
+        head = head.replace(tied=False)  # early exits with separate heads need an untied head
     changes: dict[str, object] = {"layers": _seeded(layers), "position": position, "stack": stack, "head": head}
     changes |= {name: new[name] for name in ("global_input", "global_tokens") if name in new}
     if all(_fields(layer)["mixer"] == before.mixer for layer, before in zip(layers, base.layers, strict=True)):
@@ -62,9 +62,9 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
 
 
 def places_of(layers: Sequence[object], depth: int) -> list[int]:
-    """Return, for every layer of a model of ``depth`` layers, the number of that among ``layers`` at its place.
+    """Return, for every layer of a model of ``depth`` layers, the number of the layer at its place in ``layers``.
 
-    The only layer of its kind, such as the one with memories, is a single layer of a deeper model too.
+    The only layer of its kind, such as the layer with memories, also stands once in a deeper model.
     """
     count = len(layers)
     kinds = [tuple(getattr(getattr(layer, name, None), "kind", "") for name in _MADE_OF) for layer in layers]
@@ -81,9 +81,9 @@ _MADE_OF = ("mixer", "feed_forward", "residual")
 
 
 def _layer(base: Config, recipe: Config) -> Config:
-    """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts that are no plain ones.
+    """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts whose kinds are not plain.
 
-    Where the mixer is that of the run, norms stand where those of the recipe do: they may be all that differs.
+    Where both have the same mixer, norms stand as in the recipe, because their place may be the only difference.
     """
     old, new = _fields(base), _fields(recipe)
     mixer = _mixer(old["mixer"], new["mixer"])
@@ -121,7 +121,7 @@ def _mixer(base: Config, recipe: Config) -> Config:
 
 
 def _seeded(layers: tuple[Config, ...]) -> tuple[Config, ...]:
-    """Return ``layers`` whose random patterns have the number of their layer as seed, and the heads of their mixer."""
+    """Return ``layers`` whose random patterns have their layer's number as seed and their mixer's number of heads."""
     made = []
     for index, layer in enumerate(layers):
         mixer = _fields(layer)["mixer"]
@@ -155,13 +155,13 @@ def _fields(config: Config) -> dict[str, Any]:
 #
 # A weight is taken where its name, its shape and the part that it belongs to are those of the run. Queries, keys and
 # values are taken head by head, wherever both have them (see ``LAYOUTS``). A table of positions that is to reach
-# farther is copied over and over (Beltagy et al. 2020, section 5), and what is projected twice begins as two copies
-# (section 3.1).
+# farther is copied over and over (Beltagy et al. 2020, section 5), and a second projection begins as a copy of the
+# first (section 3.1).
 
 POSITIONS, HEAD = "position.table", "head."
 TABLE = "input.embedding.weight"
 UNTIED = re.compile(r"(head|exit_heads\.\d+)\.output\.weight")
-"""What a tied head has in its table of embeddings."""
+"""Weights that a tied head has in its table of embeddings."""
 MIXER = re.compile(r"((?:encoder\.)?stack\.layers\.(\d+)\.(?:further_mixers\.\d+|\w+))\.(.+)\.(weight|bias)")
 LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "projection": {"projection.qkv": "qkv"},
@@ -205,12 +205,12 @@ class Block(NamedTuple):
 
 
 Origin = str | tuple[Rows | int, ...]
-"""A whole weight of the run, or rows of such weights and numbers of new rows."""
+"""A whole weight of the run, or rows of its weights and numbers of new rows."""
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What a model of ``shapes`` takes from a run whose weights have the shapes ``base``: ``origins`` by weight."""
+    """The ``origins``, by weight, of a model of ``shapes`` in a run whose weights have the shapes ``base``."""
 
     base: Mapping[str, Shape]
     shapes: Mapping[str, Shape]
@@ -223,7 +223,7 @@ class Inheritance:
 
     @property
     def partly_new(self) -> tuple[str, ...]:
-        """Return the weights of which some rows have no origin."""
+        """Return the weights that have both rows with an origin and new rows."""
         return tuple(
             name
             for name, origin in self.origins.items()
@@ -232,7 +232,7 @@ class Inheritance:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Return the run's weights that nothing comes from."""
+        """Return the run's weights that the model does not take."""
         used: set[str] = set()
         for origin in self.origins.values():
             used |= {origin} if isinstance(origin, str) else {item.name for item in origin if isinstance(item, Rows)}
@@ -240,8 +240,8 @@ class Inheritance:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return the names of what is ``new``, ``partly_new`` and ``left``, and how many weights and numbers are taken
-        of how many."""
+        """Return the names of the weights that are ``new``, ``partly_new`` and ``left``, and the counts of weights and
+        numbers, in total and taken from the run."""
         sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         fresh = sum(sizes[name] for name in self.new)
         for name, origin in self.origins.items():
@@ -258,7 +258,7 @@ class Inheritance:
         }
 
     def weights(self, tensors: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's weights from the run's ``tensors``; what is new is as in ``fresh``."""
+        """Return the model's weights from the run's ``tensors``; new weights come from ``fresh``."""
         return {name: self._weight(name, tensors, weight) for name, weight in fresh.items()}
 
     def _weight(self, name: str, tensors: Mapping[str, Tensor], fresh: Tensor) -> Tensor:
@@ -278,8 +278,8 @@ class Inheritance:
 
 
 def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head: bool = True) -> Inheritance:
-    """Return what a model of ``config`` takes from the run at ``place``, whose model is of ``base``; without ``head``
-    its head is new. Nothing is allocated.
+    """Return the weights that a model of ``config`` takes from the run of ``base`` at ``place``; without ``head`` its
+    head is new. Nothing is allocated.
 
     Errors: ``KinformerError`` where the widths or the vocabularies differ, or no matrix can be taken.
     """
@@ -315,7 +315,7 @@ def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head:
 
 
 def require_width(base: ModelConfig, config: ModelConfig, place: Path | str) -> None:
-    """Refuse a model of ``config`` whose width or vocabulary is not that of ``base``, of the run at ``place``."""
+    """Refuse a model of ``config`` whose width or vocabulary differs from the run's at ``place``, ``base``."""
     for what, old, new in (
         ("dim", base.dim, config.dim),
         ("input.vocab_size", *(getattr(model.input, "vocab_size", None) for model in (base, config))),
@@ -339,8 +339,8 @@ def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, tuple[t
 
 
 def _part(config: Any, name: str) -> str:
-    """Return the slot and kind of the innermost part of ``config`` that has the weight ``name``; "" for a layer's and
-    the model's own, such as those of norms."""
+    """Return the slot and kind of the innermost part of ``config`` that has the weight ``name``; "" for a weight of a
+    layer or of the model itself, such as a norm's."""
     keys, node = name.split("."), config
     while keys:
         if keys[0] == "stack" and hasattr(node, "layers"):

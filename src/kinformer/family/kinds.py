@@ -63,6 +63,10 @@ def _kinds_of(slot: str, page: str) -> dict[str, type[Config]]:
     return {config.kind: config for config in parts_of(page).values() if config.slot == slot}
 
 
+BUILTIN = {slot: Pages(pages, partial(_kinds_of, slot)) for slot, pages in PAGES.items()}
+"""Kinformer's own parts: slot -> kind -> config class. The recipes of members are made of them."""
+
+
 def kinds() -> dict[str, Registry[type[Config]]]:
     """Return the table slot -> kind -> config class; kinds of other packages are imported when they are looked up."""
     added = [name.partition(".")[0] for name in entry_points_of(PARTS)]
@@ -77,5 +81,4 @@ def _registry(slot: str) -> Registry[type[Config]]:
     def expected(kind: str) -> str:
         return f"a config class with the slot {slot!r} and the kind {kind!r}"
 
-    builtin = Pages(PAGES.get(slot, ()), partial(_kinds_of, slot))
-    return Registry(slot, builtin, PARTS, fits=fits, expected=expected, prefix=f"{slot}.")
+    return Registry(slot, BUILTIN.get(slot, {}), PARTS, fits=fits, expected=expected, prefix=f"{slot}.")

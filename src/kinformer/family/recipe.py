@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from kinformer.core.config import field_types, parse_slot
-from kinformer.family.kinds import kinds
+from kinformer.family.kinds import BUILTIN
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
@@ -25,7 +25,7 @@ DECODER: Settings = {
     "activation": "gelu",
     "residual": "pre",
 }
-"""A decoder with pre-norm layers and a head that is tied to the embeddings: the base of every recipe."""
+"""A decoder with pre-norm layers and a head that is tied to the embeddings. Every recipe begins with it."""
 POST_NORM: Settings = {"residual": "post", "activation": "relu"}
 """Sublayers as Vaswani et al. 2017 have them."""
 ENCODER: Settings = {
@@ -55,7 +55,7 @@ SPEECH: Settings = {
     "head": {"kind": "ctc", "classes": 29},
     "initialisation": {"scheme": "framework"},
 }
-"""An encoder of frames of sound, each convolution of which halves the number of positions."""
+"""An encoder of frames of sound. Each convolution of its input halves the number of positions."""
 SIZES = {"tiny": (32, 2, 2), "small": (256, 4, 4), "benchmark": (256, 4, 4)}
 """Width, depth and heads of the recipes that all members have, unless the member's record says otherwise."""
 
@@ -86,10 +86,10 @@ class Recipe:
 
     def __call__(self, vocab_size: int | None = None) -> ModelConfig:
         """Return the model config; ``vocab_size`` None is the recipe's own. The parts are imported."""
-        return cast("ModelConfig", parse_slot("model", self.data(vocab_size), kinds(), "recipe"))
+        return cast("ModelConfig", parse_slot("model", self.data(vocab_size), BUILTIN, "recipe"))
 
     def data(self, vocab_size: int | None = None) -> dict[str, Any]:
-        """Return the config in the form of ``core.config.to_dict``, without fields that have their defaults."""
+        """Return the config in the form of ``core.config.to_dict``, and leave out fields with default values."""
         settings = {name: _plain(value) for name, value in self.settings.items()}
         paths = {name: settings.pop(name) for name in self.settings if "." in name}
         size, source = settings.pop("vocab_size"), settings.pop("encoder", {})
@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(slot: str, kind: str) -> dict[str, object]:
-    return field_types(kinds()[slot][kind])
+    return field_types(BUILTIN[slot][kind])
 
 
 def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def noam(dim: int, warmup: int = 4000, **more: object) -> Settings:
 
 def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
     """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: a learning rate that is
-    divided by 2 when the validation error stops to decrease."""
+    halved when the validation error stops decreasing."""
     return {
         "optimizer": optimizer,
         "lr": lr,
