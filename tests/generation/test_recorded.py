@@ -20,7 +20,7 @@ from kinformer.generation.recording import (
     UnrecordableError,
     View,
     at_any_length,
-    compiled,
+    compile_calls,
     logits_after,
     record,
 )
@@ -357,7 +357,7 @@ def test_numbers_that_count_slots_follow_the_past():
     assert calls[0].arguments[0] == SlotCount(0, 0)
     with torch.inference_mode():
         past = torch.randn(1, 1, 5, 2).double()
-        assert torch.equal(compiled(calls, 1, 0, [output])(past)[0], step(past))
+        assert torch.equal(compile_calls(calls, 1, 0, [output])(past)[0], step(past))
     unlike = [*views("doubles"), (View(1, 4, "a window"), View(1, 9, "a window"))]
     for pairs in ([], unlike):  # nothing counts them, or it is open which buffer does
         with pytest.raises(UnrecordableError, match="depends on the length"):
@@ -394,7 +394,7 @@ def test_a_tape_takes_sizes_in_place_writes_lists_and_types():
 
     tape, output = taped(step, torch.randn(2, 4))
     assert any(tensor is weight for tensor in tape.captured) and output.number > 0
-    run = compiled(tape.calls, 1, len(tape.captured), [output, Ref(0)])
+    run = compile_calls(tape.calls, 1, len(tape.captured), [output, Ref(0)])
     with torch.inference_mode():
         x = torch.randn(2, 4)
         torch.testing.assert_close(run(x, *tape.captured), (step(x), x), rtol=0, atol=0)

@@ -109,7 +109,7 @@ class ExitDecoder(Decoder):
         after the chunk."""
         if self.exit_heads is None:
             return super().head_inputs(values, state, valid=valid, reset=reset)
-        chunk, state, order = self._begun(values, state, valid, reset)
+        chunk, state, order = self._begin(values, state, valid, reset)
         (x, state, _), by = self._absorb_by_exits(chunk, state, ())
         if order is not None:
             x, by = order.restore(x), None if by is None else order.restore(by)
@@ -121,7 +121,7 @@ class ExitDecoder(Decoder):
     def _absorb_by_exits(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
         """Absorb ``chunk`` of values; also return the exit of each token, [batch, time] int64, None where all tokens go
         through all layers."""
-        chunk, before, seen = self._placed(chunk, state.seen)
+        chunk, before, seen = self._place(chunk, state.seen)
         source = source_means(state, chunk.x.shape[0])
         (x, layers, tapped), by = self.stack.absorb_by_exits(
             chunk, state.layers, before, taps, self.exit_logits, source

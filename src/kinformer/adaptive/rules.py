@@ -33,7 +33,7 @@ class AtExit(NamedTuple):
 
 
 class AllExits(NamedTuple):
-    """The outputs of all exits, the last included, in a training step, for the tokens that are ``valid`` [batch, time].
+    """The outputs of all exits, the last included, in a training step, for the ``valid`` tokens [batch, time].
 
     ``hidden`` are the outputs [batch, time, dim] of the layer before each exit, ``nats`` [exits, batch, time] the
     numbers -ln p of the next token there, ``best`` [exits, batch, time] int64 the most probable token, ``targets``

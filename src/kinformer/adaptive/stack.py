@@ -177,8 +177,9 @@ class ExitStack(Stack):
         x = earlier = chunk.x
         after, tapped = [], []
         for number in range(len(self.order)):
-            y, new_state = self._used(number, chunk._replace(x=before(x, number)), state[number], running.output_mask)
-            x = running.merged(x, y)
+            inputs = chunk._replace(x=before(x, number))
+            y, new_state = self._run_use(number, inputs, state[number], running.output_mask)
+            x = running.merge(x, y)
             after.append(new_state)
             if number in taps:
                 tapped.append(x)
@@ -235,7 +236,7 @@ class _Running:
     def output_mask(self) -> Tensor | None:
         return None if self.whole or not self.has_values else self.mask
 
-    def merged(self, x: Tensor, y: Tensor) -> Tensor:
+    def merge(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the outputs y of a layer for running tokens, and its inputs x for the others."""
         if self.whole:
             return y

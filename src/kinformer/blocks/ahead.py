@@ -48,8 +48,8 @@ class FurtherToken(nn.Module):
         z' = z + V silu(U [rms(z); rms(e)])
 
     z [batch, time, width] are the model's hidden states or results of this map, e [batch, time, dim] the vectors of the
-    tokens. The model's head reads z and z'. DeepSeek-V3's equation 21 continues with a layer of attention; without this
-    layer there is no state.
+    tokens. The model's head reads z and z'. DeepSeek-V3's equation 21 continues with a layer of attention, which would
+    need a state; it is left out here.
     """
 
     def __init__(self, width: int, dim: int) -> None:

@@ -1,9 +1,8 @@
 """The three protocols of models, by which training, generation, evaluation and tasks use them.
 
-A model is input, stack and head. What can be done with it is said by the protocol that its config names, never by the
-name of its kind: a :class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` encodes it at once, a
-:class:`SourceModel` encodes a source at once and then absorbs its continuation. Free of PyTorch until a function is
-called.
+A model is input, stack and head. Callers ask for the protocol that its config names, never for the name of its kind: a
+:class:`CausalModel` absorbs a sequence chunk by chunk, a :class:`WholeModel` encodes it at once, a :class:`SourceModel`
+encodes a source at once and then absorbs its continuation. Free of PyTorch until a function is called.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Hidden(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The hidden states of an encoder: of the ``long_input`` [batch, time, dim] in the caller's order; of the
-    ``global_input`` [batch, n, dim] with ``sentences`` [batch, n] bool, which of its tokens stand for a sentence of
-    that row; and of the long input at the outputs of the ``tapped`` layers."""
+    """The hidden states of an encoder: of the ``long_input`` [batch, time, dim] in the caller's order, of the
+    ``global_input`` [batch, n, dim], and of the long input after the ``tapped`` layers. ``sentences`` [batch, n] bool
+    are the tokens of the global input that stand for a sentence of their row."""
 
     long_input: Tensor
     global_input: Tensor | None
@@ -43,7 +42,7 @@ class Encoded(NamedTuple):
 
 
 class Model(Protocol):
-    """What all models are: modules with an input. ``max_length`` is how long a sequence may get, None where its
+    """The protocol of all models: modules with an input. ``max_length`` is the greatest length of a sequence, None if
     positions do not end."""
 
     training: bool
@@ -89,13 +88,13 @@ class StackedModel(Model, Protocol):
 class CausalModel(Model, Protocol):
     """A model of sequences that grow: ``logits, state = model(values, state)`` for chunks of any length.
 
-    Values are what the model's input takes: [batch, time], or [batch, time, ...] where a position is more than one
-    number. ``state`` None begins new sequences; ``kinformer.core.contract`` says which law all chunks obey.
+    The model's input reads the values: [batch, time], or [batch, time, ...] if a position has several numbers.
+    ``state`` None begins new sequences; ``kinformer.core.contract`` has the law that all chunks obey.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Return how many ids a model of tokens takes."""
+        """Return the number of ids of a model of tokens."""
         ...
 
     def initial_state(
@@ -107,8 +106,8 @@ class CausalModel(Model, Protocol):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> State:
-        """Return the state of ``batch`` new sequences; ``source`` [batch, length,
-        width] for layers that attend to one."""
+        """Return the state of ``batch`` new sequences; ``source`` [batch, length, width] is for layers that attend to a
+        source."""
         ...
 
     def __call__(
@@ -133,7 +132,7 @@ class CausalModel(Model, Protocol):
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, State]:
         """Return the inputs of :meth:`logits` at every position, a tensor or a NamedTuple of tensors [batch, time,
-        ...], and the state. These are the hidden states, unless the head needs more than those."""
+        ...], and the state. The inputs are the hidden states, unless the head needs more."""
         ...
 
     def logits(self, inputs: Any) -> Tensor:
@@ -146,7 +145,7 @@ class StackedCausalModel(CausalModel, StackedModel, Protocol):
 
 
 class WholeModel(Model, Protocol):
-    """A model that encodes whole inputs [batch, time] or [batch, time, ...] at once and has no state: an encoder."""
+    """A model without state that encodes whole inputs [batch, time] or [batch, time, ...] at once: an encoder."""
 
     def __call__(self, values: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Return the logits of every position or of every row."""
@@ -166,10 +165,10 @@ class StackedWholeModel(WholeModel, StackedModel, Protocol):
 
 
 class SourceModel(CausalModel, Protocol):
-    """A causal model of sequences over a source: ``state = model.begin(source, valid)``, then as any other.
+    """A causal model of sequences over a source: ``state = model.begin(source, valid)``, then as any causal model.
 
-    A state that was begun holds all that is looked at of the source. There is no sequence without one, so that the
-    state None is an error.
+    The state holds everything that the model reads of the source. Every sequence needs a source, so the state None is
+    an error.
     """
 
     @property
@@ -177,12 +176,11 @@ class SourceModel(CausalModel, Protocol):
 
     @property
     def max_source_length(self) -> int | None:
-        """Return how long a source may be, None for any length."""
+        """Return the greatest length of a source, None for any length."""
         ...
 
     def begin(self, source: Tensor, valid: Tensor | None = None) -> State:
-        """Return the state of new sequences over ``source`` [batch, length] or
-        [batch, length, ...], one for every row."""
+        """Return the state of new sequences over the rows of ``source`` [batch, length] or [batch, length, ...]."""
         ...
 
 
@@ -191,11 +189,11 @@ PROTOCOLS: dict[type, str] = {
     WholeModel: "an encoder",
     SourceModel: "an encoder-decoder",
 }
-"""What a member of each protocol is called in messages."""
+"""The names of the protocols in messages."""
 
 
 def modules_of(model: nn.Module, kind: type[M]) -> list[M]:
-    """Return the parts of ``model`` of a ``kind`` that training calls, in order."""
+    """Return the modules of ``model`` that are instances of ``kind``, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
 

@@ -204,7 +204,7 @@ class Stack(nn.Module):
             chunk = chunk._replace(values=FirstValues())
 
         def use(layer: nn.Module, x: Tensor, number: int) -> Tensor:
-            y, new_state = self._applied(layer, chunk._replace(x=x), state[number])
+            y, new_state = self._run_layer(layer, chunk._replace(x=x), state[number])
             after.append(new_state)
             return y
 
@@ -224,26 +224,26 @@ class Stack(nn.Module):
         inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
-    def _applied(self, layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
+    def _run_layer(self, layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
         """Apply a decoder's ``layer`` to a chunk, a state and further ``inputs``."""
-        return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
+        return checkpoint(_run_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
-    def _used(self, number: int, chunk: Chunk, state: State, output_mask: Tensor | None) -> tuple[Tensor, State]:
+    def _run_use(self, number: int, chunk: Chunk, state: State, output_mask: Tensor | None) -> tuple[Tensor, State]:
         """Apply the layer of use ``number``; outputs are needed for ``output_mask`` [batch, time] bool (None: all).
 
         A :class:`PartialOutput` computes these outputs only; its state absorbs all tokens.
         """
         layer = self.layers[self.order[number]]
         if output_mask is not None and isinstance(layer, PartialOutput):
-            return self._applied(layer, chunk, state, output_mask)
-        return self._applied(layer, chunk, state)
+            return self._run_layer(layer, chunk, state, output_mask)
+        return self._run_layer(layer, chunk, state)
 
     @property
     def _recomputes(self) -> bool:
         return self.config.checkpoint and self.training and torch.is_grad_enabled()
 
 
-def _owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
+def _run_owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
     """Return a layer's result with copies of the state's tensors: a view would keep its whole base in memory."""
     x, state = layer(*inputs)
     return x, map_tensors(torch.Tensor.clone, state)

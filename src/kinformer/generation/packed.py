@@ -1,9 +1,9 @@
-"""Weights laid out for a CPU's matrix unit once, instead of at every product: a token at a time becomes faster.
+"""Packed weights: laid out once for a CPU's matrix unit instead of at every product, which makes single tokens faster.
 
-A product of one token with a matrix reads every weight once, so its floor is the weights' bytes over the memory's
-bandwidth. PyTorch's default products stay far above it where the weights are many, or the rows more than one; oneDNN's
-own layout comes closer, but takes some ten microseconds to begin. A matrix is packed where that pays on the processor
-(:data:`LEAST`).
+A product of one token with a matrix reads every weight once, so it takes at least the weights' bytes divided by the
+memory's bandwidth. PyTorch's default products take far longer if there are many weights, or more rows than one;
+oneDNN's layout comes closer, but a product takes some ten microseconds to begin. A matrix is packed where this pays on
+the processor (:data:`LEAST`).
 
 ``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as fast
 packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the table.
@@ -29,9 +29,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Least(NamedTuple):
-    """The least number of elements of packed float32 matrices: for one row, of a model whose matrices have less than
-    ``cache`` bytes (``cached``) or more (``streamed``), and for ``more`` rows. ``where`` names the machine of the
-    measurement.
+    """The least number of elements of packed float32 matrices.
+
+    For one row it is ``cached`` if the model's matrices have less than ``cache`` bytes, otherwise ``streamed``; for
+    several rows it is ``more``. ``where`` names the machine of the measurement.
 
     Matrices of bfloat16 are always packed.
     """
@@ -43,11 +44,11 @@ class Least(NamedTuple):
     where: str
 
 
-# Weights that the cache holds are read fast anyway, so only large matrices are worth oneDNN's slow start.
+# Weights in the cache are read fast anyway, so only large matrices are worth oneDNN's slow start.
 _ZEN5 = Least(1 << 20, 1 << 16, 1 << 17, 1 << 24, "AMD EPYC (family 26, Zen 5), 32 MiB of L3, one thread, torch 2.13")
 LEAST = {
     "AVX-512 and bfloat16": _ZEN5,
-    # Packed products took 1.0 to 2.7 times as long for one row, at 256 x 256 to 8192 x 2048; less from 4 to 16 rows on.
+    # For one row, packed products took 1.0 to 2.7 times as long at 256 x 256 to 8192 x 2048; they win at 4 to 16 rows.
     "AMX": Least(sys.maxsize, sys.maxsize, 1 << 18, 0, "Intel Xeon with AMX, one thread, torch 2.13"),
     "other": _ZEN5._replace(where="not measured, as on Zen 5"),
 }
@@ -56,7 +57,7 @@ LEAST = {
 class PackedLinear(nn.Module):
     """A linear product [..., in] -> [..., out] with weights in oneDNN's layout; for inference on a CPU only.
 
-    ``weight`` is empty: it has the dtype and the device that modules look up at their products.
+    ``weight`` is empty: modules look up its dtype and its device.
     """
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
@@ -85,10 +86,9 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
     """Return a copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model``
     itself.
 
-    The copy is for inference (it cannot be trained or saved); where :func:`can_pack` says no, or packing pays for none
-    of its products, ``model`` is returned.
-    Chunks of any length still work, ``rows`` only decides the layout. ``least``: of how many elements a float32 matrix
-    is packed; None for what pays here (:data:`LEAST`).
+    The copy is for inference; it cannot be trained or saved. If :func:`can_pack` is False, or packing pays for no
+    product, ``model`` is returned. Chunks of any length still work; ``rows`` only decides the layout. ``least`` is the
+    least number of elements of a packed float32 matrix, None for the number that pays here (:data:`LEAST`).
     """
     if not can_pack(model):
         return model
@@ -106,7 +106,7 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
 
 
 def _pays(module: nn.Module, least: int) -> TypeGuard[nn.Linear]:
-    """Whether ``module`` is packed where float32 matrices of ``least`` elements or more are."""
+    """Return whether ``module`` is a product to be packed; float32 matrices need ``least`` elements or more."""
     if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear) or not is_plain(module):
         return False
     return module.weight.dtype != torch.float32 or module.weight.numel() >= least
@@ -121,23 +121,24 @@ def _least(model: nn.Module, rows: int) -> int:
     return table.cached if total < table.cache else table.streamed
 
 
-# The step of a model from a package of machine code, in place of one that a session records.
+# The step of a model from a package of machine code, in place of a recorded step.
 #
-# A session finds it among the recordings of its model (``generation.recording``), so prompts, sampling and stops are
-# those of any session.
+# A session finds it among the recordings of its model (``generation.recording``), so prompts, sampling and stops work
+# as in any session.
 
 Step = Callable[..., list[Tensor]]
 
 
 class PackagedStep:
-    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model whose states have these ``leaves``."""
+    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model; ``leaves`` describe the leaves of its
+    states."""
 
     def __init__(self, step: Step, leaves: Sequence[Leaf], model: nn.Module) -> None:
         self.run, self.leaves = step, leaves
         self.holds = Unchanged([model]).holds
 
     def begin(self, state: State) -> PackagedSteps | None:
-        """Return steps from ``state`` on; None where that is of more sequences, or not on a CPU."""
+        """Return steps from ``state`` on; None for a state of several sequences, or on another device than a CPU."""
         value = states.value(state)
         tensors = list(states.tensors(value))
         if len(tensors) != len(self.leaves) or any(x.device.type != "cpu" or x.shape[0] != 1 for x in tensors):
@@ -162,7 +163,8 @@ class PackagedSteps:
     def step(self, tokens: Tensor) -> Tensor:
         """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
         logits, *leaves = self._packaged.run(tokens.contiguous(), *self._leaves)
-        self._leaves = [leaf.contiguous() for leaf in leaves]  # a package takes strides as they were and checks none
+        # A package assumes the strides that it was compiled for and does not check them.
+        self._leaves = [leaf.contiguous() for leaf in leaves]
         return logits[:, -1]
 
     def release(self) -> State:

@@ -1,4 +1,8 @@
-"""One step of generation, recorded once and then run without Python."""
+"""Recorded steps: one step of generation is recorded once and then run without Python.
+
+The first part is the tape of operators, the second the recordings that a model stores, the third the recording of a
+step. ``benchmarks/step_recording.py`` measures what recordings gain.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.runtime.autograd import autocast_dtype
 
-# A tape of a step: the operators that the model calls, with their arguments, and that list as a function.
+# A tape of a step: the operators that the model calls, with their arguments, and this list as a function.
 #
-# The model runs as ever while a dispatch mode of PyTorch notes every operator. A number of the host among the
-# arguments may count past slots: :func:`at_any_length` compares the tapes of two lengths, and expresses what differs
-# by the size of a view of the slots. What no tape can hold raises an :class:`UnrecordableError`: the host's reads of
-# the data, and shapes that depend on it.
+# The model runs as usual while a dispatch mode of PyTorch notes every operator. A number of the host among the
+# arguments may count past slots: :func:`at_any_length` compares the tapes of two lengths, and replaces numbers that
+# differ by the size of a view of the slots. If the host reads the data, or shapes depend on the data, the tape raises
+# an :class:`UnrecordableError`.
 
 Arguments = tuple[object, ...]
 Keywords = dict[str, object]
@@ -34,15 +38,15 @@ Keywords = dict[str, object]
 _READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WHOLE = {torch.ops.aten.lstm.input}
-"""Operators that read no data and stay whole: PyTorch 2.11 takes this one apart into results of another rank."""
+"""Composite operators that are noted whole: PyTorch 2.11 splits this one into operators with results of another
+rank."""
 Function = Callable[..., tuple[Tensor, ...]]
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
-"""The formats of memory by their number in PyTorch's operators."""
+"""The formats of memory; operators in a graph take a format's index here."""
 
 
 class UnrecordableError(Exception):
-    """The reason why a step has to be made in Python; ``steps``: after how many
-    more to try again, None where unknown."""
+    """The reason why a step cannot be recorded; ``steps``: after how many steps to try again, None if unknown."""
 
     def __init__(self, reason: str, steps: int | None = None) -> None:
         super().__init__(reason)
@@ -50,20 +54,20 @@ class UnrecordableError(Exception):
 
 
 class Ref(NamedTuple):
-    """A tensor: an input or a result by its number, or, below 0, one that the model holds."""
+    """A tensor: an input or a result by its number, or, with a number below 0, a tensor of the model."""
 
     number: int
 
 
 class SlotCount(NamedTuple):
-    """A number of the host that is ``offset`` more than the slots of the input ``view``."""
+    """A number of the host: ``offset`` more than the number of slots of the input ``view``."""
 
     view: int
     offset: int
 
 
 class View(NamedTuple):
-    """A view of past slots: its number among the inputs, how many slots it has, and the rule by which that grows."""
+    """A view of past slots: its number among the inputs, its number of slots, and the rule by which they grow."""
 
     number: int
     slots: int
@@ -71,7 +75,7 @@ class View(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of an operator: its arguments in the order of its schema, and the numbers of its results."""
+    """A call of an operator: the arguments in the order of its schema, and the numbers of its results."""
 
     operator: OpOverload
     arguments: Arguments
@@ -79,23 +83,23 @@ class Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operators that were called while this mode was on; ``captured`` are the tensors that existed before, other
-    than the ``inputs``."""
+    """The operators that are called while this mode is on; ``captured`` are the tensors that existed before, except for
+    the ``inputs``."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
-        self._all: list[Tensor] = []  # alive, so that no identity is used again
+        self._all: list[Tensor] = []  # Tensors stay alive, so that Python does not use an id again.
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
         self._inside = False
         for tensor in inputs:
-            self._made(tensor)
+            self._number(tensor)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to leave PyTorch's compiler alone, it would be imported, which takes a second
+        return False  # True would import PyTorch's compiler, which takes a second.
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Tape(TorchDispatchMode):
             yield
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Return what stands for ``tensor``; one that existed before is captured."""
+        """Return the reference to ``tensor``; a tensor that existed before the tape is captured."""
         ref = self._refs.get(id(tensor))
         if ref is None:
             ref = self._refs[id(tensor)] = Ref(-1 - len(self.captured))
@@ -124,7 +128,7 @@ class Tape(TorchDispatchMode):
             args[place] if place < len(args) else kwargs.get(name, default)
             for place, (name, default) in enumerate(operator.parameters)
         ]
-        noted = tuple(map(self._noted, arguments))
+        noted = tuple(map(self._note, arguments))
         self._inside = True
         try:
             output = self._run(func, operator, args, kwargs)
@@ -133,35 +137,35 @@ class Tape(TorchDispatchMode):
         outputs = output if isinstance(output, (tuple, list)) else () if output is None else (output,)
         tensors = [isinstance(item, Tensor) for item in outputs]
         if all(tensors):
-            self.calls.append(Call(func, noted, tuple(self._made(item) for item in outputs)))
+            self.calls.append(Call(func, noted, tuple(self._number(item) for item in outputs)))
         elif any(tensors):
             raise UnrecordableError(f"the operator {func} gives tensors and other values")
-        # what is left tells the host of types and sizes, such as ``promote_types``
+        # The other operators return types or sizes to the host, such as ``promote_types``.
         return output
 
     def _run(self, func: OpOverload, operator: _Operator, args: Arguments, kwargs: Keywords) -> object:
         if operator.parts is None:
             return func(*args, **kwargs)
-        with self:  # in inference mode nothing else takes it apart
+        with self:  # In inference mode PyTorch does not split composite operators before this mode sees them.
             return operator.parts(*args, **kwargs)
 
-    def _made(self, tensor: Tensor) -> int:
+    def _number(self, tensor: Tensor) -> int:
         number = next(self._numbers)
         self._refs[id(tensor)] = Ref(number)
         self._all.append(tensor)
         return number
 
-    def _noted(self, argument: object) -> object:
+    def _note(self, argument: object) -> object:
         if isinstance(argument, Tensor):
             return self.ref(argument)
         if isinstance(argument, (list, tuple)):
-            return [self._noted(item) for item in argument]
+            return [self._note(item) for item in argument]
         return argument
 
 
 class _Operator(NamedTuple):
-    """The facts of an operator: whether the host may read its result, the function that calls the operators that it is
-    made of, and each parameter's name and default."""
+    """The facts of an operator: whether the host may read its result, for a composite operator the function that calls
+    its operators, and each parameter's name and default."""
 
     reads: bool
     parts: Callable[..., object] | None
@@ -171,7 +175,7 @@ class _Operator(NamedTuple):
 @cache
 def _operator(func: OpOverload) -> _Operator:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    # PyTorch's own decompositions in Python (``func.decompose``) import its compiler
+    # Not ``func.decompose``, whose decompositions in Python import PyTorch's compiler.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) and func not in _WHOLE
     parts = partial(func._op_dk, key) if composite else None
     parameters = tuple((item.name, item.default_value) for item in func._schema.arguments)
@@ -179,13 +183,13 @@ def _operator(func: OpOverload) -> _Operator:
 
 
 def _plain_index(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether ``func`` indexes by numbers: only masks make a shape that depends on the data."""
+    """Return whether ``func`` indexes by numbers: with masks the shape would depend on the data."""
     masks = (torch.bool, torch.uint8)
     return func is torch.ops.aten.index.Tensor and not any(x is not None and x.dtype in masks for x in args[1])
 
 
 class _WatchedReads(TorchFunctionMode):
-    """A mode that refuses reads of tensors without an operator."""
+    """A mode that refuses reads of tensors that call no operator, such as ``tolist``."""
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Arguments = (), kwargs: Keywords | None = None
@@ -196,31 +200,31 @@ class _WatchedReads(TorchFunctionMode):
 
 
 def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) -> list[Call]:
-    """Return the calls of a step as they are at any number of past slots, from the tapes of two numbers; ``views`` are
-    the views of the slots in either.
+    """Return the calls of a step at any number of past slots, from its tapes at two numbers of past slots; ``views``
+    are the views of the slots on both tapes.
 
-    Errors: :class:`UnrecordableError` where another number of slots means other operators.
+    Errors: :class:`UnrecordableError` if the operators depend on the number of slots.
     """
     same = len(one.calls) == len(other.calls) and len(one.captured) == len(other.captured)
     if not same or not all(map(_equal, one.captured, other.captured)):
         raise _depends()
-    return [_joined(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
+    return [_join(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
 
 
 def _depends() -> UnrecordableError:
-    return UnrecordableError("what is done depends on the length")
+    return UnrecordableError("which operators run depends on the length")
 
 
-def _joined(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
-    """Return what stands for both ``a`` and ``b``, the same part of a call on two tapes."""
+def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
+    """Return one value for ``a`` and ``b``, the same part of a call on two tapes."""
     if type(a) is not type(b):
         raise _depends()
-    if a == b or (a != a and b != b):  # NaN does not equal itself
+    if a == b or (a != a and b != b):  # NaN does not equal itself.
         return a
     if isinstance(a, Call):
-        return Call(*(_joined(x, y, views) for x, y in zip(a, b, strict=True)))
+        return Call(*(_join(x, y, views) for x, y in zip(a, b, strict=True)))
     if type(a) in (list, tuple) and len(a) == len(b):
-        return type(a)(_joined(x, y, views) for x, y in zip(a, b, strict=True))
+        return type(a)(_join(x, y, views) for x, y in zip(a, b, strict=True))
     grown = [view for view, longer in views if a - view.slots == b - longer.slots] if type(a) is int else []
     if not grown or any(view.rule != grown[0].rule for view in grown):
         raise _depends()
@@ -231,9 +235,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
 
 
-def compiled(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
-    """Return ``calls`` as a function that PyTorch runs without Python: of this many ``inputs`` and ``captured``
-    tensors, with a tuple of ``outputs``."""
+def compile_calls(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
+    """Return ``calls`` as a function that PyTorch runs without Python. It takes ``inputs`` and then ``captured``
+    tensors, which are numbers here, and returns the tuple of ``outputs``."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
     values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
@@ -247,7 +251,7 @@ def compiled(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequenc
 
 
 class _Writer:
-    """Writes calls into a graph; ``values`` are those of the graph that stand for tensors."""
+    """Writes calls into a graph; ``values`` are the graph's values by the references to tensors."""
 
     def __init__(self, graph: Any, values: dict[Ref, torch._C.Value]) -> None:
         self._graph, self._values = graph, values
@@ -301,10 +305,10 @@ def _types(func: OpOverload) -> tuple[torch._C.JitType, ...]:
     return tuple(item.type for item in func._schema.arguments)
 
 
-# The recordings of a model's steps: they are stored with it, freed with it, and valid as long as it is unchanged.
+# The recordings of a model's steps: the model stores them, and they are valid while the model is unchanged.
 
 _LIMIT = 4
-"""Recordings that a model keeps, one for each batch size and reserved room."""
+"""The number of recordings that a model stores; each is for one batch size and reserved room."""
 
 
 class RunningSteps(Protocol):
@@ -333,12 +337,12 @@ class StepRecording(Protocol):
         ...
 
     def begin(self, state: State) -> RunningSteps | None:
-        """Return steps from ``state`` on; None where the recording is not for such a state."""
+        """Return steps from ``state`` on; None if the recording does not fit ``state``."""
         ...
 
 
 class Recordings(list[StepRecording]):
-    """The last recordings of a model's steps. Copies of the model and files of it have none."""
+    """The last recordings of a model's steps. They are not copied or saved with the model."""
 
     def __deepcopy__(self, memo: object) -> Recordings:
         return Recordings()
@@ -359,10 +363,10 @@ def recordings_of(model: Model | nn.Module) -> Recordings:
 
 
 class Unchanged:
-    """A check whether some modules are unchanged: the same submodules, parameters and buffers with the same values, in
-    the same mode, without hooks. Other attributes of modules are not compared.
+    """A check whether modules are unchanged: the same submodules, parameters and buffers with the same values, in the
+    same mode, without hooks. Other attributes of modules are not compared.
 
-    A look takes some ten microseconds, since loops run in C: a step's lists and objects are made once.
+    A check takes some ten microseconds, since its loops run in C.
     """
 
     def __init__(self, parts: Sequence[Model | nn.Module]) -> None:
@@ -504,7 +508,7 @@ class RecordedStep:
     def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
-        return _mapped(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
+        return _map(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
 def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
@@ -535,7 +539,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     now = [(part.slots.start, part.slots.stop) for part in parts]
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
     random = torch.get_rng_state()
-    taped = _taped(step, tokens, _opened(state, one_slot, time))
+    taped = _tape_step(step, tokens, _open(state, one_slot, time))
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
@@ -543,14 +547,14 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     calls, bounds = taped.tape.calls, now
     expected = [*taped.outputs, *taped.leaves]
     if parts:
-        outputs, after = step(tokens, _opened(state, now, time))
+        outputs, after = step(tokens, _open(state, now, time))
         expected = [*outputs, *_leaves(after)]
         longest = [_longest(part, retained, time) for part, retained in zip(parts, taped.retained, strict=True)]
-        then = _taped(step, tokens, _opened(state, longest, time))
+        then = _tape_step(step, tokens, _open(state, longest, time))
         try:
             bounds, calls = one_slot, _at_any_length(state, taped, then)
         except UnrecordableError:
-            bounds, taped = now, _taped(step, tokens, _opened(state, now, time))
+            bounds, taped = now, _tape_step(step, tokens, _open(state, now, time))
             try:
                 calls = _at_any_length(state, taped, then)
             except UnrecordableError as refused:
@@ -559,7 +563,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
     captured = taped.tape.captured
     try:
-        function = compiled(calls, taped.inputs, len(captured), refs)
+        function = compile_calls(calls, taped.inputs, len(captured), refs)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]
@@ -569,9 +573,9 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     return recording
 
 
-class _Taped(NamedTuple):
-    """A step on tape: how many ``inputs`` it has, its outputs, the leaves of the state after, the views of the slots
-    and how many of them the mixer retains."""
+class _TapedStep(NamedTuple):
+    """A step on tape: the number of its ``inputs``, its outputs, the leaves of the state after, the views of the slots,
+    and the number of slots that each mixer retains."""
 
     tape: Tape
     inputs: int
@@ -581,7 +585,7 @@ class _Taped(NamedTuple):
     retained: list[int | None]
 
 
-def _taped(step: Step, tokens: Tensor, opened: object) -> _Taped:
+def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     """Return a step of ``tokens`` from the state ``opened`` on tape."""
     parts = _parts(opened)
     views = [view for part in parts for view in part.buffers]
@@ -589,11 +593,11 @@ def _taped(step: Step, tokens: Tensor, opened: object) -> _Taped:
     tape = Tape(inputs)
     with tape.watching():
         outputs, after = step(tokens, opened)
-    return _Taped(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
+    return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
-def _at_any_length(state: State, one: _Taped, other: _Taped) -> list[Call]:
-    """Return the calls of a step on tape as they are at any number of past slots between those of two steps."""
+def _at_any_length(state: State, one: _TapedStep, other: _TapedStep) -> list[Call]:
+    """Return the calls of a step at any number of past slots between the numbers of two steps on tape."""
     parts = zip(_parts(state), one.retained, strict=True)
     rules = [(part.capacity, part.slots, retained) for part, retained in parts for _ in part.buffers]
     views = [
@@ -604,17 +608,17 @@ def _at_any_length(state: State, one: _Taped, other: _Taped) -> list[Call]:
 
 
 def _form(state: State) -> tuple[object, ...]:
-    """Return the parts of the state that a recording does not read again, such as types and sizes; not how many slots
-    there are."""
+    """Return the types and sizes of the state, which a recording does not read again, without the number of slots."""
     slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
     dtypes = [part.buffers[0].dtype for part in _parts(state)]
     return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for a, b in zip(map(Tensor.double, results), map(Tensor.double, expected), strict=True):  # of masks, too
+    # In float64, so that masks can be subtracted too.
+    for a, b in zip(map(Tensor.double, results), map(Tensor.double, expected), strict=True):
         if a.numel() and not float((a - b).abs().max()) <= _NEAR * max(1.0, float(b.abs().max())):
-            raise UnrecordableError("what it gives is not what the model gives")
+            raise UnrecordableError("its outputs differ from the model's outputs")
 
 
 def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int, int]:
@@ -623,7 +627,7 @@ def _longest(part: ReservedSlots, retained: int | None, time: int) -> tuple[int,
     return (0, last) if retained is None else (max(0, last - retained), last)
 
 
-def _mapped(state: State, part: Callable[[ReservedSlots], object], leaf: Callable[[Tensor], object]) -> State:
+def _map(state: State, part: Callable[[ReservedSlots], object], leaf: Callable[[Tensor], object]) -> State:
     """Return ``state`` with ``part`` of its reserved slots and ``leaf`` of its other tensors, in order."""
     if isinstance(state, Tensor):
         return leaf(state)
@@ -631,22 +635,22 @@ def _mapped(state: State, part: Callable[[ReservedSlots], object], leaf: Callabl
         return part(state)
     if isinstance(state, ReservedState):
         raise UnrecordableError(f"{type(state).__name__} counts on the host")
-    return rebuilt(state, [_mapped(item, part, leaf) for item in state])
+    return rebuilt(state, [_map(item, part, leaf) for item in state])
 
 
 def _parts(state: State) -> list[ReservedSlots]:
     parts: list[ReservedSlots] = []
-    _mapped(state, parts.append, lambda _: None)
+    _map(state, parts.append, lambda _: None)
     return parts
 
 
 def _leaves(state: State) -> list[Tensor]:
     """Return all tensors of a state but the buffers of reserved slots."""
     leaves: list[Tensor] = []
-    _mapped(state, lambda part: leaves.append(part.seen), leaves.append)
+    _map(state, lambda part: leaves.append(part.seen), leaves.append)
     return leaves
 
 
-def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
+def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
-    return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
+    return _map(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)

@@ -157,14 +157,14 @@ class Decoder(CommonModel):
     ) -> Hidden:
         """Return the normed last hidden states [batch, time, dim], the state, and the outputs of the uses in
         ``taps``."""
-        chunk, state, order = self._begun(values, state, valid, reset)
+        chunk, state, order = self._begin(values, state, valid, reset)
         result = self._absorb(chunk, state, taps)
         if order is None:
             return result
         x, state, tapped = result
         return Hidden(order.restore(x), state, tuple(map(order.restore, tapped)))
 
-    def _begun(
+    def _begin(
         self, values: Tensor, state: DecoderState | None, valid: Tensor | None, reset: Tensor | None
     ) -> tuple[Chunk, DecoderState, Alignment | None]:
         """Check a call and return its chunk of values, valid ones first; the state before; and the order of valid
@@ -213,7 +213,7 @@ class Decoder(CommonModel):
             return state.fork()
         return state
 
-    def _placed(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
+    def _place(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
         """Return ``chunk`` of values with vectors and positions, the function that makes the input of each use of a
         layer, and ``seen`` after the chunk."""
         positions = positions_of(chunk, seen)
@@ -229,7 +229,7 @@ class Decoder(CommonModel):
 
     def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
         """Absorb ``chunk``, which holds the values of the input."""
-        chunk, before, seen = self._placed(chunk, state.seen)
+        chunk, before, seen = self._place(chunk, state.seen)
         x, layers, tapped = self.stack.absorb(chunk, state.layers, before, taps)
         # Not ``state._replace``: PyTorch 2.11 cannot return a NamedTuple from a graph that met its class as an input's.
         return Hidden(self.norm(x), DecoderState(layers, seen, state.source), tapped)

@@ -1,18 +1,19 @@
-"""Reversible layers (RevNet, Gomez et al. 2017; Reformer, Kitaev et al. 2020, section 3): inputs made of outputs.
+"""Reversible layers (RevNet, Gomez et al. 2017; Reformer, Kitaev et al. 2020, section 3): inputs are computed from
+outputs in the backward pass.
 
-Two streams x1 and x2 begin as the input. A layer of attention f and feed-forward g, each behind its own norm, gives
+Two streams x1 and x2 begin as the input. A layer of attention f and feed-forward g, each after a norm, computes
 
     y1 = x1 + f(x2),    y2 = x2 + g(y1)         backwards    x2 = y2 - g(y1),    x1 = y1 - f(x2)
 
 so that a training step stores the last streams only, and its activations do not grow with depth. The output is [y1, y2]
 side by side, as in Trax and in Hugging Face's Reformer: the last norm and the head are twice as wide. With ``join =
-"mean"`` it is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
+"mean"`` the output is (y1 + y2) / 2, as in reformer-pytorch, and as wide as the model.
 
-Sublayers add to the streams in turns (Trax swaps the streams after each), so a layer may have any number of them.
+Sublayers add to the streams in turns (Trax swaps the streams after each), so a layer may have any number of sublayers.
 
-The streams are float32 at least. What comes back differs from what was there by rounding: after 32 layers by 3e-6 of
-the largest value in float32 and by 1e-14 in float64 (``benchmarks/reversible.py``; streams in bfloat16 would be
-off by a tenth). Gradients in float32 are off by 6e-7 of their norm, 3e-7 of which are there without it.
+The streams are float32 at least. Restored inputs differ from the original ones by rounding: after 32 layers by 3e-6 of
+the largest value in float32 and by 1e-14 in float64 (``benchmarks/reversible.py``; with streams in bfloat16 by a
+tenth). Gradients in float32 are off by 6e-7 of their norm; without recomputing they are off by 3e-7.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from kinformer.runtime.autograd import Context, Gradients, check_reverse, first_
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
 
-# The backward pass of reversible layers: inputs from outputs, the same random numbers again, gradients on the way.
+# The backward pass of reversible layers: it restores inputs and random numbers, and computes gradients on the way.
 
 NAME = "the reversible stack"
 UndoState = tuple[State, Sequence[Tensor], Sequence[Tensor | None]]
-"""Of a mixer: its state before as a form and its tensors, and the gradients of those of the state after."""
+"""The state before a mixer as a form and its tensors, and the gradients of the tensors of the state after."""
 REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:
-    """The progress of a backward pass: the ``streams`` a and b behind the use of a layer that is undone next."""
+    """The progress of a backward pass: the ``streams`` a and b after the use of a layer that is undone next."""
 
     streams: tuple[Tensor, Tensor]
 
@@ -55,8 +56,8 @@ class Trail:
 class LayerUse:
     """One use of a layer: its ``branches`` read and add to the streams a and b [batch, time, dim] in turns.
 
-    A branch reads b and adds to a, then the two change places. ``context`` is what branches know of the tokens,
-    ``dtype`` that of what they read; ``random`` says whether they may draw random numbers.
+    A branch reads b and adds to a, then the two change places. ``context`` is the context of the tokens, ``dtype`` the
+    dtype of the branches' inputs; ``random`` is whether branches may draw random numbers.
     """
 
     def __init__(self, branches: Sequence[Branch], context: object, dtype: torch.dtype, random: bool) -> None:
@@ -68,18 +69,18 @@ class LayerUse:
         """Return the streams and the mixers' states after the layer."""
         inputs, after = iter(state), []
         for branch in self.branches:
-            added, new_state = self._added(branch, b, next(inputs) if branch.mixes else ())
+            added, new_state = self._run_branch(branch, b, next(inputs) if branch.mixes else ())
             a, b = b, a + added
             if branch.mixes:
                 after.append(new_state)
         return a, b, tuple(after)
 
     def forward_to_undo(self, a: Tensor, b: Tensor, state: tuple[State, ...]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the streams and states' tensors as :meth:`forward` does, cut from the graph, and note what the
-        backward pass must set up again.
+        """Return the streams and the states' tensors as :meth:`forward` does, detached, and note the settings that the
+        backward pass restores.
 
-        Branches are computed as they will be again, with a graph, since some do otherwise without one; but what the
-        graph would save is dropped at once.
+        Branches are computed with a graph, as in the backward pass, since some of them compute otherwise without one;
+        the tensors that the graph would save are dropped at once.
         """
         self.autocast, self.drawn = _autocast(a.device), []
         inputs, after = iter(state), []
@@ -88,7 +89,7 @@ class LayerUse:
                 self.drawn.append(_generators(b) if self.random else nullcontext)
                 branch_state = states.detach(next(inputs)) if branch.mixes else ()
                 with torch.enable_grad():
-                    added, branch_state = self._added(branch, b.detach(), branch_state)
+                    added, branch_state = self._run_branch(branch, b.detach(), branch_state)
                 a, b = b, a + added.detach()
                 if branch.mixes:
                     after += [tensor.detach().clone() for tensor in states.tensors(branch_state)]
@@ -101,10 +102,10 @@ class LayerUse:
         before: Sequence[UndoState],
         weights: Sequence[Tensor],
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], list[Tensor | None], list[Tensor | None]]:
-        """Return, from what is behind the layer, what was before it: streams, their gradients, those of the states'
-        tensors, in order, and those of ``weights``.
+        """Return the streams before the layer from the streams after it, and the gradients of the streams, of the
+        states' tensors, in order, and of ``weights``.
 
-        before: of each mixer, in order.
+        ``before`` has an entry for each mixer, in order.
         """
         (a, b), (of_a, of_b) = streams, gradients
         of_weights: list[Tensor | None] = [None] * len(weights)
@@ -113,8 +114,8 @@ class LayerUse:
         for branch, drawn in zip(reversed(self.branches), reversed(self.drawn), strict=True):
             undo_state = mixers.pop() if branch.mixes else ((), [], ())
             with self.autocast(), drawn():
-                added, grads = self._undone(branch, a, undo_state, of_b, weights)
-            # x = y - F(..): the streams before the branch
+                added, grads = self._undo(branch, a, undo_state, of_b, weights)
+            # x = y - F(..), the streams before the branch.
             a, b = b - added, a
             of_a, of_b = of_b, _sum(of_a, grads[0])
             count = 1 + len(undo_state[1])
@@ -122,7 +123,7 @@ class LayerUse:
             of_weights = [_sum(*pair) for pair in zip(of_weights, grads[count:], strict=True)]
         return (a, b), (of_a, of_b), of_states, of_weights
 
-    def _undone(
+    def _undo(
         self,
         branch: Branch,
         x: Tensor,
@@ -130,15 +131,16 @@ class LayerUse:
         of_added: Tensor | None,
         weights: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return what ``branch`` added after reading x, and the gradients of x, of
-        the state's tensors and of ``weights``."""
+        """Return the sum that ``branch`` added for its input x, and the gradients of x, of the state's tensors and of
+        ``weights``."""
         form, tensors, of_after = undo_state
         with torch.enable_grad():
             x, *tensors = inputs = [
                 tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in (x, *tensors)
             ]
-            views = [item.view_as(item) for item in inputs]  # FlopCounterMode's hooks fail on leaves in a nested pass
-            added, after = self._added(branch, views[0], filled(form, views[1:]))
+            # Views, since FlopCounterMode's hooks fail on leaves in a nested backward pass.
+            views = [item.view_as(item) for item in inputs]
+            added, after = self._run_branch(branch, views[0], fill(form, views[1:]))
         ends = zip([added, *states.tensors(after)], [of_added, *of_after], strict=True)
         pairs = [(y, g.to(y.dtype)) for y, g in ends if g is not None and y.requires_grad]
         leaves = [tensor for tensor in (x, *tensors, *weights) if tensor.requires_grad]
@@ -149,13 +151,13 @@ class LayerUse:
         rest = iter(grads)
         return added.detach(), [next(rest) if tensor.requires_grad else None for tensor in (x, *tensors, *weights)]
 
-    def _added(self, branch: Branch, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def _run_branch(self, branch: Branch, x: Tensor, state: State) -> tuple[Tensor, State]:
         return branch.run(x.to(self.dtype), self.context, state)
 
 
 class UseLayer(torch.autograd.Function):
-    """The autograd function of a layer's use: ``a, b, *tensors of the states after``; its
-    inputs are saved, except for the streams."""
+    """The autograd function of a use of a layer, which returns ``a, b, *tensors of the states after``. It saves its
+    inputs, except for the streams."""
 
     @staticmethod
     def forward(
@@ -192,15 +194,15 @@ class UseLayer(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The autograd function of ``joined`` streams and others that pass through, so that its
-    backward precedes that of all layers."""
+    """The autograd function that joins the streams; ``others`` pass through it, so that its backward runs before the
+    backward of all layers."""
 
     @staticmethod
     def forward(
         ctx: Context, trail: Trail, mean: bool, dtype: torch.dtype, a: Tensor, b: Tensor, *others: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        y = joined(a, b, mean, dtype)
+        y = join_streams(a, b, mean, dtype)
         ctx.save_for_backward(*((a, b) if mean or dtype != a.dtype else (y,)))
         ctx.trail, ctx.mean, ctx.dtype = trail, mean, a.dtype
         return y, *others
@@ -217,13 +219,13 @@ class Join(torch.autograd.Function):
         return None, None, None, *of_streams, *of_others
 
 
-def joined(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
+def join_streams(a: Tensor, b: Tensor, mean: bool, dtype: torch.dtype) -> Tensor:
     """Return the stack's output of the streams [batch, time, dim]: their mean, or both side by side."""
     return (0.5 * (a + b) if mean else torch.cat([a, b], dim=-1)).to(dtype)
 
 
-def filled(form: State, tensors: Iterable[Tensor]) -> State:
-    """Return a state of the same form with other ``tensors``."""
+def fill(form: State, tensors: Iterable[Tensor]) -> State:
+    """Return a state with the form of ``form`` and other ``tensors``."""
     rest = iter(tensors)
     return states.map_tensors(lambda _: next(rest), form)
 
@@ -250,8 +252,7 @@ def _check_same(now: Sequence[Tensor], then: Sequence[Tensor]) -> None:
 
 
 def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Return autocast as it is now, without its cache of weights: those without a
-    graph would serve for those with one."""
+    """Return the present autocast without its cache of weights, which would return weights without a graph."""
     if device.type == "meta":
         return nullcontext
     enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -259,7 +260,7 @@ def _autocast(device: torch.device) -> Callable[[], AbstractContextManager[objec
 
 
 def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """Return contexts in which the random generators are as they are now."""
+    """Return a function that makes contexts with the present states of the random generators."""
     generators, (devices, others), kind = torch.get_rng_state(), get_device_states(x), x.device.type
 
     @contextmanager
@@ -274,13 +275,13 @@ def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
 
 
 class Reversible(Stack):
-    """The reversible stack: x -> both streams, through all layers, -> joined. States and partitions are those of any
-    other stack.
+    """The reversible stack: the input becomes two streams, which go through all layers and are then joined. It has the
+    states and the partition invariance of any stack.
 
-    ``recompute = False`` is the same function with everything saved for the backward pass. With it, layers are
-    computed again by an autograd function of their own: there are no second derivatives, FSDP cannot shard the
-    layers, and ``torch.compile`` leaves the stack as it is (with ``fullgraph=True`` it says so), because a compiler
-    would keep what the stack exists not to keep.
+    With ``recompute = False`` the same function saves all activations for the backward pass. With ``recompute = True``
+    an autograd function computes layers again: there are no second derivatives, FSDP cannot shard the layers, and
+    ``torch.compile`` does not compile the stack (with ``fullgraph=True`` it raises an error), because a compiler would
+    save the activations that the stack exists to drop.
     """
 
     shardable = False
@@ -349,7 +350,7 @@ class Reversible(Stack):
         self, x: Tensor, context: object, state: tuple[State, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
         if self.config.recomputes and torch.is_grad_enabled():
-            return self._recomputed(x, context, state, taps)
+            return self._recompute(x, context, state, taps)
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
         for number, index in enumerate(self.order):
@@ -357,18 +358,18 @@ class Reversible(Stack):
             a, b, new_state = use.forward(a, b, state[number])
             after.append(new_state)
             if number in taps:
-                tapped.append(joined(a, b, self.mean, x.dtype))
-        return joined(a, b, self.mean, x.dtype), tuple(after), tuple(tapped)
+                tapped.append(join_streams(a, b, self.mean, x.dtype))
+        return join_streams(a, b, self.mean, x.dtype), tuple(after), tuple(tapped)
 
     @uncompiled("a reversible stack computes layers again in the backward pass; recompute = false")
-    def _recomputed(
+    def _recompute(
         self, x: Tensor, context: object, state: tuple[State, ...], taps: Sequence[int]
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
-        """Run the layers without keeping anything for the backward pass but the outputs."""
+        """Run the layers and store their outputs alone for the backward pass."""
         for part in reserved_parts(state):
             part.refuse_graph()
         trail = Trail()
-        # y - F(..) restores x up to the rounding of the streams, which are therefore float32 at least.
+        # y - F(..) restores x up to rounding errors, so the streams are float32 at least.
         a = b = x.to(state_dtype(x.dtype))
         tapped, after = [], []
         for number, index in enumerate(self.order):
@@ -376,10 +377,10 @@ class Reversible(Stack):
             leaves = (*tensors(state[number]), *self._weights(index))
             check_reverse(NAME, a, *leaves, remedy=REMEDY)
             a, b, *new_state = UseLayer.apply(use, trail, state[number], partial(self._weights, index), a, b, *leaves)
-            after.append(filled(state[number], new_state))
+            after.append(fill(state[number], new_state))
             if number in taps:
-                tapped.append(joined(a, b, self.mean, x.dtype))
-        # All goes through one node, whose backward is the first and brings the streams that the others begin with.
+                tapped.append(join_streams(a, b, self.mean, x.dtype))
+        # All outputs go through one node, whose backward runs first and sets the streams that the layers begin with.
         others = tuple(tapped), tuple(after)
         moving = [tensor for tensor in tensors(others) if tensor.requires_grad]
         y, *moved = Join.apply(trail, self.mean, x.dtype, a, b, *moving)
@@ -388,7 +389,7 @@ class Reversible(Stack):
         return y, after, tapped
 
     def _weights(self, index: int) -> tuple[nn.Parameter, ...]:
-        """Return the weights that a layer can learn, shared parts included."""
+        """Return the trainable weights of a layer, shared parts included."""
         parameters = (*self.layers[index].parameters(), *self.shared.parameters())
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
 

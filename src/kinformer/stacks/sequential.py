@@ -36,15 +36,15 @@ class Sequential(Stack):
 
 
 class Stages(GridOnly, Stack):
-    """Stages of layers: between two of them four patches become one, twice as wide (Liu et al. 2021, Swin, section
+    """Stages of layers: between two stages, four patches become one, twice as wide (Liu et al. 2021, Swin, section
     3.1).
 
     x -> W norm([x_(2i, 2j); x_(2i+1, 2j); x_(2i, 2j+1); x_(2i+1, 2j+1)])
 
-    The staged stack: ``depths[i]`` layers of the width dim * 2^i in stage i, on a grid of patches halved as often.
+    Stage i has ``depths[i]`` layers of the width dim * 2^i, on a grid of patches that was halved i times.
 
-    ``norm``: ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid of
-    odd sides is continued with zeros.
+    ``norm`` stands ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid
+    with odd sides is padded with zeros.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ class Stages(GridOnly, Stack):
 
 
 class PatchMerging(nn.Module):
-    """The merging x [batch, rows * columns, dim] -> [batch, half the rows * half the
-    columns, 2 dim], and the context of that grid."""
+    """Merges four patches into one: x [batch, rows * columns, dim] -> [batch, half the rows * half the columns, 2 dim],
+    and the context of the smaller grid."""
 
     def __init__(self, dim: int, norm_behind: bool) -> None:
         super().__init__()

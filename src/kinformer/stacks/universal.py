@@ -1,17 +1,17 @@
 """The Universal Transformer (Dehghani et al. 2019): the same layers again and again, a number of steps or until a
 token halts.
 
-A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a state of its
-own. Without halting this is a stack of ``steps`` times as many tied layers. With it (``stacks.universal``) a token
-takes steps until it halts. That depends on its own past alone, so that chunks of any length give the same.
+A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a separate
+state. Without halting this is a stack of ``steps`` times as many tied layers. With halting a token takes steps until it
+halts. Halting depends on the token's own past alone, so chunks of any length give equal results.
 
-A halted token is still absorbed by the state of every later step, since later tokens may look at it there, but nothing
-else is computed for it. With the layer ``decoder`` and softmax attention that is its key and value; the product behind
-attention and the feed-forward are computed of running tokens alone, in training too. Attention itself is left out where
-no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers are run in
-full, before a feed-forward of running tokens, and so are an encoder's; other layers are run in full. An encoder leaves
-out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens take all
-steps, with equal results: costs are estimated as if no token halted early.
+The state of every later step still absorbs a halted token, since later tokens may attend to it there, but nothing else
+is computed for it. With the layer ``decoder`` and softmax attention, only its key and its value are computed; the
+output projection and the feed-forward are computed for running tokens alone, in training too. Attention is left out if
+no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers, and an
+encoder's mixers, are run in full, before a feed-forward of running tokens; other layers are run in full. An encoder
+leaves out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens take
+all steps, with equal results: estimated costs are costs without early halting.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kinformer.runtime.host import has_data
 #     basic          out = u y + (1 - u) out                   accumulated     out = out + u y          out begins at 0
 #
 # ``basic`` is the default of the official code, ``accumulated`` Graves' sum. A token that still runs after the last
-# step gets no remainder. A token's ponder cost is the number of its steps, which has no gradient, plus its remainder 1
-# - h.
+# step gets no remainder. The ponder cost of a token is the number of its steps, without a gradient, plus its remainder
+# 1 - h.
 
 
 class HaltingState(NamedTuple):
@@ -55,7 +55,7 @@ class HaltingState(NamedTuple):
 
 
 class HaltingConfig(Config):
-    """The config of halting; ``build(dim)`` returns a module that says after every step which tokens take another."""
+    """The config of halting; ``build(dim)`` returns a module that decides after every step which tokens continue."""
 
     slot = "halting"
     weight: float
@@ -66,8 +66,7 @@ class HaltingConfig(Config):
 
 
 class Decided(NamedTuple):
-    """The decision after a step: the ``progress``, and the step's share [batch] of
-    the ponder cost, summed over positions."""
+    """The decision after a step: the ``progress``, and the step's ponder ``cost`` [batch], summed over positions."""
 
     progress: HaltingState
     cost: Tensor
@@ -77,9 +76,10 @@ class ACT(nn.Module):
     """Adaptive computation time; ``w`` begins at zero and b at ``bias``, so that at first all tokens take equally many
     steps.
 
-    ``halted``: what becomes of a token that has halted. ``copied``: its vector stays, as in the paper, and each later
-    step absorbs it as it is, with that step's signals. ``evolving``: as in the official code it goes through all steps,
-    where others see it, and only its output stays; then no work is saved. ``weight``: of the ponder cost in the loss.
+    ``halted`` decides about a token that has halted. With ``copied``, as in the paper, its vector stays unchanged, and
+    each later step absorbs it with the step's position signals. With ``evolving``, as in the official code, it takes
+    all steps, other tokens see its vectors, and only its output stays; then no work is saved. ``weight`` is the weight
+    of the ponder cost in the loss.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class ACT(nn.Module):
         self.b = nn.Parameter(torch.full((), config.bias))
 
     def begin(self, x: Tensor, valid: Tensor | None) -> HaltingState:
-        """Return the progress before the first step of x [batch, time, dim]: all valid tokens run."""
+        """Return the progress before the first step of x [batch, time, dim], where all valid tokens run."""
         halted = x.new_zeros(x.shape[:2], dtype=state_dtype(x.dtype))
         running = torch.ones_like(halted, dtype=torch.bool) if valid is None else valid
         return HaltingState(0, torch.zeros_like(x, dtype=halted.dtype), halted, running)
@@ -116,7 +116,7 @@ class ACT(nn.Module):
         """Decide after a step from x to y, [batch, time, dim] each; y of halted tokens is ignored."""
         number, out, halted, running = progress
         p = ((x.to(halted.dtype) * self.w.to(halted.dtype)).sum(-1) + self.b).sigmoid()
-        # h + p > threshold halts the token now, with the remainder 1 - h as its weight.
+        # A token with h + p > threshold halts now, with the remainder 1 - h as its weight.
         still = running & (halted + p <= self.config.threshold)
         rest = torch.where(running & ~still, 1 - halted, 0.0)
         share = torch.where(still, p, rest)[..., None]
@@ -129,7 +129,7 @@ class ACT(nn.Module):
 
 
 ApplyLayer = Callable[[int, Tensor, Tensor | None], Tensor]
-"""(number of the use, x [batch, time, dim], which tokens need an output [batch, time], None for all) -> y."""
+"""(number of the use, x [batch, time, dim], the tokens that need an output [batch, time], None for all) -> y."""
 
 
 class PonderState(NamedTuple):
@@ -157,7 +157,7 @@ class Universal(Stack):
             if self.halting is not None and self.stochastic_depth:
                 raise KinformerError(
                     f"stack.stochastic_depth is {self.stochastic_depth:g} and drops sublayers for whole sequences, but "
-                    "with stack.halting tokens of a sequence take different steps; leave one of them out."
+                    "with stack.halting tokens of a sequence take different steps; leave either out."
                 )
 
         def uses(self, layers: int) -> tuple[int, ...]:
@@ -197,11 +197,11 @@ class Universal(Stack):
         after: list[PonderState] = []
 
         def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
-            y, new_state = self._used(number, chunk._replace(x=x), state[number].layer, output_mask)
+            y, new_state = self._run_use(number, chunk._replace(x=x), state[number].layer, output_mask)
             after.append(state[number]._replace(layer=new_state))
             return y
 
-        x, tapped, costs = self._halted(self.halting, chunk.x, chunk.valid, use, before, taps)
+        x, tapped, costs = self._run_halting(self.halting, chunk.x, chunk.valid, use, before, taps)
         for step, cost in enumerate(costs):
             first = after[step * self.group]
             after[step * self.group] = first._replace(aux=first.aux + cost)
@@ -218,11 +218,11 @@ class Universal(Stack):
                 return x
             return self._read(self.layers[self.order[number]], x, text, output_mask)
 
-        x, tapped, costs = self._halted(self.halting, x, text.valid, use, before, taps)
+        x, tapped, costs = self._run_halting(self.halting, x, text.valid, use, before, taps)
         self.pondered(torch.stack(costs).sum(0))
         return x, tapped
 
-    def _halted(
+    def _run_halting(
         self,
         halting: ACT,
         x: Tensor,
@@ -231,8 +231,8 @@ class Universal(Stack):
         before: BeforeUse,
         taps: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
-        """Run with halting; return the outputs of all tokens, those of the uses in ``taps``, and
-        the ponder cost [batch] of every step."""
+        """Run all steps; return the outputs of all tokens, the outputs of the uses in ``taps``, and the ponder cost
+        [batch] of every step."""
         tapped, costs = [], []
         progress = halting.begin(x, valid)
         for step in range(self.config.steps):
@@ -240,7 +240,7 @@ class Universal(Stack):
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                # A halted token's vector stays as it is, whatever the layer returned for it.
+                # The vector of a halted token does not change, whatever the layer returned for it.
                 x = torch.where(self._running(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)
@@ -254,7 +254,7 @@ class Universal(Stack):
         return self.config.halting
 
     def _output_mask(self, progress: HaltingState) -> Tensor | None:
-        """Return the tokens [batch, time] that a step is to be computed for; None for all of them."""
+        """Return the tokens [batch, time] whose outputs a step must compute; None for all tokens."""
         running = progress.running
         if self._halting.halted == "evolving" or torch.compiler.is_compiling() or not has_data(running):
             return None

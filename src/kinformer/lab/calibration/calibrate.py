@@ -267,7 +267,7 @@ def _first_within(
 
 
 def check_thresholds(run: Run) -> None:
-    """Refuse a run whose exits have no threshold."""
+    """Refuse a run without thresholds of exits."""
     rule = getattr(run.config.stack, "rule", None)
     if not isinstance(rule, ThresholdConfig):
         what = (
