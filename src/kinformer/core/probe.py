@@ -9,8 +9,8 @@ the mixer's own kernels return its attention weights, also where no kernel forms
 
 The library shows these points:
 
-    values     as above; ``keys``: the "text", the "source" or "summaries"; ``implied``: what the weights are if they
-               are not probabilities; ``lacking``: a sentence about a share that belongs to no token
+    values     as above; ``keys``: the "text", the "source" or "summaries"; ``implied``: the meaning of weights that are
+               not probabilities; ``lacking``: a sentence about a share that belongs to no token
     outputs    [batch, heads, queries, width], or merged [batch, queries, heads * width]
     buckets    int64 [batch, heads, rounds, tokens]: the bucket or cluster of each token
     choices    int64 [batch, choosers, queries, n]: the blocks of ``block`` keys that each query chose, -1 for none

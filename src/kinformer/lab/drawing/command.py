@@ -1,4 +1,4 @@
-"""Drawing into a file, with lines and facts about what it shows."""
+"""Drawing a subject into a file, with lines and facts about it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _picture(options: DrawOptions) -> Picture:
     if subject.untrained:
         raise KinformerError(
             f"{options.subject}: the positions {', '.join(subject.untrained)} are learnt, and before training they are "
-            "random numbers; draw the folder of a run that has them."
+            "random numbers; draw the folder of a run with these positions."
         )
     raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
 

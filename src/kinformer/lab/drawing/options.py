@@ -9,7 +9,7 @@ from kinformer.runtime.errors import require, require_seed
 from kinformer.runtime.fields import Checked
 
 MAX_TOKENS, MAX_WIDTH = 65_536, 1024
-"""Tokens of a picture, all pairs of which are looked at, and pixels of a line of an image."""
+"""The most tokens of a picture, which computes all their pairs, and the most pixels of an image's line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class DrawOptions(Checked):
     exits: bool = False
     """Of a run whose tokens may leave early: a text coloured by the layers that each token took."""
     buckets: bool = False
-    """Of a run whose heads attend within buckets or clusters: a text coloured by those of one layer and head."""
+    """Of a run whose heads attend within buckets or clusters: a text coloured by the buckets of one layer and head."""
     experts: bool = False
     """Of a run with a mixture of experts: a text coloured by the first expert of every token in one layer."""
     blocks: bool = False
-    """Of a run whose tokens choose blocks of keys: which ones those of a text chose, by layer and head."""
+    """Of a run whose tokens choose blocks of keys: the blocks that the tokens of a text chose, by layer and head."""
     image: str | None = None
     """Of a run of the task vision: what it looks at in an image (a PNG or JPEG, or the first test image of data), by
     attention roll-out, or the windows of its stages."""

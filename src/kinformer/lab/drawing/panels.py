@@ -1,7 +1,7 @@
 """The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
 
-A cell of a pattern's panel stands for some tokens of queries (down) and of keys (across) and holds the share of their
-pairs that are allowed. Equal patterns are shown once.
+A cell of a pattern's panel stands for neighbouring queries (down) and keys (across), and holds the share of their pairs
+that the pattern allows. Equal patterns are shown once.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Placed:
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
     """Return the parts of a slot in a model's config, equal ones of equal owners together, in order of first layers;
-    those of an encoder of the model's source are that one's."""
+    the parts of an encoder that reads the source belong to the encoder."""
     panels: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
         if path[0] == "encoder":
@@ -265,8 +265,8 @@ def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
 def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
     """Return the tokens per cell, a power of two, at which the structure of all ``patterns`` is visible.
 
-    Of a pattern with structure, that is where less than half of the pairs of the picture are allowed, or little more
-    than a third where single tokens do not show anyway.
+    The structure of a pattern is visible where less than half of the picture's pairs are allowed; where cells stand for
+    several tokens, a little more than a third.
     """
     needed = 1
     for pattern in patterns:
@@ -323,7 +323,7 @@ def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], CellOf
 
 
 def _inside(pattern: Pattern) -> Iterator[Pattern]:
-    """Yield a pattern and those that it is made of."""
+    """Yield a pattern and, recursively, its parts."""
     yield pattern
     if dataclasses.is_dataclass(pattern):
         for field in dataclasses.fields(pattern):
@@ -377,9 +377,9 @@ def numbered(what: str, indices: Sequence[int]) -> str:
 
 # Encodings of positions as panels, computed from a position's hooks alone.
 #
-# embed, layer_input    what is added, [position, feature] rotate                the product of a feature with itself
-# at a distance: cos(angle) of rotary positions relative              bias or factor of the scores by distance, a curve
-# per head; keys and values, [distance, feature]
+#     embed, layer_input    the vectors that are added, [position, feature]
+#     rotate                the product of a feature with itself at a distance: cos(angle) of rotary positions
+#     relative              bias or factor of the scores by distance, a curve per head; keys and values by distance
 
 LENGTH = 128
 MOST_LAYERS = 4
@@ -428,7 +428,7 @@ def _added(encoding: Encoding, length: int) -> Iterator[HeatPanel]:
 
 
 def _rotated(encoding: Encoding, length: int, width: int) -> Iterator[HeatPanel]:
-    """Yield the product of every feature, alone in a row of its own, with itself at every distance."""
+    """Yield the product of every single feature with itself at every distance."""
     probe = torch.eye(width, dtype=torch.float64)[:, None, None].expand(width, 1, length, width)
     _, k = encoding.position.rotate(probe, probe, torch.arange(length)[None].expand(width, length))
     if not torch.equal(k, probe):
@@ -488,7 +488,7 @@ def influence_panel(
 
     It is the mean length of the change of an output when the cell's inputs, which are drawn at random, are drawn again.
     Rows are divided by their largest value beside a token's own, which may dwarf all others and counts as 1 at most;
-    so the context shows and not the size of the outputs. ``length`` None: one and a half times what the mixer sees.
+    so the context shows and not the size of the outputs. ``length`` None: 1.5 times the tokens that the mixer sees.
     """
     tokens, cells = _extent(mixer) if length is None else grid(length, ())
     generator = torch.Generator().manual_seed(0)
@@ -514,8 +514,7 @@ def influence_panel(
 
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
-    """Return (tokens per cell, a power of two, cells) for what a query sees and
-    half of that again; of an image 8 x 8."""
+    """Return (tokens per cell, a power of two, cells) for 1.5 times what a query sees; an image has 8 x 8."""
     if isinstance(mixer, GridOnly):
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)

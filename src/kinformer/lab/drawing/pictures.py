@@ -1,4 +1,4 @@
-"""Pictures as PNG or SVG files: panels side by side, a coloured text, or an image with what a model looks at.
+"""Pictures as PNG or SVG files: panels side by side, a coloured text, or an image under a model's attention.
 
 Panels of patterns are in the manner of the figures of Child et al. 2019, Beltagy et al. 2020 and Zaheer et al. 2020:
 queries run down, keys across; a token's own cell is dark, the cells that it sees are light.
@@ -33,6 +33,7 @@ from kinformer.runtime.errors import plural, spelled
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,7 @@ class HeatOver:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowsOver:
-    """The windows of ``side`` x ``side`` patches of ``patch`` pixels on a side, the first of which begins ``shift``
-    patches further."""
+    """The windows of ``side`` x ``side`` patches of ``patch`` pixels on a side; they begin after ``shift`` patches."""
 
     name: str
     patch: int
@@ -133,18 +133,8 @@ def _facts(panel: Panel) -> dict[str, object]:
 # Panels as small multiples under one title.
 
 COLUMNS = 4
-SIZE, GAP, MARGIN, TOP, HEAD, LINE, FOOT, SHIFT, LABELS, LEGEND = (
-    2.7,
-    0.62,
-    0.55,
-    0.42,
-    0.56,
-    0.15,
-    0.12,
-    0.3,
-    0.42,
-    0.26,
-)
+SIZE, GAP, MARGIN, TOP, HEAD, LINE = 2.7, 0.62, 0.55, 0.42, 0.56, 0.15
+FOOT, SHIFT, LABELS, LEGEND = 0.12, 0.3, 0.42, 0.26
 """Inches: a panel, the space after it, on the left, for the title, over a panel without and per line of text, below."""
 PAST, FUTURE = "#DFE3E6", "#F5F6F7"
 KINDS = {ITSELF: (BLUE, "the token itself"), SEEN: (SKY, "seen"), UNSEEN: (PAST, "not seen"), LATER: (FUTURE, "later")}
@@ -192,7 +182,7 @@ def _paint(axes: Axes, panel: Panel) -> None:
 
 
 def _title(panel: Panel, title: str) -> list[str]:
-    """Return where the panel's part stands, and what it is unless the figure's title says so; at most four lines."""
+    """Return the place of the panel's part, and its name unless the figure's title holds it; at most four lines."""
     parts = [part for part in panel.name.split("\n") if part != title]
     lines = [line for part in parts for line in wrap(part, 44)]
     return ([panel.place] if panel.place else []) + (lines if len(lines) < 4 else [*lines[:2], f"{lines[2]} ..."])
@@ -278,6 +268,10 @@ def _heat(axes: Axes, panel: HeatPanel) -> None:
             ink = PAPER if abs(value) > largest / 2 else INK
             place = (column + panel.first, row + panel.first)
             axes.text(*place, f"{value:.3g}", ha="center", va="center", fontsize=7.5, color=ink)
+    _colour_bar(axes, image)
+
+
+def _colour_bar(axes: Axes, image: AxesImage) -> None:
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=7)
@@ -444,9 +438,7 @@ def _lay_over(axes: Axes, pixels: NDArray[np.uint8], panel: HeatOver | WindowsOv
         image = axes.imshow(
             panel.values, cmap="inferno", alpha=COVER, vmin=0, interpolation="nearest", extent=(0, across, down, 0)
         )
-        bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.03, 0.0, 0.035, 1.0)))
-        bar.outline.set_visible(False)
-        bar.ax.tick_params(length=0, labelsize=7)
+        _colour_bar(axes, image)
     elif isinstance(panel, WindowsOver):
         for colour, thick in ((PAPER, 2.6), (ORANGE, 1.4)):
             for at in panel.lines(width):

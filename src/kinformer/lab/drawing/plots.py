@@ -33,7 +33,7 @@ STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
 class Curve:
     """One model: bits per byte at each context length, and by position (the last of each bin) in its longest window.
 
-    ``trained``: its training length. Without a ``colour`` it gets one of its own.
+    ``trained``: its training length. Without a ``colour`` the next one of the series is taken.
     """
 
     name: str

@@ -72,8 +72,8 @@ def _text(
     labels: Sequence[str],
     ordered: bool = False,
 ) -> Picture:
-    """Return the picture of a text, every token in the colour of its group; the bytes of one character stand with the
-    last of them."""
+    """Return the picture of a text, every token in the colour of its group; a character of several tokens stands
+    with the last."""
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
     pieces = [(stream.feed(token), group) for token, group in zip(ids, groups, strict=True)]
@@ -203,8 +203,8 @@ def _shown(model: StackedModel, point: str, tokens: Tensor) -> dict[int, tuple[T
 
 
 def chosen_blocks(options: DrawOptions) -> Picture:
-    """Draw a panel for every layer and for all heads in it that choose together: what they see of the text's first
-    tokens, without the branches that choose nothing."""
+    """Draw a panel for every layer and for all heads in it that choose together: the keys that they see among the
+    text's first tokens, by the branch that chooses."""
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
     blocks = [facts["block"] for _, facts in _shown(model, "choices", torch.zeros(1, 1, dtype=torch.int64)).values()]

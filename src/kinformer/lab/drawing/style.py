@@ -1,6 +1,6 @@
 """The style of all figures: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
 
-The colours are those of Okabe and Ito (2008, Color Universal Design).
+The colours are from Okabe and Ito (2008, Color Universal Design).
 """
 
 from __future__ import annotations

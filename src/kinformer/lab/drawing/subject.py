@@ -106,8 +106,8 @@ class Subject:
 
 
 def find(options: DrawOptions) -> Subject:
-    """Return the member, run folder, pattern or position with the name ``options.subject``; the first kind that has it
-    unless an option says which."""
+    """Return the member, run folder, pattern or position with the name ``options.subject``; in this order,
+    unless an option names the kind."""
     from kinformer.family.build import configure
     from kinformer.family.table import FAMILY
 

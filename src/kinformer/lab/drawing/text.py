@@ -29,7 +29,7 @@ PLAIN = {
     ("head", "language"),
     ("embedding", "lookup"),
 }
-"""Parts that are not specific to a member."""
+"""Parts that many members share."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
     ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
@@ -118,7 +118,7 @@ SEEN, UNSEEN = "■", "·"
 
 
 class TextPicture(TypedDict):
-    """The picture of a ``pattern``, by its name: ``rows`` of cells, of which each stands for ``tokens_per_cell``."""
+    """The picture of a ``pattern``, by its name: ``rows`` of cells, each for ``tokens_per_cell``."""
 
     pattern: str
     tokens_per_cell: int

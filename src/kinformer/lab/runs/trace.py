@@ -74,7 +74,7 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
     inputs: the arguments of a call with one sequence: a chunk and a state without a past or, of an encoder, x and its
     context.
 
-    Errors: ``NoWeights`` where the mixer has no weights, with the reason.
+    Errors: ``NoWeights``, with the reason, where the mixer has none.
     """
     if isinstance(mixer, PartialOutput):
         inputs = inputs[:2]  # without the mask of outputs: all outputs are read
@@ -218,6 +218,7 @@ MASK = "[MASK]"
 ReadHidden: TypeAlias = Callable[..., tuple[*tuple[object, ...], tuple[Tensor, ...]]]
 """A model's ``hidden(ids, taps=...)``, whose last result is the outputs of the tapped uses."""
 Hook: TypeAlias = Callable[..., None]
+Inputs: TypeAlias = tuple[object, ...]
 
 
 def trace(folder: str | Path, text: str, options: TraceOptions) -> Trace:
@@ -325,10 +326,13 @@ def _recording(stack: Stack) -> Iterator[_Records]:
         def on(module: nn.Module, hook: Hook) -> None:
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
+        def note_call(uses: Iterator[int], first: bool, mixer: Mixer, inputs: Inputs, named: dict[str, object]) -> None:
+            records.calls.append(_Call(mixer, (*inputs, *named.values()), next(uses), first))
+
         for layer in stack.layers:
             uses = [use for use, index in enumerate(stack.order) if stack.layers[index] is layer]
             for number, mixer in enumerate(_mixers(layer)):
-                on(mixer, _Recorder(records, uses, number == 0))
+                on(mixer, partial(note_call, iter(uses), number == 0))
         early_exit = early_exit_stack(stack)
         if early_exit is not None:
             layers = torch.tensor([use + 1 for use in early_exit.exits])
@@ -346,16 +350,6 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
             yield child
         else:
             yield from _mixers(child)
-
-
-class _Recorder:
-    """A hook that notes the calls of one mixer, which happen once in every one of the ``uses`` of its layer."""
-
-    def __init__(self, records: _Records, uses: list[int], first: bool) -> None:
-        self.records, self.uses, self.first = records, iter(uses), first
-
-    def __call__(self, mixer: Mixer, inputs: tuple[object, ...], named: dict[str, object]) -> None:
-        self.records.calls.append(_Call(mixer, (*inputs, *named.values()), next(self.uses), self.first))
 
 
 def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTrace:
