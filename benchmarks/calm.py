@@ -26,8 +26,10 @@ import torch
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
 from kinformer.generation.generate import generate
 from kinformer.generation.packed import pack
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import at_threshold, upper_bound
 from kinformer.lab.data import Split
-from kinformer.lab.evaluation.exits import Sampling, at_threshold, noting_exits, upper_bound, with_rule
+from kinformer.lab.evaluation.depths import noting_exits, with_rule
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.next_token.evaluate import TextSamples
@@ -73,7 +75,10 @@ def calibrated(options: argparse.Namespace, folder: Path, consistency: str) -> d
 
 def on_unseen(options: argparse.Namespace, run: Run, model: Any, consistency: Any, threshold: float) -> Any:
     """The losses of prompts of the test split, their mean and its bound, and layers per token."""
-    sampling = Sampling(options.prompts, None, "test", 1, 64, prompt_tokens=PROMPT, new_tokens=NEW)
+    sampling = CalibrateOptions(
+        risk=options.risk, confidence=options.confidence, split="test", seed=1,
+        prompts=options.prompts, prompt_tokens=PROMPT, new_tokens=NEW,
+    )  # fmt: skip
     samples = TextSamples(run, model, sampling)
     losses = samples.losses(threshold, consistency)
     bound = upper_bound(losses, options.confidence)

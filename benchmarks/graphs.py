@@ -29,8 +29,7 @@ from kinformer.family.build import configure
 from kinformer.family.table import members
 from kinformer.generation.packed import PackagedStep
 from kinformer.generation.recording import recordings_of
-from kinformer.interop.graphs.onnx import FILE, OnnxModel
-from kinformer.interop.graphs.package import load_package
+from kinformer.interop.graphs import ONNX_FILE, OnnxModel, load_package
 from kinformer.lab.runs.exporting import export_graph
 from kinformer.lab.runs.run import Run, save_weights
 from kinformer.lab.tasks.table import task_of
@@ -110,9 +109,9 @@ def ways_of(member: str, shape: str, folder: Path) -> tuple[list[dict[str, Any]]
     rows: list[dict[str, Any]] = [{"way": "generate"}, {"way": "onnxruntime", **known}]
     ways: dict[str, Any] = {"generate": partial(by_generate, model, prompt)}
     if "refused" not in known:
-        graph = OnnxModel(out / FILE, leaves_of(model))
+        graph = OnnxModel(out / ONNX_FILE, leaves_of(model))
         rows[1]["gap"] = gate(member, model, graph)
-        rows[1]["operators"] = operators(out / FILE)
+        rows[1]["operators"] = operators(out / ONNX_FILE)
         ways["onnxruntime"] = partial(by_onnxruntime, graph, prompt.numpy())
     if member in PACKAGED and shape != "tiny":
         run, out, known = make(member, shape, "aoti", folder)

@@ -21,11 +21,11 @@ from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
 from kinformer.lab.cli.list_ import COSTS, GROWTHS
 from kinformer.lab.cli.show import folded, tree
-from kinformer.lab.drawing.draw import draw
-from kinformer.lab.drawing.formulas import formulas, symbols
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import Panel
+from kinformer.lab.drawing.pictures import draw_panels
 from kinformer.lab.drawing.subject import find
+from kinformer.lab.drawing.text import formulas, symbols
 from kinformer.lab.training.logging import flops, size
 from kinformer.runtime.errors import KinformerError
 
@@ -69,7 +69,7 @@ def draw_patterns(folder: Path, name: str) -> str:
     panels = subject.panels()[:MOST_PANELS]
     if panels:
         folder.mkdir(parents=True, exist_ok=True)
-        draw(panels, subject.title, folder / f"{name}.png")
+        draw_panels(panels, subject.title, folder / f"{name}.png")
     return "; ".join(map(_seen, panels))
 
 

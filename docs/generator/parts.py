@@ -12,7 +12,7 @@ from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds
 from kinformer.family.settings import meaning
-from kinformer.lab.drawing.formulas import SLOTS, built_by, described
+from kinformer.lab.drawing.text import SLOTS, built_by, described
 
 TITLES = {
     "mixer": "Causal mixers",

@@ -9,7 +9,7 @@ from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.learning import gather_aux_losses
 from kinformer.family.build import configure
 from kinformer.kernels.grouped import grouped_products
-from kinformer.lab.evaluation.depths import record_usage
+from kinformer.lab.evaluation.usage import record_usage
 from kinformer.runtime.errors import KinformerError
 
 DIM, HIDDEN, EXPERTS = 12, 10, 6
@@ -73,6 +73,31 @@ def test_parity(block):
     # Their scores are float32, and the weights of experts with them.
     assert (got - want).abs().max() < 1e-6 * want.abs().max()
     assert want.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner, outer", [(6, 10), (18, 6), (8, 9)])
+def test_products_of_any_width_are_the_references(dtype, inner, outer):
+    draw, ends = torch.Generator().manual_seed(0), torch.tensor([3, 3, 9], dtype=torch.int32)
+    x, weight = torch.randn(9, inner, generator=draw).to(dtype), torch.randn(3, inner, outer, generator=draw).to(dtype)
+    got = []
+    for impl in ("auto", "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        y = grouped_products(*leaves, ends, impl=impl)
+        got.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for ours, want in zip(*got, strict=True):
+        assert ours.shape == want.shape
+        assert (ours - want).abs().max() <= (1e-5 if dtype == torch.float32 else 0.02) * want.abs().max()
+
+
+def test_compiled_experts_compute_what_they_do_uncompiled():
+    experts, x = built(dtype=torch.float32).eval(), inputs(dtype=torch.float32).requires_grad_()
+    torch._dynamo.reset()
+    y, want = torch.compile(experts, fullgraph=True, backend="aot_eager")(x), experts(x)
+    leaves = [x, experts.gate_up, experts.down]
+    for got, expected in zip([y, *torch.autograd.grad(y.square().sum(), leaves)],
+                             [want, *torch.autograd.grad(want.square().sum(), leaves)], strict=True):  # fmt: skip
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -123,7 +123,7 @@ def test_parallel_refuses_what_is_not_parallel():
         ParallelLayer.Config(mixer=mixer, residual=PostNorm.Config()).build(12)
     with pytest.raises(KinformerError, match="the residual 'post' changes; use pre"):
         build("bert", "tiny", 23, {"layers.*": {"kind": "parallel", "mixer": "bidirectional", "residual": "post"}})
-    with pytest.raises(KinformerError, match="no place for further_mixers"):
+    with pytest.raises(KinformerError, match="does not take further_mixers"):
         ParallelLayer.Config(mixer=mixer, further_mixers=(CrossAttention.Config(),))
     with pytest.raises(KinformerError, match="has one step"):
         build("gpt", "tiny", 23, {"layers.*": {"kind": "parallel", "mixer": "softmax"}, "stack": "reversible"})

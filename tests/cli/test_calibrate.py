@@ -53,9 +53,9 @@ def test_reports_of_evaluate_and_generate(cli, calm_run):
 
 
 def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
-    from kinformer.lab.evaluation import exits as exit_samples
+    from kinformer.lab.calibration import risk
 
-    monkeypatch.setattr(exit_samples, "dissimilarity", lambda left, right: (left >= 0).mean(1))
+    monkeypatch.setattr(risk, "dissimilarity", lambda left, right: (left >= 0).mean(1))
     code, out, err = cli("calibrate", calm_run, *FEW)
     assert code == 0 and "all tokens go through all layers" in out, err
     run = open_run(calm_run)

@@ -10,7 +10,7 @@ import kinformer
 from kinformer.family.build import configure
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import describe, grid, numbered, parts_of, raster, shares_of
-from kinformer.lab.drawing.runs import chosen_panels, text_by_buckets, text_by_exits, text_by_experts, tokens_of
+from kinformer.lab.drawing.runs import chosen_blocks, text_by_buckets, text_by_exits, text_by_experts, tokens_of
 from kinformer.lab.runs.run import open_run
 from kinformer.parts.patterns.big_bird import BigBird
 from kinformer.parts.patterns.images import Image2D
@@ -226,7 +226,7 @@ def test_parts_and_names():
         (["local", "--set", "window=0"], "window must be 1 or more"),
         (["documents"], "needs starts, which must be given"),
         (["{kind"], "is not JSON"),
-        (['{"kind": "lokal"}'], "does not say what is to be drawn; did you mean 'local'"),
+        (['{"kind": "lokal"}'], "does not name a pattern or a position; did you mean 'local'"),
         (["local", "--out", "a.pdf"], "a.pdf: a figure's name ends in .png or .svg, but this one in '.pdf'"),
         (["local", "--length", "0"], "--length is 0 but must be 1 or more"),
         (["gpt", "--layer", "9"], "--layer 9: gpt (small) has 4 layers; give 1 to 4"),
@@ -257,7 +257,7 @@ def test_a_text_by_depth(drawn, make_run, text_file):
     counts = told["tokens_by_layers"]
     assert sum(counts.values()) == 90 and counts["1"] > 0 and 1 < told["layers_per_token"] < 3
     options = DrawOptions(subject=str(run), exits=True, length=90, set={"stack.rule.thresholds": [0.02]})
-    text, model = text_by_exits(options)[0], open_run(run).model({"stack.rule.thresholds": [0.02]})
+    text, model = text_by_exits(options).content, open_run(run).model({"stack.rule.thresholds": [0.02]})
     assert [exit for _, exit in text.pieces[:1] + text.pieces[-1:]] == [None, None]
     shown = "".join(piece for piece, _ in text.pieces).encode()[:32]
     first = torch.tensor([list(shown)])
@@ -273,7 +273,8 @@ def test_a_text_by_buckets(drawn, make_run, text_file, member):
     run = make_run(member)
     told, data = drawn(run, "--buckets", "--length", 60, "--layer", 2, "--data", text_file)
     assert data.startswith(b"\x89PNG") and told["layer"] == 2 and sum(told["tokens"]) == 60
-    text, _ = text_by_buckets(DrawOptions(subject=str(run), buckets=True, length=60, layer=2, data=str(text_file)))
+    options = DrawOptions(subject=str(run), buckets=True, length=60, layer=2, data=str(text_file))
+    text = text_by_buckets(options).content
     shown = "".join(piece for piece, _ in text.pieces)
     buckets = kinformer.trace(run, shown, layers="2").attention[0].buckets[told["head"] - 1, 0]
     assert [group for _, group in text.pieces[:60]] == buckets.tolist()
@@ -285,7 +286,8 @@ def test_a_text_by_experts(drawn, make_run, text_file):
     told, data = drawn(run, "--experts", "--length", 60, "--layer", 2, "--data", text_file)
     assert data.startswith(b"\x89PNG") and told["layer"] == 2 and sum(told["tokens"]) == 60
     assert sum(told["share"]) == pytest.approx(1)
-    text, _ = text_by_experts(DrawOptions(subject=str(run), experts=True, length=60, layer=2, data=str(text_file)))
+    options = DrawOptions(subject=str(run), experts=True, length=60, layer=2, data=str(text_file))
+    text = text_by_experts(options).content
     model = open_run(run).model().eval()
     seen = []
     model.stack.layers[1].feed_forward.selection.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
@@ -303,7 +305,7 @@ def test_chosen_blocks(drawn, make_run, text_file, member):
     told, data = drawn(run, "--blocks", "--length", 39, "--layer", 2, "--data", text_file)
     assert data.startswith(b"\x89PNG") and told["drawn"] == (2 if member == "moba" else 1)
     options = DrawOptions(subject=str(run), blocks=True, length=39, layer=2, data=str(text_file), head=2)
-    ((panel,), _) = chosen_panels(options)
+    (panel,) = chosen_blocks(options).content
     assert panel.place == ("layer 2, head 2" if member == "moba" else "layer 2, heads 1\N{EN DASH}2")
     assert panel.tokens_per_cell == 4 and told["panels"][-1]["allowed_pairs"] == panel.allowed_pairs
     others = 1 if member == "moba" else 3
@@ -329,9 +331,9 @@ def test_spans_are_counted_from_one(drawn, make_run):
         (("routing", "--buckets", "--exits"), "contradict"),
         (("routing", "--experts"), "no layer of this run has experts"),
         (("gpt", "--blocks"), "no layer of this run chooses blocks; give a run of moba or nsa"),
-        (("moba", "--blocks", "--layer", 9), "--layer 9: chooses no blocks; those that do are 1, 2"),
+        (("moba", "--blocks", "--layer", 9), "--layer 9: chooses no blocks; the layers that do are 1, 2"),
         (("moba", "--blocks", "--head", 3), "--head 3: the layer has 2 heads"),
-        (("mixtral", "--experts", "--layer", 9), "--layer 9: has no experts; those that have some are 1, 2"),
+        (("mixtral", "--experts", "--layer", 9), "--layer 9: has no experts; the layers with experts are 1, 2"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
         (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),

@@ -10,7 +10,7 @@ import kinformer
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
 from kinformer.lab.cli.show import DEFAULTS, folded, tree
-from kinformer.lab.drawing.formulas import formulas
+from kinformer.lab.drawing.text import formulas
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])

@@ -68,7 +68,7 @@ def test_sound_shorter_than_a_frame_is_one():
 
 
 def test_refusals():
-    with pytest.raises(KinformerError, match="some filter holds no frequency at 8,000 samples a second"):
+    with pytest.raises(KinformerError, match="some filter does not contain a frequency at 8,000 samples a second"):
         Filterbank(8000, 120)
     with pytest.raises(KinformerError, match="sampling rate of 40 a second is too low"):
         Filterbank(40, 4)

@@ -70,7 +70,7 @@ def test_blocks_are_drawn_whole(name):
 def test_formulas_are_typeset_whole(name):
     from generator.typeset import GREEK, typeset
 
-    from kinformer.lab.drawing.formulas import formulas
+    from kinformer.lab.drawing.text import formulas
 
     greek = {letter: word for word, letter in GREEK.items()}
     for formula in formulas(configure(name, "small")):

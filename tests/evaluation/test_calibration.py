@@ -6,7 +6,7 @@ from math import comb, exp, log
 import numpy as np
 import pytest
 
-from kinformer.lab.evaluation.exits import (
+from kinformer.lab.calibration.risk import (
     chosen,
     dissimilarity,
     fixed_sequence,

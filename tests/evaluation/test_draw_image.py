@@ -6,7 +6,8 @@ import torch
 import kinformer
 from kinformer.lab.cli.main import main
 from kinformer.lab.drawing.options import DrawOptions
-from kinformer.lab.drawing.runs import HeatOver, WindowsOver, looked_at, rollout
+from kinformer.lab.drawing.pictures import HeatOver, WindowsOver
+from kinformer.lab.drawing.runs import looked_at, rollout
 from kinformer.mixers.windows import apart
 from kinformer.runtime.errors import KinformerError
 
@@ -37,20 +38,20 @@ def test_rollout_is_the_product_of_means_with_the_residual():
     ("member", "names"), [("vit", ["class token"]), ("deit", ["class token", "distillation token"])]
 )
 def test_each_token_before_the_patches_has_its_heat(runs, member, names):
-    panels = looked(runs / member).panels
+    panels = looked(runs / member).content.over
     assert [panel.name for panel in panels] == [f"roll-out, {name}" for name in names]
     for panel in panels:
         assert isinstance(panel, HeatOver) and panel.values.mean() == pytest.approx(1) and panel.values.min() > 0
 
 
 def test_regions_of_a_pyramid_have_the_shares_that_the_head_gives_them(runs):
-    (panel,) = looked(runs / "hipt").panels
+    (panel,) = looked(runs / "hipt").content.over
     assert panel.name == "roll-out, gated mean" and (panel.patch, panel.values.shape) == (4, (2, 2))
     assert panel.values.mean() == pytest.approx(1) and panel.values.min() > 0
 
 
 def test_windows_of_swin_meet_where_the_mixer_cuts_them(runs):
-    panels = looked(runs / "swin").panels
+    panels = looked(runs / "swin").content.over
     assert panels and all(isinstance(panel, WindowsOver) for panel in panels)
     panel = WindowsOver(name="", patch=2, side=4, shift=2)
     assert panel.lines(16) == [4, 12]

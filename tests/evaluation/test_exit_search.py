@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.lab.calibration.search import Outlook, outlook
 from kinformer.lab.data import open_corpus
 from kinformer.lab.evaluation.bits import Windows
-from kinformer.lab.evaluation.exits import Outlook, outlook
 
 
 def test_what_is_kept_is_what_no_other_draw_beats():

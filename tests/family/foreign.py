@@ -25,6 +25,7 @@ from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, real_resets
 from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig
 from kinformer.core.pattern import NONE, SOME, Boxes, Cover, Pattern
+from kinformer.core.probe import KERNEL, probe
 from kinformer.family.record import Member
 from kinformer.lab.tasks.next_token import NextToken
 
@@ -75,11 +76,14 @@ class Leaky(CausalMixer):
     def forward(self, chunk: Chunk, state: LeakyState) -> tuple[Tensor, LeakyState]:
         x, resets, total, outputs = select_valid(chunk.x, chunk.valid), real_resets(chunk), state.total, []
         gate, value = self.project(x).to(total.dtype).chunk(2, dim=-1)
+        value, totals = probe("values", value[:, None], implied=KERNEL)[:, 0], []
         for t in range(x.shape[1]):
             kept = total if resets is None else total.masked_fill(resets[:, t, None], 0)
             new = self.decay * kept + value[:, t]
             total = new if chunk.valid is None else torch.where(chunk.valid[:, t, None], new, total)
+            totals.append(total)
             outputs.append(self.gate(gate[:, t]) * total)
+        probe("outputs", torch.stack(totals, dim=1))
         return select_valid(torch.stack(outputs, dim=1).to(x.dtype), chunk.valid), LeakyState(total)
 
 

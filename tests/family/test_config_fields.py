@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kinformer.adaptive.rules import AtExit, Saturation
 from kinformer.blocks.feed_forward import MLP
 from kinformer.blocks.global_input import ExtraTokens
 from kinformer.blocks.layer import DecoderLayer, EncoderLayer
@@ -43,7 +44,6 @@ from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import Grouped, MultiHeadGlobal
 from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AtExit, Saturation
 from kinformer.stacks.universal import Universal
 
 from ..inputs.made import steps_like

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from kinformer.family.build import configure
-from kinformer.family.elsewhere import ELSEWHERE
-from kinformer.family.table import MEMBERS, member
+from kinformer.family.table import ELSEWHERE, MEMBERS, member
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 

@@ -20,6 +20,7 @@ from kinformer.lab.tasks.table import ALL, task_for
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.plugins import warn_once
 from kinformer.testing import verify_config, verify_mixer
+from tests.cli.conftest import make_run  # noqa: F401 (a fixture)
 from tests.family.foreign import MODULE, PARTS, look_again, write_metadata, write_module
 
 MIXER = {"layers.*.mixer": "leaky"}
@@ -111,6 +112,16 @@ def test_parts_of_attention_are_taken_as_they_are(module):
         "linear-transformer", recipe="tiny", set={"layers.*.mixer.feature_map": module.Softplus.Config()}
     )
     assert isinstance(linear.stack.units[0].mixer.feature_map, module.Softplus)
+
+
+def test_a_run_of_a_foreign_mixer_is_traced_and_drawn(package, told, tmp_path, make_run):  # noqa: F811
+    run = make_run("gpt", **MIXER)
+    (first, second) = kinformer.trace(run, "wind sings").attention
+    age = torch.arange(10)[:, None] - torch.arange(10)
+    assert torch.allclose(first.weights[0], torch.where(age >= 0, 0.9 ** age.clamp_min(0), 0.0), atol=1e-6)
+    assert torch.allclose(second.weights @ second.values, second.outputs, atol=1e-5) and second.implied
+    code, out, err = told("draw", str(run), "--out", str(tmp_path / "leaky.svg"))
+    assert code == 0 and "leaky" in out and (tmp_path / "leaky.svg").stat().st_size > 1000, err
 
 
 def test_a_config_of_another_slot_is_refused(module):

@@ -15,7 +15,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.blocks.residual import PostNorm
 from kinformer.core.contract import Chunk
 from kinformer.family.build import model_config
-from kinformer.interop.gpt2 import GPT2
+from kinformer.interop.gpt2 import ARCHITECTURES
 from kinformer.mixers.linear import LinearAttention
 from kinformer.parts.feature_maps import Dpfp, Elu, Quadratic, SumNormalised
 
@@ -40,10 +40,10 @@ def gpt_pair():
 
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0, initializer_range=0.2)).double().eval()
-    data = GPT2.model_config(SIZES, Path("peer"))
+    data = ARCHITECTURES["gpt2"].read_config(SIZES, Path("peer"))
     ours = model_config(data).build().double().eval()
     weights = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
-    ours.load_state_dict(GPT2.convert(weights, data, Path("peer")))
+    ours.load_state_dict(ARCHITECTURES["gpt2"].read_tensors(weights, data, Path("peer")))
     return theirs, ours, torch.randint(47, (3, 33), generator=torch.Generator().manual_seed(1))
 
 
@@ -60,9 +60,9 @@ def test_gpt_has_the_gradients_of_gpt2(gpt_pair):
     want, got = theirs(tokens).logits, ours(tokens)[0]
     for logits in (want, got):
         cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    data = GPT2.model_config(SIZES, Path("peer"))
+    data = ARCHITECTURES["gpt2"].read_config(SIZES, Path("peer"))
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, gradient in GPT2.convert(gradients, data, Path("peer")).items():
+    for name, gradient in ARCHITECTURES["gpt2"].read_tensors(gradients, data, Path("peer")).items():
         close(ours.get_parameter(name).grad, gradient, 1e-11)
 
 

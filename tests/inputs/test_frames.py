@@ -70,7 +70,7 @@ def test_refusals():
         model(torch.randn(2, 5, 3, 4))
     with pytest.raises(KinformerError, match="convolutions must lie between 0 and 6, but is 7"):
         Frames.Config(convolutions=7)
-    with pytest.raises(KinformerError, match="knows no token ids"):
+    with pytest.raises(KinformerError, match="does not read token ids"):
         _ = model.vocab_size
 
 

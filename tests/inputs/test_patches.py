@@ -125,7 +125,7 @@ def test_what_is_no_image():
     ):
         with pytest.raises(KinformerError, match=told):
             model(values)
-    with pytest.raises(KinformerError, match="an image has no padding"):
+    with pytest.raises(KinformerError, match="an image does not have padding"):
         model(images, valid=torch.arange(65)[None] > 3)
     with pytest.raises(KinformerError, match="an image has no types"):
         model(images, types=torch.zeros(1, 65, dtype=torch.int64))

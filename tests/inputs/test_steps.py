@@ -59,7 +59,7 @@ def test_states_are_normalised_by_the_config_alone():
         ({"timesteps": 1 << 25}, "timesteps must be at most"),
         ({"image": (1, 2)}, "image must be channels, height and width"),
         ({"image": (1, 9, 9), "convolutions": ((2, 3, 2),)}, "give state_dim = 81"),
-        ({"image": (1, 3, 1), "convolutions": ((2, 3, 2),)}, "a filter of side 3 is larger than what it reads, 3 x 1"),
+        ({"image": (1, 3, 1), "convolutions": ((2, 3, 2),)}, "a filter of side 3 is larger than its input, 3 x 1"),
         ({"convolutions": ((2, 3, 2),)}, "convolutions = .* does nothing"),
     ],
 )

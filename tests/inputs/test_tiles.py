@@ -120,7 +120,7 @@ def test_an_encoder_keeps_its_own_initialisation():
     ("changes", "told"),
     [
         ({"input.encoder.head": {"kind": "linear_classification", "classes": 3}}, "the head pooled"),
-        ({"input.encoder.input.size": (8, 16)}, "must be that of a square tile"),
+        ({"input.encoder.input.size": (8, 16)}, "must be the size of a square tile"),
         ({"input.size": (0, 4)}, "size must be rows and columns"),
         ({"input.encoder.input.channels": 24}, "channels"),
         ({"input.encoder.input.encoder.input.channels": 24}, "the encoder's width is 24"),
@@ -135,5 +135,5 @@ def test_refusals(changes, told):
 def test_values_that_are_no_images(pyramid):
     with pytest.raises(KinformerError, match="images must be"):
         pyramid(torch.rand(1, 4, 8, 8, dtype=torch.float64))
-    with pytest.raises(KinformerError, match="valid: an image has no padding"):
+    with pytest.raises(KinformerError, match="valid: an image does not have padding"):
         pyramid(torch.rand(1, 3, 32, 32, dtype=torch.float64), valid=torch.tensor([[True, True, True, False]]))

@@ -4,7 +4,7 @@ import torch
 
 import kinformer
 from kinformer.core.state import detach
-from kinformer.interop.checkpoint import FORMATS
+from kinformer.interop.checkpoint import ARCHITECTURES
 from tests.interop.peers import KINDS, VOCABULARY, new_model, tokens
 
 LENGTHS = (17, 9, 4)
@@ -28,8 +28,8 @@ class Pair:
     def read(self, tensors):
         """Tensors of theirs by name under our names, as the import reads them."""
         config = self.theirs.config.to_dict()
-        form = FORMATS[config["model_type"]]
-        return form.convert(tensors, form.model_config(config, self.folder), self.folder)
+        form = ARCHITECTURES[config["model_type"]]
+        return form.read_tensors(tensors, form.read_config(config, self.folder), self.folder)
 
 
 def assert_close(ours, theirs, limit=1e-5):

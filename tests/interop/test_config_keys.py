@@ -13,8 +13,9 @@ from transformers import cache_utils, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kinformer
-from kinformer.interop import architecture as settings
-from kinformer.interop.checkpoint import FORMATS
+from kinformer.interop import settings
+from kinformer.interop.checkpoint import ARCHITECTURES
+from kinformer.interop.encoders import TextEncoder
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import assert_close
 from tests.interop.peers import new_model, tokens
@@ -65,8 +66,10 @@ BASES = {
 }
 """The configs that are changed, as changes of the default one: between them each key has an effect."""
 SCALED = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0}
-KINDS = [kind for kind in FORMATS if kind in CONFIG_MAPPING]
-CLASSIFY = [kind for kind in KINDS if FORMATS[kind].family is not None or FORMATS[kind].images]
+KINDS = [kind for kind in ARCHITECTURES if kind in CONFIG_MAPPING]
+CLASSIFY = [
+    kind for kind in KINDS if ARCHITECTURES[kind].reads == "patches" or isinstance(ARCHITECTURES[kind], TextEncoder)
+]
 GENERATE = [kind for kind in KINDS if kind not in CLASSIFY and kind != "modernbert"]
 
 
@@ -116,9 +119,9 @@ def handled(kind, base, key, place):
     """Whether another value of ``key`` changes our model's config, or is refused with the name of ``key``."""
 
     def read(config):
-        model, family = FORMATS[kind].model_config(config, place), FORMATS[kind].family
-        head = ["classifier.weight"] if config.get("architectures") else []
-        return model if family is None else model | family.head(config, place, head)
+        form = ARCHITECTURES[kind]
+        model, head = form.read_config(config, place), ["classifier.weight"] if config.get("architectures") else []
+        return model | form.head(config, place, head) if isinstance(form, TextEncoder) else model
 
     before = read(base)
     for value in others(base.get(key)):
@@ -157,7 +160,7 @@ def test_each_key_is_understood_or_refused(kind, tmp_path):
 
 def test_a_key_that_is_not_declared_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "CAUSAL", {})
-    monkeypatch.setitem(FORMATS, "qwen2", FORMATS["llama"])
+    monkeypatch.setitem(ARCHITECTURES, "qwen2", ARCHITECTURES["llama"])
     found = ignored("qwen2", tmp_path / "config.json")
     assert {"is_causal", "layer_types", "max_window_layers", "use_sliding_window"} <= set(found)
 

@@ -90,7 +90,7 @@ def test_too_few_batches_and_senseless_phases_are_one_sentence():
     model = copy.deepcopy(trained("llama"))
     with pytest.raises(KinformerError, match="batches ended before the steps"):
         convert(model, "gated-deltanet", iter(batches()[:2]), evaluation=batches(), transfer=Phase(5, 1e-3))
-    with pytest.raises(KinformerError, match="evaluation has no batch"):
+    with pytest.raises(KinformerError, match="evaluation is empty"):
         convert(model, "gated-deltanet", batches(), evaluation=[])
     with pytest.raises(KinformerError, match="lr = 0 above 0"):
         Phase(3, 0)
@@ -147,7 +147,7 @@ def test_low_rank_updates_that_cannot_be_are_refused_before_the_transfer(monkeyp
     pytest.importorskip("peft")
     model = copy.deepcopy(trained("llama"))
     lora = {"evaluation": batches()[:1], "fine_tuning": Phase(1, 1e-3, trains="lora")}
-    with pytest.raises(KinformerError, match="no linear layers that low-rank updates could adapt"):
+    with pytest.raises(KinformerError, match="do not have linear layers that low-rank updates could adapt"):
         convert(model, "lstm", iter([]), **lora)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(KinformerError, match=r"LoRA needs peft .*pip install 'kinformer\[lora\]'"):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import kinformer
 from kinformer.core.config import to_dict
 from kinformer.core.state import detach
-from kinformer.interop.checkpoint import FORMATS
+from kinformer.interop.checkpoint import ARCHITECTURES
 from kinformer.lab.control.options import TrajectoryEvaluationOptions
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.runs import LoadedRun
@@ -95,10 +95,10 @@ def test_same_gradients(pair):
     """That of the bias behind the norm is also that of the one position of theirs."""
     for actions in (pair.ours(pair.values)[0][:, 1::3], pair.actions()):
         actions.square().sum().backward()
-    form = FORMATS["decision_transformer"]
-    model = form.model_config(pair.theirs.config.to_dict(), pair.folder)
+    form = ARCHITECTURES["decision_transformer"]
+    model = form.read_config(pair.theirs.config.to_dict(), pair.folder)
     theirs = {name: one.grad for name, one in pair.theirs.named_parameters() if one.grad is not None}
-    wanted = form.convert(theirs, model, pair.folder)
+    wanted = form.read_tensors(theirs, model, pair.folder)
     wanted["input.norm.bias"] = wanted["input.norm.bias"] / 2
     ours = {name: parameter.grad for name, parameter in pair.ours.named_parameters()}
     assert ours.keys() == wanted.keys()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import kinformer
 from kinformer.core.state import detach
 from kinformer.generation.beam import Search, beam_search
-from kinformer.interop.checkpoint import FORMATS, read_checkpoint
+from kinformer.interop.checkpoint import ARCHITECTURES, read_checkpoint
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import assert_close
 
@@ -95,11 +95,11 @@ def check_gradients(pair):
         model.zero_grad()
         logits = pair.logits() if model is pair.theirs else model(pair.target, pair.begin())[0]
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), pair.target[:, 1:].flatten()).backward()
-    form = FORMATS[pair.kind]
-    model = form.model_config(pair.theirs.config.to_dict(), pair.folder)
+    form = ARCHITECTURES[pair.kind]
+    model = form.read_config(pair.theirs.config.to_dict(), pair.folder)
     theirs = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
     model["head"]["tied"] = "lm_head.weight" not in theirs
-    wanted = form.convert(theirs, model, pair.folder)
+    wanted = form.read_tensors(theirs, model, pair.folder)
     ours = {name: parameter.grad for name, parameter in pair.ours.named_parameters() if name != "head.bias"}
     assert ours.keys() == wanted.keys() - {"head.bias"}
     for name, gradient in ours.items():

@@ -11,8 +11,9 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure, storable
-from kinformer.interop.native import Native, native_form
-from kinformer.interop.routes import DECODERS, SETTINGS
+from kinformer.interop import fla
+from kinformer.interop.checkpoint import ARCHITECTURES
+from kinformer.interop.writing import Native, native_form
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import ByteTokenizer
 from kinformer.lab.runs.exporting import size_in_bytes
@@ -92,8 +93,11 @@ def test_an_architecture_of_transformers_leaves_as_it_came(name, tmp_path):
     assert_same_model(theirs, pair.ours)
 
 
-def test_every_imported_architecture_of_decoders_has_an_inverse():
-    assert DECODERS.keys() == SETTINGS.keys()
+def test_which_architectures_are_imported_alone():
+    assert {kind for kind, one in ARCHITECTURES.items() if not one.exported} == {
+        *("modernbert", "t5", "mt5", "bart"),
+        *fla.ARCHITECTURES,
+    }
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_the_command_says_what_it_will_be_and_writes_a_card(exported, tmp_path, 
 REFUSED = {
     "no run": (["/nowhere"], "is no run folder"),
     "type": (["RUN", "--dtype", "int8"], "'int8' is not one of"),
-    "size": (["RUN", "--max-shard-size", "tiny"], "--max-shard-size tiny: is no size"),
+    "size": (["RUN", "--max-shard-size", "tiny"], "--max-shard-size tiny: is not a size"),
     "full": (["RUN", "--out", "FULL"], "is not empty; give a new folder"),
     "file": (["RUN", "--out", "FILE"], "is a file"),
 }

@@ -335,7 +335,7 @@ def test_types_sentences_and_global_tokens(pairs):
     ):
         got = pair.theirs(tokens, **theirs).logits
         assert torch.equal(got, pair.ours(tokens, **ours)) and not torch.equal(got, pair.ours(tokens))
-    with pytest.raises(KinformerError, match="no types of tokens; leave them out"):
+    with pytest.raises(KinformerError, match="does not have types of tokens; leave them out"):
         etc.theirs(tokens, token_type_ids=0 * tokens + 1)
 
 
@@ -395,7 +395,7 @@ REFUSED = {
         "linear translator",
         {key: torch.zeros(1, size, dtype=torch.int64) for key, size in
          {"input_ids": 3, "attention_mask": 2, "decoder_input_ids": 1}.items()},
-        r"must be that of the source, \[1, 3\]",
+        r"must have the shape of the source, \[1, 3\]",
     ),
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ import transformers
 import kinformer
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
-from kinformer.interop.native import native_form
-from kinformer.interop.routes import Padding
+from kinformer.interop.architecture import Padding
+from kinformer.interop.writing import native_form
 from kinformer.lab.data import ByteTokenizer
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.table import task_of

@@ -60,9 +60,9 @@ def check_gradients(folder):
     logits = folder.ours(ids)[0]
     torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     kind, place = kind_of(folder.config["model_type"]), folder.folder / "config.json"
-    model = ARCHITECTURES[kind].model_config(folder.config, place)
+    model = ARCHITECTURES[kind].read_config(folder.config, place)
     theirs = {name.removeprefix("grad/"): grad for name, grad in folder.golden.items() if name.startswith("grad/")}
-    wanted = ARCHITECTURES[kind].convert(theirs, model, folder.folder)
+    wanted = ARCHITECTURES[kind].read_tensors(theirs, model, folder.folder)
     ours = {name: parameter.grad for name, parameter in folder.ours.named_parameters()}
     assert ours.keys() == wanted.keys()
     for name, gradient in ours.items():
@@ -133,7 +133,7 @@ REFUSED = {
     "parts of a number": ("gla", {"expand_k": 0.3}, "expand_k is 0.3, but 16 times it must be .* a multiple of 2"),
     "widths": ("gated_deltanet", {"expand_v": 2.0}, "is not what config.json says"),
     "another gate": ("gated_deltanet", {"output_gate_activation": "relu"}, "but only swish, silu, sigmoid"),
-    "attention without layers": ("retnet", {"attn": {"num_heads": 2}}, "attn names no list of layers"),
+    "attention without layers": ("retnet", {"attn": {"num_heads": 2}}, "attn does not name a list of layers"),
     "attention beyond the layers": ("retnet", {"attn": {"layers": [2], "num_heads": 2}}, "layers of attn is 2"),
 }
 

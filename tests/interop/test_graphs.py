@@ -12,8 +12,8 @@ from kinformer.core.state import Leaf, leaves_of
 from kinformer.family.build import configure
 from kinformer.generation.packed import use_package
 from kinformer.generation.recording import recordings_of
-from kinformer.interop.graphs import onnx, package
-from kinformer.interop.graphs.flat import FlatStep, captured
+from kinformer.interop import graphs
+from kinformer.interop.graphs import PACKAGE_FILE, FlatStep, captured
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.exporting import attach_package
 from kinformer.lab.runs.run import open_run, save_weights
@@ -51,7 +51,7 @@ def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path
     assert {node.op_type for node in file.graph.node} & names == OPERATORS[member]
     assert json.loads(file.metadata_props[0].value)["state"] == facts["state"]
 
-    session = onnx.session_of(tmp_path / "out" / facts["file"], 1)
+    session = graphs.session_of(tmp_path / "out" / facts["file"], 1)
     held = [
         np.zeros([{"batch": 2, "past": 0}.get(size, size) for size in leaf["shape"]], leaf["dtype"])
         for leaf in facts["state"]
@@ -63,7 +63,7 @@ def test_onnxruntime_computes_logits_and_state_of_a_prompt_and_of_steps(tmp_path
         logits, *held = session.run(None, dict(zip(facts["inputs"], (chunk.numpy(), *held), strict=True)))
         assert np.abs(logits - want.numpy()).max() < 1e-5
     other = configure(member, "tiny", 256, changes).build().eval()
-    assert onnx.gap(other, tmp_path / "out" / facts["file"], leaves_of(model)) > 0.01
+    assert graphs.gap(other, tmp_path / "out" / facts["file"], leaves_of(model)) > 0.01
 
 
 def test_what_stands_in_for_operators_computes_the_same():
@@ -75,7 +75,7 @@ def test_what_stands_in_for_operators_computes_the_same():
         (aten.searchsorted.Tensor, (ends, torch.arange(6)), {"right": True}),
         (aten.searchsorted.Tensor, (ends, torch.arange(6)), {"out_int32": True}),
     ):
-        one, other = name(*arguments, **options), onnx.WRITTEN_OTHERWISE[name](*arguments, **options)
+        one, other = name(*arguments, **options), graphs.WRITTEN_OTHERWISE[name](*arguments, **options)
         if name is aten.sort.stable:  # ties are the runtime's to break
             one, other = one[0], other[0]
         assert torch.equal(one, other) and one.dtype == other.dtype
@@ -160,10 +160,10 @@ def test_sessions_step_by_a_package(member):
 def packaged(folder, run, **changes):
     """A folder as ``export`` writes it, whose package is a file of no meaning."""
     folder.mkdir()
-    (folder / package.FILE).write_bytes(b"code")
+    (folder / PACKAGE_FILE).write_bytes(b"code")
     model = kinformer.load(run)
-    facts = {"schema": 1, "format": "aoti", "weights": open_run(run).weights_digest(), "file": package.FILE}
-    facts |= {"sha256": checksum(folder / package.FILE), "machine": package.machine()}
+    facts = {"schema": 1, "format": "aoti", "weights": open_run(run).weights_digest(), "file": PACKAGE_FILE}
+    facts |= {"sha256": checksum(folder / PACKAGE_FILE), "machine": graphs.machine()}
     facts |= {"state": [leaf.facts for leaf in leaves_of(model)]} | changes
     (folder / "graph.json").write_text(json.dumps(signed(facts)))
     return folder
@@ -176,8 +176,8 @@ def test_a_package_is_loaded_or_refused_in_a_sentence(tmp_path, monkeypatch):
     good = packaged(tmp_path / "good", run)
     model = kinformer.load(run)
     attach_package(open_run(run), model, good)
-    assert loaded == [str(good / package.FILE)] and len(recordings_of(model)) == 1
-    (good / package.FILE).write_bytes(b"other code")
+    assert loaded == [str(good / PACKAGE_FILE)] and len(recordings_of(model)) == 1
+    (good / PACKAGE_FILE).write_bytes(b"other code")
     cases = {
         "checksum differs": good,
         "format onnx": packaged(tmp_path / "onnx", run, format="onnx"),
@@ -228,8 +228,8 @@ def test_an_operator_that_the_converter_lacks_is_named():
     text = (
         "Error when translating node %sort : call_function[target=torch.ops.aten.sort.stable](args = (%cat,)).\nMore."
     )
-    assert onnx._reason(ValueError(text)) == "it has no operator aten.sort.stable"
-    assert onnx._reason(ValueError("Something else.\nMore.")) == "Something else"
+    assert graphs.converter_reason(ValueError(text)) == "it does not have the operator aten.sort.stable"
+    assert graphs.converter_reason(ValueError("Something else.\nMore.")) == "Something else"
 
 
 def test_the_command_refuses_with_one_sentence(tmp_path, capsys):
@@ -241,7 +241,7 @@ def test_the_command_refuses_with_one_sentence(tmp_path, capsys):
 
 def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     run = saved_run("gpt", tmp_path / "run")
-    monkeypatch.setattr(onnx, "find_spec", lambda name: None if name == "onnxscript" else name)
+    monkeypatch.setattr(graphs, "find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(KinformerError, match=r"needs onnxscript; pip install 'kinformer\[onnx\]'"):
         kinformer.export(run, tmp_path / "out", format="onnx")
     monkeypatch.setattr(shutil, "which", lambda name: None)

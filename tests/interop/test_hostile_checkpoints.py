@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save_file
 
 from kinformer.interop import fla, read_checkpoint
-from kinformer.interop.checkpoint import FORMATS
+from kinformer.interop.checkpoint import ARCHITECTURES
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import Peer
 
@@ -39,14 +39,14 @@ def folder(bert, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_any_setting_may_hold_any_value(kind, folder):
     import transformers
 
     ours = fla.ARCHITECTURES.get(kind)
     config = dict(ours.defaults | ours.required) if ours else transformers.AutoConfig.for_model(kind).to_dict()
     config |= {"architectures": ["X"], "model_type": kind}
-    for number, name in enumerate(config, start=list(FORMATS).index(kind)):
+    for number, name in enumerate(config, start=list(ARCHITECTURES).index(kind)):
         for value in VALUES[number % SHARE :: SHARE] if name != "model_type" else VALUES:
             (folder / "config.json").write_text(json.dumps(config | {name: value}))
             refused = refusal(folder)

@@ -108,7 +108,7 @@ def test_which_layers_are_dense_is_what_transformers_computes():
         {"num_experts": 2, "mlp_only_layers": list(range(8))},
     ):
         config = transformers.Qwen3NextConfig(num_hidden_layers=8, **settings).to_dict()
-        assert len(ARCHITECTURES["qwen3_next"].model_config(config, place)["layers"]) == 8
+        assert len(ARCHITECTURES["qwen3_next"].read_config(config, place)["layers"]) == 8
 
 
 def respelled(folder, out, change):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.interop.checkpoint import FORMATS, read_checkpoint
+from kinformer.interop.checkpoint import ARCHITECTURES, read_checkpoint
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import assert_close
 
@@ -91,10 +91,10 @@ def test_same_gradients(name, pairs):
         model.zero_grad()
         logits = model(ids, valid=valid) if model is pair.ours else model(ids, attention_mask=valid.long()).logits
         torch.nn.functional.cross_entropy(logits[valid], ids[valid].flip(0)).backward()
-    form = FORMATS["modernbert"]
-    model = form.model_config(pair.theirs.config.to_dict(), pair.folder)
+    form = ARCHITECTURES["modernbert"]
+    model = form.read_config(pair.theirs.config.to_dict(), pair.folder)
     theirs = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
-    wanted = form.convert(theirs, model, pair.folder)
+    wanted = form.read_tensors(theirs, model, pair.folder)
     ours = {name: parameter.grad for name, parameter in pair.ours.named_parameters()}
     assert ours.keys() == wanted.keys()
     for name, gradient in ours.items():

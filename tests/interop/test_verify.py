@@ -134,7 +134,7 @@ def test_every_law_catches_what_breaks_it(name, laws, case, module, capsys):
 
 def test_a_module_without_padding_is_not_judged_on_it(module, capsys):
     assert main(["verify", f"{module}:without_padding"]) == 0
-    assert capsys.readouterr().out.count("the model takes no mask of padding") == 2
+    assert capsys.readouterr().out.count("the model does not take a mask of padding") == 2
 
 
 def test_the_table(tmp_path, capsys):
@@ -148,10 +148,10 @@ def test_the_table(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["no/run"], "is no run folder"),
-        (["nowhere:Thing"], "nowhere:Thing: is no folder, and no object that can be imported"),
+        (["nowhere:Thing"], "nowhere:Thing: is not a folder, and not an object that can be imported"),
         (["broken_models:Nothing"], "has no attribute 'Nothing'"),
         (["broken_models:Model", "--length", "1"], "--length is 1 but must be 2 or more"),
-        (["broken_models:MODULE"], "is no folder, and no object"),
+        (["broken_models:MODULE"], "is not a folder, and not an object"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, module, capsys):
@@ -163,5 +163,5 @@ def test_mistakes_are_one_sentence(arguments, message, module, capsys):
 def test_a_model_that_continues_nothing(tmp_path):
     with pytest.raises(KinformerError, match="does not continue tokens"):
         kinformer.verify(saved_run("bert", tmp_path / "run"))
-    with pytest.raises(KinformerError, match="has no vocab_size"):
+    with pytest.raises(KinformerError, match="does not have a vocab_size"):
         judge(Plain(lambda tokens, cache=None: (tokens, cache)))

@@ -14,7 +14,7 @@ from kinformer.blocks.layer import DecoderLayer
 from kinformer.core.contract import Chunk
 from kinformer.family.build import configure
 from kinformer.lab.cli.main import main
-from kinformer.lab.evaluation.depths import record_usage
+from kinformer.lab.evaluation.usage import record_usage
 from kinformer.lab.training.distributed import Group, check_shared
 from kinformer.lab.training.optimisers import Optimiser
 from kinformer.lab.training.settings import Settings

@@ -113,7 +113,7 @@ def test_a_model_streams_and_its_noise_is_of_training_alone():
     ("make", "message"),
     [
         (lambda: SMALL.replace(block=0), "block must be 1 or more, but is 0"),
-        (lambda: SMALL.replace(block=7), "max_length = 60 is no multiple of block = 7"),
+        (lambda: SMALL.replace(block=7), "max_length = 60 is not a multiple of block = 7"),
         (lambda: SMALL.replace(temperature=0.0), "temperature"),
         (lambda: outputs(made(SMALL), inputs(61)), "61 tokens, but the mixer causal_sinkhorn ends at max_length = 60"),
     ],

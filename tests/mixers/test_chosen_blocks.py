@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from kinformer.core.contract import Chunk
+from kinformer.core.probe import NoWeights
 from kinformer.kernels.chosen import choice, chunked
-from kinformer.lab.runs.trace import site_of, weights_of
+from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.projections import Convolved, Grouped
@@ -287,8 +288,9 @@ def test_weights_are_read_and_rows_add_up_to_the_gates(settings):
 
 
 def test_why_learnt_summaries_have_no_weights():
-    reason = site_of(built(ChosenBlocks.Config(**LEARNT)))
-    assert reason.startswith("A perceptron sums up the values of blocks") and reason.endswith(".")
+    mixer, x = built(ChosenBlocks.Config(**LEARNT)), inputs(20, batch=1)
+    with pytest.raises(NoWeights, match=r"A perceptron sums up the values of blocks.*\."):
+        weights_of(mixer, (Chunk(x), mixer.initial_state(1, dtype=x.dtype)))
 
 
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])

@@ -8,7 +8,8 @@ from transformers.models.diffllama import DiffLlamaConfig
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
 from kinformer.core.contract import Chunk
-from kinformer.lab.runs.trace import site_of
+from kinformer.core.probe import NoWeights
+from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks
 from kinformer.parts.projections import Grouped, MultiHead
@@ -88,4 +89,6 @@ def test_what_does_not_pair_is_refused():
     ):
         with pytest.raises(KinformerError, match=message):
             SoftmaxAttention.Config(**{"differential": 0.5, **settings}).build(DIM)
-    assert "difference" in site_of(SoftmaxAttention.Config(differential=0.5, projection=MultiHead.Config()).build(DIM))
+    mixer = SoftmaxAttention.Config(differential=0.5, projection=MultiHead.Config()).build(DIM)
+    with pytest.raises(NoWeights, match="difference"):
+        weights_of(mixer, (Chunk(torch.randn(1, 5, DIM)), mixer.initial_state(1)))

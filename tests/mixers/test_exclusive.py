@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.lab.runs.trace import site_of
+from kinformer.core.probe import NoWeights
+from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks
 from kinformer.parts.projections import Grouped
@@ -64,4 +65,6 @@ def test_at_full_strength_an_output_is_orthogonal_to_its_tokens_value():
 
 
 def test_a_trace_says_that_no_weights_make_up_its_outputs():
-    assert "own value" in site_of(SoftmaxAttention.Config(exclusive=True).build(DIM))
+    mixer = SoftmaxAttention.Config(exclusive=True).build(DIM)
+    with pytest.raises(NoWeights, match="own value"):
+        weights_of(mixer, (Chunk(torch.randn(1, 5, DIM)), mixer.initial_state(1)))

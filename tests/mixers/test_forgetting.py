@@ -157,7 +157,7 @@ def test_what_cannot_decay_is_refused():
     for settings, message in (
         ({"decay": Sigmoid.Config()}, "set coupled = false"),
         ({"decay": LowRank.Config()}, "a number for every feature"),
-        ({"score": SCORES["additive"]}, "'additive' is no product"),
+        ({"score": SCORES["additive"]}, "'additive' is not a product"),
         ({"pattern": Sinks.Config(count=2, window=4)}, "leave one of them out"),
         ({"position": DistanceAware.Config()}, "leave one of them out"),
         ({"projection": KVShift.Config(inner=Convolved.Config())}, "cannot stand around 'convolved'"),

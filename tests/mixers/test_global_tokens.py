@@ -58,7 +58,7 @@ def test_in_a_full_pattern_global_tokens_are_as_all_others(position, score, proj
     try:
         mixer = mixer_of(position, score, projection)
     except KinformerError as error:
-        assert "is no product" in str(error)
+        assert "is not a product" in str(error)
         return
     positions = torch.tensor([[0, 4, 12], [5, 9, -1]])
     for num_global in (0, 3):

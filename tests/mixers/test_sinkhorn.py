@@ -178,7 +178,7 @@ def test_noise_is_the_seeds_and_of_training_alone():
     ("make", "message"),
     [
         (lambda: SMALL.replace(block=0), "block must be 1 or more, but is 0"),
-        (lambda: SMALL.replace(block=7), "max_length = 40 is no multiple of block = 7"),
+        (lambda: SMALL.replace(block=7), "max_length = 40 is not a multiple of block = 7"),
         (lambda: SMALL.replace(temperature=0.0), "temperature"),
         (lambda: made(SMALL)(torch.zeros(1, 41, 16).double()), "41 tokens is longer than max_length = 40 of the mixer"),
         (

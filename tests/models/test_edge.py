@@ -29,7 +29,7 @@ def build(member="gpt", **changes):
         (TOKENS[0], {}, r"tokens must be \[batch, time\]"),
         (TOKENS[:0], {}, "one row or more"),
         (TOKENS[:, :0], {}, "time >= 1"),
-        (TOKENS + 12, {}, "token 23 is no id of this model, whose ids are 0 to 22"),
+        (TOKENS + 12, {}, "token 23 is not an id of this model, whose ids are 0 to 22"),
         (TOKENS - 1, {}, "token -1 is no id"),
         (
             TOKENS,

@@ -2,18 +2,46 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from kinformer import nn
 from kinformer.core.config import Config
-from kinformer.family.kinds import kinds
+from kinformer.family.kinds import PAGES, kinds, named_parts, parts_of
 
-SLOTS = ("mixer", "encoder_mixer", "layer", "encoder_layer", "position", "pattern", "score", "span", "feature_map")
-SLOTS += ("decay", "projection", "feed_forward", "norm", "residual", "halting")
+STUB = Path(nn.__file__).with_suffix(".pyi")
 
 
-@pytest.mark.parametrize("slot", SLOTS)
+def stub() -> str:
+    """The type stub of ``kinformer.nn``, from its names and from the pages of parts."""
+    modules = sorted({config.__module__ for _, config in named_parts()})
+    own = sorted((module, name) for name, module in nn._MODULES.items())
+    return "".join(
+        [
+            *(f"import {module}\n" for module in modules),
+            "from kinformer.nn import states as states\n",
+            *(f"from kinformer.nn.{module} import {name} as {name}\n" for module, name in own),
+            "\n",
+            *(f"{name} = {config.__module__}.{config.__qualname__}\n" for name, config in named_parts()),
+        ]
+    )
+
+
+def test_the_type_stub_has_every_part():
+    assert STUB.read_text(encoding="utf-8") == stub(), "write it again: python tests/nn/test_names.py"
+    names = [name for name, _ in named_parts()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("slot", PAGES)
+def test_every_page_has_parts_of_its_slots(slot):
+    assert all(slot in {config.slot for config in parts_of(page).values()} for page in PAGES[slot])
+    kinds_of_slot = [config.kind for _, config in named_parts() if config.slot == slot]
+    assert sorted(kinds_of_slot) == sorted(kinds()[slot])
+
+
+@pytest.mark.parametrize("slot", PAGES)
 def test_every_kind_of_part_has_a_name(slot):
     named = {value for value in (getattr(nn, name) for name in dir(nn)) if isinstance(value, type)}
     assert all(issubclass(config, Config) for config in kinds()[slot].values())
@@ -52,3 +80,7 @@ print(*sorted(lazy))
     assert rooms.isdisjoint({"cli", "runs", "tasks", "training", "comparison", "data", "interop", "figures"})
     assert "kinformer.nn.factory" not in lazy
     assert not {name for name in lazy if name.startswith(("kinformer.mixers", "kinformer.family"))}
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub(), encoding="utf-8")

@@ -50,7 +50,7 @@ REFUSED = {
     "count must be 1 or more": (RandomBlocks.Config, {"count": 0}),
     "num_heads must be 1 or more": (RandomBlocks.Config, {"num_heads": 0}),
     "make total larger than count": (RandomBlocks.Config, {"count": 3, "total": 3}),
-    "is no permutation of blocks": (Blockwise.Config, {"permutations": ((0, 1), (1, 1))}),
+    "is not a permutation of blocks": (Blockwise.Config, {"permutations": ((0, 1), (1, 1))}),
     "but is empty": (Blockwise.Config, {"permutations": ()}),
     "block must be 1 pixel": (Image1D, {"block": 0}),
     "width = 30 is not made of whole blocks": (Image2D.Config, {"width": 30}),
@@ -73,7 +73,7 @@ def test_unlike_head_counts_are_refused():
     two, three = (PerHead.Config(patterns=(Local.Config(window=2),) * heads) for heads in (2, 3))
     with pytest.raises(KinformerError, match="for 2 and for 3 heads"):
         Union(patterns=(two, Causal.Config(), three)).build()
-    with pytest.raises(KinformerError, match="stands among those of 2 heads"):
+    with pytest.raises(KinformerError, match="stands among patterns for 2 heads"):
         PerHead.Config(patterns=(Causal.Config(), three)).build()
     assert Intersection(patterns=(two, Causal.Config(), two)).build().num_heads == 2
 

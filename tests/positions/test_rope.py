@@ -162,7 +162,7 @@ def test_a_fraction_leaves_the_rest_alone():
     ("options", "head_dim", "told"),
     [
         ({}, 7, "needs an even head_dim, but head_dim is 7"),
-        ({"fraction": 0.5}, 6, "head_dim is 6, of which fraction = 0.5 leaves 3"),
+        ({"fraction": 0.5}, 6, "head_dim is 6, and fraction = 0.5 leaves 3"),
         ({"fraction": 0.1}, 8, "leaves 0"),
         ({"fraction": 1.5}, 8, "fraction must be above 0 and at most 1"),
         ({"base": 1.0}, 8, "base must be above 1"),

@@ -2,6 +2,7 @@
 command."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
+from kinformer.core.encoder import EncoderMixer, GridOnly, SequenceContext, SourceMixer
+from kinformer.core.probe import NoWeights, probe, probing
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
-from kinformer.lab.runs.trace import NO_WEIGHTS, SITES, _recording, mean_distance, perplexity, site_of, weights_of
+from kinformer.lab.runs.trace import _recording, mean_distance, perplexity, weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
@@ -40,16 +43,16 @@ def calls_of(name, time=21):
 @pytest.mark.parametrize("name", [*CAUSAL, *ENCODERS])
 def test_weights_times_values_are_what_the_heads_of_every_mixer_give(name):
     for call in calls_of(name):
-        site = site_of(call.mixer)
-        if isinstance(site, str):
-            assert site.endswith(".") and name in WITHOUT_WEIGHTS
+        try:
+            weights, values, outputs, constant, *_, implied, _ = weights_of(call.mixer, call.inputs)
+        except NoWeights as reason:
+            assert str(reason).endswith(".") and name in WITHOUT_WEIGHTS
             continue
-        weights, values, outputs, constant = weights_of(call.mixer, call.inputs)
         error = weights @ values + constant - outputs
         rows = slice(1, None) if name == "longformer" else slice(None)  # its global token reads values of its own
         assert error[:, rows].abs().max() < 1e-12
         sums = weights.sum(-1)
-        if not site.implied:
+        if not implied:
             assert weights.min() >= 0 and sums.max() < (3 if name == "nsa" else 1) + 1e-9
             if name not in PARTIAL:
                 assert (((sums - 1).abs() < 1e-9) | (sums == 0)).all()
@@ -58,14 +61,34 @@ def test_weights_times_values_are_what_the_heads_of_every_mixer_give(name):
 
 
 def test_every_mixer_has_weights_or_a_reason():
-    table = kinds()
-    mixers = {
-        kind: config.__qualname__.split(".")[0]
-        for slot in ("mixer", "encoder_mixer")
-        for kind, config in table[slot].items()
-    }
-    listed = {kind.__name__ for kind in (*SITES, *NO_WEIGHTS)}
-    assert not {kind for kind, name in mixers.items() if name not in listed}
+    for slot in ("mixer", "encoder_mixer"):
+        for kind, config in kinds()[slot].items():
+            mixer, shown = config().build(16).eval(), []
+            try:
+                shown = [weights_of(mixer, inputs_of(mixer)).weights]
+            except NoWeights as reason:
+                shown = ["does not show" not in str(reason)]
+            assert shown[0] is not False, kind
+
+
+def inputs_of(mixer):
+    """A call of one sequence of 16 tokens 16 wide, over itself as its source or as an image of 4 x 4."""
+    x = torch.randn(1, 16, 16)
+    if isinstance(mixer, EncoderMixer):
+        return x, SequenceContext(grid=(4, 4) if isinstance(mixer, GridOnly) else None)
+    if isinstance(mixer, SourceMixer):
+        return Chunk(x), mixer.over(x, torch.ones(1, 16, dtype=torch.bool), None, None)
+    return Chunk(x), mixer.initial_state(1)
+
+
+def test_a_probe_is_seen_in_its_own_thread_alone():
+    v = torch.ones(1)
+    with probing(values=lambda value, at: value + 1):
+        assert probe("values", v) == 2 and probe("outputs", v) == 1
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(probe, "values", v).result() == 1
+        assert torch.compile(lambda x: probe("values", x), fullgraph=True, backend="eager")(v) == 1
+    assert probe("values", v) is v
 
 
 @pytest.mark.parametrize("position", ["rope", "alibi", "none"])
@@ -101,7 +124,7 @@ def test_a_mixer_is_left_as_it_was():
     before = call.mixer(*call.inputs[:2])[0]
     weights_of(call.mixer, call.inputs)
     assert torch.equal(before, call.mixer(*call.inputs[:2])[0])
-    assert "values" not in vars(call.mixer.position) and not call.mixer.out._forward_pre_hooks
+    assert probe("values", before) is before
 
 
 def test_tensors_of_a_run_and_the_chosen_layers_and_heads(gpt_run):  # noqa: F811

@@ -195,7 +195,7 @@ def test_scores_and_distances_are_one_in_all_kernels_or_refused(score, position)
 
     if score in ("capped", "modulus", "additive") and position in ("shaw", "xl"):
         for mixer in (SoftmaxAttention, SegmentMemory, BidirectionalAttention):
-            with pytest.raises(KinformerError, match=f"'{score}' is no product of a query and a key"):
+            with pytest.raises(KinformerError, match=f"'{score}' is not a product of a query and a key"):
                 mixer.Config(num_heads=HEADS, score=SCORES[score], position=BY_DISTANCE[position]).build(DIM)
         return
     for pattern in (Causal.Config(), Local.Config(window=5)):

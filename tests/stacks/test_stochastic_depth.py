@@ -7,7 +7,7 @@ from torch import Tensor
 import kinformer
 from kinformer.core.stack import Droppable, drop_rates
 from kinformer.family.build import configure
-from kinformer.interop.native import native_form
+from kinformer.interop.writing import native_form
 from kinformer.lab.training.context_parallel import check_time
 from kinformer.runtime.errors import KinformerError
 from tests.training.tiny import gap, rewound, train

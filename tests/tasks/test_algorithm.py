@@ -8,8 +8,7 @@ import torch
 
 import kinformer
 from kinformer.lab.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
-from kinformer.lab.evaluation.depths import noting_depths
-from kinformer.lab.evaluation.exits import noting_exits
+from kinformer.lab.evaluation.depths import noting_depths, noting_exits
 from kinformer.lab.tasks.algorithm.work import AlgorithmLoss, ByDifficulty, solved
 from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
 from kinformer.runtime.errors import KinformerError

@@ -190,7 +190,7 @@ def test_other_recordings_are_measured_with_the_runs_symbols(tmp_path, caplog):
         ("speech-linear", {"tokenizer": "x.json"}, "tokenizer x.json: is for text; the symbols of speech"),
         ("speech-linear", {"data": "stdlib"}, "data stdlib: is text, not speech"),
         ("speech-linear", {"length": 2}, "are longer than length 2 positions .* and none is left"),
-        ("speech-linear", {"set": {"input.mels": 300}}, "some filter holds no frequency"),
+        ("speech-linear", {"set": {"input.mels": 300}}, "some filter does not contain a frequency"),
         ("speech-linear", {"set": {"head.classes": 9}}, '"head.classes": 9.: the data has 16 symbols'),
         (
             "speech-linear",

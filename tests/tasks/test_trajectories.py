@@ -207,7 +207,7 @@ def test_images_of_games_are_learnt(tmp_path):
     small = {"dim": 16, "layers": 2, "layers.*.mixer.num_heads": 2}
     sizes = {"steps": 2, "length": 18, "batch_size": 2, "validation_tokens": 36, "lr": 1e-2, "recipe": "paper-atari"}
     options = sizes | {"data": tmp_path / "game.npz", "out": tmp_path / "run"}
-    with pytest.raises(KinformerError, match="a filter of side 4 is larger than what it reads, 1 x 1"):
+    with pytest.raises(KinformerError, match="a filter of side 4 is larger than its input, 1 x 1"):
         kinformer.train("decision", set=small, **options)
     convolutions = {"input.convolutions": [[4, 3, 2], [5, 2, 1]]}
     run = kinformer.train("decision", set=small | convolutions, **options)

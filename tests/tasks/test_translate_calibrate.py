@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import kinformer
-from kinformer.lab.evaluation.exits import dissimilarity
+from kinformer.lab.calibration.risk import dissimilarity
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 

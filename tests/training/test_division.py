@@ -28,7 +28,7 @@ WHY_NOT = {
     "pkm": "sparse gradients",
     "sha-rnn": "every unit reads all units",
     "tensorized": "without heads",
-    "longformer": "what a part of its heads projects",
+    "longformer": "the projection of a part of its heads",
     "big-bird": "another one for every head",
     "blockbert": "another one for every head",
 } | dict.fromkeys(

@@ -22,7 +22,7 @@ def ahead(model, tokens, place, number):
     """Minus the log-probability of the token ``number`` + 1 places behind ``place`` of a row, token by token."""
     z = model.hidden(tokens[None, : place + 1])[0][:, -1:]
     for step in range(1, number + 1):
-        z = model.further(step, z, tokens[None, place + step : place + step + 1])
+        z = model.ahead.further(step, z, tokens[None, place + step : place + step + 1], model.input)
     return cross_entropy(model.logits(z)[0], tokens[None, place + number + 1]).item()
 
 

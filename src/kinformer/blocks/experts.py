@@ -40,9 +40,9 @@ ROUTERS = ("softmax", "sigmoid")
 class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
-    ``hidden_dim`` is that of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
-    ``shared_dim``: of the expert that all tokens use, 0 for none. Its weight is 1, or with ``shared_gate``, as in
-    Qwen3-Next, sigmoid(u . x).
+    ``hidden_dim``: hidden features of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
+    ``shared_dim``: hidden features of the expert that all tokens use, 0 for none. Its weight is 1, or with
+    ``shared_gate``, as in Qwen3-Next, sigmoid(u . x).
     """
 
     bias: Tensor | None
@@ -126,7 +126,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         balances = self.bias is not None or self.balance is not None
         if balances and self.training and torch.is_grad_enabled():
             self._learn_from(scores, experts, valid)
-        y = self._mixed(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
+        y = self._apply_experts(x.flatten(0, -2), experts.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             y = y + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
@@ -146,8 +146,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
         return experts, weights * self.config.scale
 
-    def _mixed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum [tokens, dim] of what the chosen experts make of x [tokens, dim]."""
+    def _apply_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum [tokens, dim] of the chosen experts' outputs for x [tokens, dim]."""
         tokens, topk = experts.shape
         flat = experts.flatten()
         order = flat.argsort(stable=True)
@@ -155,10 +155,10 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         ends = ends.index_add(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
         impl = self.config.impl
         gate, up = grouped_products(x[order // topk], self.gate_up, ends, impl=impl).chunk(2, -1)
-        sorted_ = grouped_products(functional.silu(gate) * up, self.down, ends, impl=impl)
+        by_expert = grouped_products(functional.silu(gate) * up, self.down, ends, impl=impl)
         place = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=x.device))
-        made = sorted_[place].view(tokens, topk, -1)
-        return torch.einsum("nkd,nk->nd", made, weights.to(made.dtype)).to(x.dtype)
+        outputs = by_expert[place].view(tokens, topk, -1)
+        return torch.einsum("nkd,nk->nd", outputs, weights.to(outputs.dtype)).to(x.dtype)
 
     @uncompiled("loads and losses are gathered outside the model's graph")
     def _learn_from(self, scores: Tensor, experts: Tensor, valid: Tensor | None) -> None:
@@ -170,7 +170,7 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             self._loads = loads if self._loads is None else self._loads + loads
         if self.balance is None or scores.dim() < 3:
             return
-        # f_e and p_e of each sequence; the cost of a sequence is that of all its tokens.
+        # f_e and p_e of each sequence; the cost of a sequence is the sum over its tokens.
         tokens = chosen.sum((-2, -1)) / self.config.topk
         shares = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
         f = chosen.sum(-2) / (tokens * self.config.topk).clamp_min(1)[..., None]
@@ -184,3 +184,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         loads = self._loads if self._loads is not None else torch.zeros_like(self.bias)
         loads, self._loads = total(loads), None
         self.bias.add_(self.config.bias_rate * (loads.mean() - loads).sign().to(self.bias.dtype))
+
+
+PARTS = {
+    "Experts": Experts.Config,
+}

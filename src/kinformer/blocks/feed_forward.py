@@ -159,7 +159,7 @@ class Boom(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "boom"
-        indivisible = "its second product is a sum of slices that are as wide as the stream"
+        indivisible = "its second product is a sum of slices as wide as the stream"
         hidden_dim: int | None = None
         activation: Activation = "gelu_sigmoid"
         bias: bool = True
@@ -200,14 +200,14 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
         y(x) = sum over heads, and over the topk slots (i, j) of largest score, of softmax(score)_(i, j) value_(i, j)
         score_(i, j) = q1 . keys1_i + q2 . keys2_j,    [q1, q2] = norm(W x + b), two halves per head
 
-    With n keys in each half there are n^2 values, and the best of them are found among the topk^2 pairs of the best
-    keys of each half: exactly, at the cost of 2 n products. With topk = n^2 it is a softmax over all values.
+    With n keys in each half there are n^2 values, and the exact best values are found among the topk^2 pairs of the
+    best keys of each half, at the cost of 2 n products. With topk = n^2 it is a softmax over all values.
 
     The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
-    ``norm``: of the queries. ``layer`` norms each half of each head's query by itself; ``batch`` is the published
-    one, over the valid tokens of a training batch, so that rows then depend on each other. ``sparse``: the values'
-    gradient holds the rows that were looked up, no others, and an optimiser of their own moves them.
+    ``norm``: the norm of the queries. ``layer`` normalises each half of each head's query; ``batch`` (the published
+    norm) normalises over the valid tokens of a training batch, so rows depend on each other. ``sparse``: the values'
+    gradient holds only the rows that were looked up, and the values have a separate optimiser.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -269,7 +269,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
         q = self._queries(x, valid)
         scores = torch.einsum("nhpd,hpkd->nhpk", q, self.keys.to(q.dtype))
         best, keys = scores.to(state_dtype(scores.dtype)).topk(min(self.topk, self.num_keys), dim=-1)
-        # Scores q1 . keys1_i + q2 . keys2_j add, so the topk pairs lie among those of the topk keys of each half.
+        # Scores q1 . keys1_i + q2 . keys2_j add, so the topk pairs lie among the pairs of the topk keys of each half.
         pairs = (best[:, :, 0, :, None] + best[:, :, 1, None, :]).flatten(-2)
         slots = (keys[:, :, 0, :, None] * self.num_keys + keys[:, :, 1, None, :]).flatten(-2)
         top, chosen = pairs.topk(self.topk, dim=-1)
@@ -349,3 +349,12 @@ def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
         looked_up, place = slots.unique(return_inverse=True)
         return looked_up, place
     return slots.new_empty(min(slots.numel(), count)), slots
+
+
+PARTS = {
+    "MLP": MLP.Config,
+    "SwiGLU": SwiGLU.Config,
+    "GeGLU": GeGLU.Config,
+    "Boom": Boom.Config,
+    "ProductKeys": ProductKeys.Config,
+}

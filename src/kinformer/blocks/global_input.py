@@ -40,8 +40,8 @@ class GlobalInputConfig(Config):
 
 
 class ExtraTokens(GlobalInput):
-    """The global input of ``count`` tokens, each with a vector of its own: Big
-    Bird's extended construction (BigBird-ETC)."""
+    """The global input of ``count`` tokens with one learnt vector each: Big Bird's extended construction
+    (BigBird-ETC)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
@@ -97,3 +97,9 @@ class Sentences(GlobalInput):
 
     def embed(self, batch: int, count: int) -> Tensor:
         return self.table.weight[None].expand(batch, count, -1)
+
+
+PARTS = {
+    "ExtraTokens": ExtraTokens.Config,
+    "Sentences": Sentences.Config,
+}

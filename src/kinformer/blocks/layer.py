@@ -108,7 +108,7 @@ def _run_feed_forward(residual: Residual, feed_forward: nn.Module, x: Tensor, va
 
 
 def feed(feed_forward: nn.Module, x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return what a feed-forward makes of each token of x [batch, time, dim]."""
+    """Return a feed-forward's output for each token of x [batch, time, dim]."""
     return feed_forward(x, valid) if isinstance(feed_forward, ReadsPadding) else feed_forward(x)
 
 
@@ -117,7 +117,7 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
     feed_forward = config.build(dim)
     if isinstance(feed_forward, EncoderMixer):
         raise KinformerError(
-            f"the feed-forward {config.kind!r} looks at other tokens, for which this layer has no place; use the layer "
+            f"the feed-forward {config.kind!r} reads other tokens, which this layer does not support; use the layer "
             "'decoder' or 'encoder', or another feed-forward (mlp)."
         )
     return feed_forward
@@ -163,8 +163,8 @@ def _additive(residual: Residual, run: R) -> R:
 
 
 class LayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state
-    is a tuple of those of its sublayers."""
+    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state is a tuple of its mixers'
+    states."""
 
     slot = "layer"
 
@@ -228,14 +228,14 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         return self._run_feed_forward(x, chunk.valid), after
 
     def _run_feed_forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the stream after the mixers and the feed-forward, unless that was one of them."""
+        """Return the stream after the feed-forward, unless the feed-forward is one of the mixers."""
         return x if self._transition else add_feed_forward(self.feed_forward_residual, self.feed_forward, x, valid)
 
     def _answered(
         self, chunk: Chunk, state: tuple[State, ...], output_mask: Tensor
     ) -> tuple[Tensor, tuple[State, ...]]:
         """Return outputs where ``output_mask`` only, and the states after the chunk."""
-        if len(self.mixers) > 1:  # they read what the first made of every token
+        if len(self.mixers) > 1:  # they read the first mixer's output for every token
             x, after = self._mix(chunk, state)
             if is_empty_mask(output_mask):
                 return chunk.x, after
@@ -274,7 +274,7 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
 
 def causal(config: MixerConfig, dim: int) -> CausalMixer:
-    """Return the mixer of ``config``; refuse one that is not causal."""
+    """Return the mixer of ``config``; refuse a mixer that is not causal."""
     mixer = config.build(dim)
     if not isinstance(mixer, CausalMixer):
         raise KinformerError(
@@ -334,7 +334,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         return x.to(some.dtype).index_put((output_mask,), some)
 
 
-# Layers that are their mixers and nothing else: no residual, no feed-forward (Guo et al. 2019).
+# Layers of mixers alone, without a residual and without a feed-forward (Guo et al. 2019).
 
 
 class BareLayer(ChecksInput, nn.Module):
@@ -414,7 +414,7 @@ class ParallelLayer(DecoderLayer):
         def __post_init__(self) -> None:
             if self.further_mixers:
                 raise KinformerError(
-                    "the layer 'parallel' has no place for further_mixers, which read the output of the first; use the "
+                    "the layer 'parallel' does not take further_mixers, which read the output of the first; use the "
                     "layer 'decoder'."
                 )
 
@@ -462,7 +462,7 @@ class ParallelEncoderLayer(EncoderLayer):
 
 
 def _require_sums(layer: Sublayers, config: DecoderLayer.Config | EncoderLayer.Config) -> None:
-    """Refuse residuals behind which the stream is no sum."""
+    """Refuse residuals after which the stream is not a sum."""
     kinds = config.residual.kind, (config.feed_forward_residual or config.residual).kind
     for residual, kind in zip((layer.mixer_residual, layer.feed_forward_residual), kinds, strict=True):
         if not residual.additive:
@@ -547,3 +547,15 @@ class MacaronEncoderLayer(EncoderLayer):
         y = add_feed_forward(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
         y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(y, text), text.valid, HALF)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
+
+
+PARTS = {
+    "EncoderLayer": EncoderLayer.Config,
+    "MacaronEncoderLayer": MacaronEncoderLayer.Config,
+    "ParallelEncoderLayer": ParallelEncoderLayer.Config,
+    "BareLayer": BareLayer.Config,
+    "DecoderLayer": DecoderLayer.Config,
+    "MacaronLayer": MacaronLayer.Config,
+    "ParallelLayer": ParallelLayer.Config,
+    "BareDecoderLayer": BareDecoderLayer.Config,
+}

@@ -75,7 +75,7 @@ class RMSNorm(NormConfig):
 
 
 class NoNorm(NormConfig):
-    """The identity, for a sublayer that has no norm; a layer says so itself."""
+    """The identity, for a sublayer without a norm."""
 
     def build(self, dim: int) -> nn.Module:
         return nn.Identity()
@@ -85,14 +85,13 @@ class NoNorm(NormConfig):
 class Initialisation(Config):
     """The initialisation of weights.
 
-    The initialisation by name. ``normal``: every product and embedding N(0, std), biases 0. ``framework``: PyTorch's
+    ``normal``: every product and embedding N(0, std), biases 0. ``framework``: PyTorch's
     defaults, as in the Linear Transformer's code (embeddings N(0, 1), products uniform in 1/sqrt(fan-in)).
     ``xavier``: products uniform with variance 2 / (fan-in + fan-out) (Glorot and Bengio 2010), embeddings N(0, 1 /
     dim), biases 0, as the original Transformer.
 
-    ``residual`` says how the products that write into the residual stream differ: ``plain``, not at all; ``scaled``,
-    those of ``normal`` are divided by the root of their number (GPT-2); ``zero``, so that every layer begins as the
-    identity.
+    ``residual``: the products that write into the residual stream. ``plain``: like all products. ``scaled``: with
+    ``normal``, divided by the root of their number (GPT-2). ``zero``: 0, so that every layer begins as the identity.
     """
 
     kind = ""
@@ -101,8 +100,8 @@ class Initialisation(Config):
     residual: Literal["scaled", "plain", "zero"] = "scaled"
 
     def apply(self, model: nn.Module) -> None:
-        """Initialise every linear product and embedding of ``model`` in place, but those of a model inside it, which
-        has an initialisation of its own."""
+        """Initialise every linear product and embedding of ``model`` in place, except in a nested model, which has its
+        own initialisation."""
         initialised = {
             part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
         }
@@ -123,7 +122,7 @@ class Initialisation(Config):
     def _begin(self, module: nn.Linear | nn.Embedding, outputs: int) -> None:
         if self.scheme == "normal":
             shrink = self.residual == "scaled" and isinstance(module, ResidualOutput)
-            # GPT-2: the residual stream sums ``outputs`` products, whose variances then add up to that of one.
+            # GPT-2: the residual stream sums ``outputs`` products; their variances add up to the variance of one.
             module.weight.normal_(0.0, self.std / outputs**0.5 if shrink else self.std)
         elif isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -165,7 +164,7 @@ class Residual(Droppable):
         return self.enter(x)
 
     def leave(self, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
-        """Return the stream after the sublayer's output ``y``, of which ``share`` is added."""
+        """Return the stream after adding ``share`` times the sublayer's output ``y``."""
         return self._sum(x, y, share)
 
     def added(self, y: Tensor, share: float = 1.0) -> Tensor:
@@ -302,7 +301,7 @@ class Gated(Reordered):
     """The residual gate(x, relu(F(norm(x)))), GTrXL."""
 
     additive = False
-    undroppable = "a gate of the residual 'gated' does not leave the stream as it is where a sublayer gives nothing"
+    undroppable = "a gate of the residual 'gated' changes the stream even if the sublayer's output is 0"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
@@ -351,3 +350,15 @@ class Gated(Reordered):
         candidate = (candidate_y + self.of_reset((reset_y + reset_x).sigmoid() * x)).tanh()
         # (1 - z) x + z h
         return torch.lerp(x, candidate.to(x.dtype), update.to(x.dtype))
+
+
+PARTS = {
+    "PreNorm": PreNorm.Config,
+    "PostNorm": PostNorm.Config,
+    "ResPostNorm": ResPostNorm.Config,
+    "SandwichNorm": Sandwich.Config,
+    "ReorderedResidual": Reordered.Config,
+    "GatedResidual": Gated.Config,
+    "LayerNorm": LayerNorm,
+    "RMSNorm": RMSNorm,
+}

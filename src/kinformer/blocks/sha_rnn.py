@@ -2,10 +2,10 @@
 
     h = mixer(norm(x)),   h = attention(h) where there is one,   y = norm'(h) + boom(norm''(h))
 
-There is no residual path around the recurrence, and every stream that something is added to is normed first. Dropout
-falls on what the recurrence and the boom layer give. Where a decoder reads a source, h <- h + cross(norm(h)) follows
-the attention; in an encoder, whose attention holds no residual sum of its own, h <- h + attention(norm(h)). The paper
-has neither.
+The recurrence does not have a residual path around it, and a stream is normed before anything is added to it. Dropout
+acts on the outputs of the recurrence and of the boom layer. If a decoder reads a source, h <- h + cross(norm(h))
+follows the attention. In an encoder, whose attention does not contain a residual sum, h <- h + attention(norm(h)). The
+paper has neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kinformer.runtime.dropout import Dropout
 
 @dataclass(frozen=True, kw_only=True)
 class ShaRnnConfig(Config):
-    """What the config of a decoder's layer and that of an encoder's share: all but the mixers."""
+    """The common fields of the configs of a decoder's and an encoder's layer: everything except the mixers."""
 
     attention: Config | None = None
     feed_forward: FeedForwardConfig = Boom.Config()
@@ -135,3 +135,9 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
         if self.attention is not None and self.attention_norm is not None:
             h = h + self.dropout(self.attention(self.attention_norm(h), text))
         return self.left(h, text.valid)
+
+
+PARTS = {
+    "ShaRnnEncoderLayer": ShaRnnEncoderLayer.Config,
+    "ShaRnnLayer": ShaRnnLayer.Config,
+}

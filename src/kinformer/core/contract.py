@@ -2,16 +2,16 @@
 
     y, state = mixer(Chunk(x, valid, reset), state)
 
-The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the
-gradients and the final state are those of one chunk. In code, for every ``0 < t < time``::
+The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the gradients and
+the final state equal the results of one chunk. In code, for every ``0 < t < time``::
 
     y, end = mixer(Chunk(x), start)
     left, middle = mixer(Chunk(x[:, :t]), start)
     right, last = mixer(Chunk(x[:, t:]), middle)
     assert allclose(y, cat([left, right], 1)) and allclose(end, last)
 
-Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
-length of the chunk that a caller happened to pass. ``kinformer.testing`` checks all of this for any mixer.
+Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the length
+of a chunk. ``kinformer.testing`` checks all of this for any mixer.
 
 Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
 """
@@ -42,21 +42,22 @@ class FirstValues:
         self._values: Tensor | None = None
 
     def of(self, v: Tensor) -> Tensor:
-        """Return the first values, which are ``v`` in the first call. A recomputed layer reads those of its forward."""
+        """Return the first values: ``v`` in the first call. A recomputed layer reads the values of its forward pass."""
         if self._values is None:
             self._values = v
         return self._values
 
 
 class SharesValues:
-    """Mixin of modules that read the first values; ``value_shape`` (kv_heads, head_dim) is that of their own."""
+    """Mixin of modules that read the first values; ``value_shape`` (kv_heads, head_dim) is the shape of their
+    values."""
 
     value_shape: tuple[int, int]
 
 
 def shares_values(layers: Iterable[nn.Module], kind: str, opens: bool) -> bool:
-    """Return whether modules in ``layers`` read first values; refuse it in a stack ``kind`` that has no channel for
-    them (``opens`` False), and layers whose values differ in shape."""
+    """Return whether modules in ``layers`` read first values. Refuse such modules in a stack ``kind`` without a channel
+    for first values (``opens`` False), and layers whose values differ in shape."""
     shapes = {module.value_shape for layer in layers for module in layer.modules() if isinstance(module, SharesValues)}
     if shapes and not opens:
         raise KinformerError(
@@ -182,8 +183,8 @@ class ReadsSource:
 class RecomputesKV:
     """Mixin of a mixer whose state holds inputs of the layer, from which it projects keys and values again.
 
-    ``forward(chunk, state, norm)`` also takes the layer's norm: chunk and state hold inputs as they enter the layer,
-    and the norm is applied to both, so that it is always that of the present weights and learns from either.
+    ``forward(chunk, state, norm)`` also takes the layer's norm. Chunk and state hold the layer's inputs before the
+    norm, and the mixer applies the norm to both, so the norm always has the present weights and learns from both.
     """
 
 
@@ -196,7 +197,7 @@ class PartialOutput:
 
 
 AS_THEY_ARE = nn.Identity()
-"""The ``norm`` of a mixer whose layer hands its inputs on as they are."""
+"""The ``norm`` of a mixer in a layer that does not normalise the mixer's input."""
 
 
 class MixerConfig(Divisible, Config):
@@ -252,7 +253,7 @@ def width_of(x: Tensor) -> int:
 
 
 def activation_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype of activations that ``weight`` makes: its own, or autocast's where that is on."""
+    """Return the dtype of activations computed with ``weight``: the weight's dtype, or autocast's if autocast is on."""
     dtype = autocast_dtype(weight.device)
     return weight.dtype if dtype is None or weight.dtype != torch.float32 else dtype
 
@@ -330,8 +331,8 @@ def left_align(valid: Tensor) -> Alignment:
 def right_align(slots: Tensor, count: Tensor, time: int) -> Tensor:
     """Shift rows of ``slots`` [batch, heads, past + time, ...] right so that each ends with its last valid token.
 
-    ``count`` [batch] is how many of the last ``time`` slots are valid (a prefix of them). Slots that open up on the
-    left repeat an arbitrary old slot; the caller clears them by its own counter.
+    ``count`` [batch] is the number of valid slots among the last ``time`` slots (a prefix). Slots that open up on the
+    left repeat an arbitrary old slot; the caller clears them with its counter.
     """
     total = slots.shape[2]
     index = torch.arange(total, device=slots.device)[None] - (time - count)[:, None]

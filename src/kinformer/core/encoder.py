@@ -31,16 +31,16 @@ LOCAL, GLOBAL = 0, 1
 
 
 class SequenceContext(NamedTuple):
-    """The context of the tokens [batch, num_global + time], all that a mixer needs besides their vectors.
+    """The context of the tokens [batch, num_global + time]: everything that a mixer needs besides their vectors.
 
     ``valid``             bool or None (all valid): False marks padding.
-    ``global_positions``  [batch, n] int64 or None: positions in the long input of its global tokens, -1 fills up.
-    ``sentences``         [batch, num_global + time] int64 or None: the sentence that a token of the long input belongs
-                          to, or that one of the global input stands for; -1 is none.
-    ``num_global`` how many tokens of the global input stand before the long input; they have no position in it.
-    ``grid`` rows and columns of an image's patches, which are the last tokens, row by row; None without an image.
-    ``values`` the channel of a stack whose layers read the values of the first. ``row``: where the tokens are one
-    stretch of their row (``core.crossing``), that.
+    ``global_positions``  [batch, n] int64 or None: the positions of global tokens in the long input, filled up with -1.
+    ``sentences``         [batch, num_global + time] int64 or None: the sentence of a token of the long input, or the
+                          sentence that a token of the global input stands for; -1 for no sentence.
+    ``num_global``        the number of tokens of the global input before the long input; they do not have a position.
+    ``grid``              rows and columns of an image's patches (the last tokens, row by row); None without an image.
+    ``values``            the channel of a stack whose layers read the values of the first layer.
+    ``row``               set if the tokens are one stretch of a row (``core.crossing``).
     """
 
     valid: Tensor | None = None
@@ -90,7 +90,7 @@ class EncoderMixer(ChecksInput, nn.Module):
     max_length: int | None = None
     """How many tokens a text may have, None for any number."""
     crosses: bool = False
-    """Whether it can read one stretch of a row of which other processes have the rest (``text.row``)."""
+    """Whether it can read one stretch of a row whose other stretches are on other processes (``text.row``)."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Refuse a model with global tokens, or a global input, where this mixer has none."""
@@ -130,8 +130,7 @@ def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
 
 
 def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
-    """Return the grid of the patches x [batch, rows * columns, dim], for a mixer of
-    this ``kind`` that is for images only."""
+    """Return the grid of the patches x [batch, rows * columns, dim], for a mixer ``kind`` that reads images only."""
     if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
         raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")
     return text.grid
@@ -192,8 +191,8 @@ def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, widt
 
 
 class SourceMixer(ReadsSource, CausalMixer):
-    """A mixer whose state holds what it made of the source, and nothing of the tokens that looked at it but how many;
-    ``source_dim`` is the width of that. ``crossing``: where it absorbs one stretch of a row, that of the others."""
+    """A mixer that attends to an encoded source. Its state holds the projected source and the number of tokens
+    absorbed; ``source_dim`` is the width of the source. ``crossing``: set while a row is split over processes."""
 
     source_dim: int
     crossing: Crossing | None = None
@@ -207,12 +206,12 @@ class SourceMixer(ReadsSource, CausalMixer):
         source: Tensor | None = None,
         source_valid: Tensor | None = None,
     ) -> State:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim], of which
-        ``source_valid`` [batch, length] bool is real (None: all)."""
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim]; ``source_valid``
+        [batch, length] bool marks its real tokens (None: all)."""
         source, valid = checked_source(source, source_valid, batch, self.source_dim)
         return self.over(source, valid, device, dtype)
 
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> State:
-        """Return the state over ``source`` [batch, length, source_dim], zero where it is not ``valid`` [batch, length]
-        bool, in ``dtype`` (None: that of activations)."""
+        """Return the state over ``source`` [batch, length, source_dim], zero where ``valid`` [batch, length] bool is
+        False, in ``dtype`` (None: the dtype of activations)."""
         raise NotImplementedError

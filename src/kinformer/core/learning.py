@@ -1,7 +1,6 @@
-"""The services that modules need from a trainer beside gradients: sums to learn from, new random numbers, penalties,
-auxiliary losses.
+"""The services of a trainer beside gradients: sums to learn from, new random numbers, penalties, auxiliary losses.
 
-The trainer finds these modules by type; a model that is not trained never calls them.
+The trainer finds the modules that need them by type. Without training, no code calls these services.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class OnlineLearner(nn.Module):
     def learn(self, total: Callable[[Tensor], Tensor]) -> None:
         """Change the buffers by the gathered sums, and clear the sums.
 
-        ``total`` gives the sum over all processes, so that the buffers stay the same on each; it must be called alike
-        on all of them.
+        ``total`` returns the sum over all processes, so that the buffers stay equal. All processes must call it in the
+        same order.
         """
         raise NotImplementedError
 
@@ -30,7 +29,7 @@ class OnlineLearner(nn.Module):
 class Resampled(nn.Module):
     """A module with random buffers that the trainer resamples every ``redraw`` steps (0: never).
 
-    The buffers are saved with the weights, so that a loaded model computes what the saved one computed.
+    The buffers are saved with the weights, so that a loaded model equals the saved model.
     """
 
     redraw: int = 0
@@ -82,7 +81,7 @@ def regularization_metrics(modules: list[Regularized]) -> dict[str, float]:
 
 
 class AuxLoss(nn.Module):
-    """An auxiliary loss of an encoder's layer, which has no state to add it up in (a decoder's is the leaf ``aux``).
+    """An auxiliary loss of an encoder's layer. (A decoder's layer adds it up in its state, in the leaf ``aux``.)
 
     The layer calls it with its loss [batch], a sum over the tokens of each sequence; :func:`gather_aux_losses`
     collects it.
@@ -93,7 +92,7 @@ class AuxLoss(nn.Module):
         self.name = name
         self.costs: dict[str, Tensor] | None = None
 
-    @uncompiled("what is gathered is no output of the model's graph")
+    @uncompiled("the gathered loss is not an output of the model's graph")
     def forward(self, cost: Tensor) -> None:
         if self.costs is not None:
             self.costs[self.name] = self.costs[self.name] + cost if self.name in self.costs else cost

@@ -16,6 +16,7 @@ from kinformer.core.config import Config, describe
 from kinformer.core.contract import state_dtype
 from kinformer.core.division import Divisible, undivided
 from kinformer.core.pattern import Pattern
+from kinformer.core.probe import probe
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError, plural
 
@@ -28,8 +29,8 @@ class Relative(NamedTuple):
         with ``factor``:  scale * (q . k) becomes relu(scale * (q . k)) * factor[d]
 
     ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; ``shift`` [heads, 1, head_dim]
-    is a query that all have in common; None does nothing, and so do distances outside the range. A ``factor`` has every
-    distance of the request. ``keys`` are for scores that are products (see :func:`check_score`).
+    is a vector added to every query. A table that is None has no effect, and neither have distances outside the range.
+    A ``factor`` covers every requested distance. ``keys`` need scores by dot products (see :func:`check_score`).
     """
 
     lowest: int
@@ -49,9 +50,9 @@ class Relative(NamedTuple):
 class Position(nn.Module):
     """The hooks through which an encoding of positions enters; each does nothing unless overridden.
 
-    ``max_length`` is the first position that has no encoding, or None where every position has one. ``shared``: the
-    paper has one such encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
-    ``one_sided``: it does not tell keys ahead of the query apart.
+    ``max_length`` is the number of positions with an encoding, or None for an encoding of every position. ``shared``:
+    the paper has one encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
+    ``one_sided``: it does not distinguish keys ahead of the query.
     """
 
     max_length: int | None = None
@@ -79,7 +80,7 @@ class Position(nn.Module):
         return self.rotate(k[:, :1], k, positions)[1]
 
     def moved(self, k: Tensor, distances: Tensor) -> Tensor:
-        """Return keys as :meth:`rotate` left them, as it leaves those of tokens ``distances`` [batch, time] later."""
+        """Return rotated keys k, turned on as if their tokens stood ``distances`` [batch, time] later."""
         return k
 
     def values(self, v: Tensor) -> Tensor:
@@ -89,8 +90,8 @@ class Position(nn.Module):
     def relative(self, lowest: int, highest: int) -> Relative | None:
         """Return the tables by distance.
 
-        They may name a narrower range than ``lowest .. highest`` (ends included), the rest of which then does nothing.
-        A constant per query may be left out of all scores: softmax does not see it.
+        The tables may cover a narrower range than ``lowest .. highest`` (ends included); other distances then have no
+        effect. A constant per query may be left out of all scores, because softmax does not see it.
         """
         return None
 
@@ -102,7 +103,7 @@ IN_ATTENTION = ("rotate", "rotate_keys", "values", "relative")
 class PositionConfig(Config):
     """The config of an encoding for a model of width ``dim`` and ``depth`` layers, or for the heads of one mixer.
 
-    ``bounded_by_training``: whether positions, or distances, beyond those of training are new to a trained model.
+    ``bounded_by_training``: whether positions or distances beyond the training range are new to a trained model.
     """
 
     slot = "position"
@@ -146,7 +147,7 @@ class PatternConfig(Config):
 
 
 def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None:
-    """Refuse a ``pattern``, built from ``config``, that is for another number of heads than a mixer has."""
+    """Refuse a ``pattern``, built from ``config``, for another number of heads than the mixer's."""
     if pattern.num_heads not in (None, num_heads):
         raise KinformerError(
             f"the pattern {config.kind!r} is for {plural(pattern.num_heads, 'head')}, but the mixer has {num_heads}; "
@@ -167,7 +168,7 @@ def check_unpinned(config: PatternConfig, pattern: Pattern) -> None:
     """Refuse a ``pattern`` that counts positions in a decoder's cache."""
     if pattern.pinned:
         raise KinformerError(
-            f"the pattern {config.kind!r} is that of a decoder, which keeps its first tokens; here, use a union of "
+            f"the pattern {config.kind!r} is for decoders, which keep their first tokens; here, use a union of "
             "global_tokens and window, or local."
         )
 
@@ -204,10 +205,10 @@ class ScoreConfig(Config):
 
 
 def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
-    """Refuse a ``score`` that is no product together with a ``position`` that moves keys by distance."""
+    """Refuse a ``score`` other than a dot product together with a ``position`` that moves keys by distance."""
     if score.form != "dot" and (relative := position.relative(0, 1)) is not None and relative.keys is not None:
         raise KinformerError(
-            f"the score {config.kind!r} is no product of a query and a key, but the position moves keys by distance "
+            f"the score {config.kind!r} is not a product of a query and a key, but the position moves keys by distance "
             "(shaw, xl); use a score that is one (scaled_dot, dot, bilinear), or a position such as rope, t5 or alibi."
         )
 
@@ -241,14 +242,14 @@ class Projection(nn.Module):
         return self(x)[1:]
 
     def global_projection(self) -> GlobalProjection | None:
-        """Return the projection of global tokens that see all others, or None where that is as for all tokens."""
+        """Return the projection of global tokens that see all others, or None for the projection of all tokens."""
         return None
 
     def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the
-        first ``context``; its heads are those of q, k and v as ``forward`` made them, zero before a sequence begins.
-        ``positions`` [batch, time] are present where a token of the chunk may begin a sequence; x [batch, time, dim]
-        are the new tokens."""
+        first ``context``. ``tokens`` holds the heads of q, k and v from ``forward``, zero before a sequence begins.
+        ``positions`` [batch, time] are given if a token of the chunk may begin a sequence; x [batch, time, dim] are the
+        new tokens."""
         raise NotImplementedError
 
 
@@ -263,7 +264,7 @@ class ProjectionConfig(Config):
 
     def part(self, parts: int) -> ProjectionConfig:
         """Return the config for one of ``parts`` equal parts of the heads (``core.division``)."""
-        raise undivided(self, "nothing says what a part of its heads projects")
+        raise undivided(self, "it does not define the projection of a part of its heads")
 
     def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
         """Build a module with a ``weight``: merged heads [batch, time, num_heads * head_dim] -> [batch, time, dim]."""
@@ -395,8 +396,8 @@ class FeatureMapConfig(Config):
 
 
 class ReadsPadding:
-    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because what it does or counts
-    depends on which tokens are real."""
+    """Mixin of a feed-forward whose ``forward`` also takes ``valid`` [...] bool or None, because its results or counts
+    depend on which tokens are real."""
 
 
 class FeedForwardConfig(Divisible, Config):
@@ -431,7 +432,7 @@ def active_parameters(model: nn.Module) -> int:
 
 
 class Selection(nn.Module):
-    """A module that is called with the experts chosen among ``size`` and does nothing, for hooks that measure usage."""
+    """A module that is called with the experts chosen among ``size``, for probes and for hooks that measure usage."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -439,6 +440,7 @@ class Selection(nn.Module):
 
     def forward(self, chosen: Tensor, weights: Tensor) -> None:
         """Take the experts ``chosen`` [..., n] int64 and their ``weights`` [..., n]."""
+        probe("experts", chosen, weights=weights, count=self.size)
 
 
 # The input of a model: the values of a position, and how they become a vector.
@@ -448,8 +450,8 @@ class Input(nn.Module):
     """The map of values [batch, time, ...] to [batch, time, dim]: token ids, frames of sound, patches, typed values,
     ...
 
-    ``vocab_size``: values are ids below it; None where they are no ids. ``values_per_position``: how many of them stand
-    at one position and are predicted there.
+    ``vocab_size``: values are ids below it; None for other values. ``values_per_position``: the number of values at one
+    position, all predicted there.
     """
 
     vocab_size: int | None = None
@@ -490,12 +492,11 @@ class Input(nn.Module):
         return values.shape[1]
 
     def predicted(self, values: Tensor) -> Tensor:
-        """Return what of ``values`` a head predicts: all, unless a position also holds what it is conditioned on."""
+        """Return the part of ``values`` that a head predicts: all values, unless a position also holds conditions."""
         return values
 
     def grid(self, values: Tensor) -> tuple[int, int] | None:
-        """Return rows and columns of the patches of images, which are the last
-        positions; None where there are no patches."""
+        """Return the rows and columns of the patches of images, which are the last positions; None without patches."""
         return None
 
     def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
@@ -515,8 +516,8 @@ class Input(nn.Module):
 class InputConfig(Config):
     """The config; ``build(dim)`` returns the input of a model of width ``dim``.
 
-    ``whole``: values are read at once, such as images, so that no decoder can absorb them piece by piece.
-    ``length``: how many positions they have by themselves, None where that is free.
+    ``whole``: values are read at once, such as images, so a decoder cannot absorb them piece by piece. ``length``: the
+    fixed number of positions, or None.
     """
 
     slot = "input"
@@ -567,8 +568,8 @@ class Likelihood(nn.Module):
         raise NotImplementedError
 
     def draw(self, logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-        """Draw values int64 like those of :meth:`nats`, by ``uniform`` [..., draws] from [0, 1); ``temperature`` 1
-        draws as the head predicts, 0 takes the most probable value, or one near it."""
+        """Draw values int64 (see :meth:`nats`) by ``uniform`` [..., draws] from [0, 1). ``temperature`` 1 draws from
+        the predicted distribution; 0 takes the most probable value or a value near it."""
         raise NotImplementedError
 
 

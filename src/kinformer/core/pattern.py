@@ -47,11 +47,11 @@ class Pattern:
     """The rule which key a query may see, by absolute positions (from 0) within one sequence. Immutable, equal by
     value.
 
-    ``behind`` and ``ahead`` bound how far a query sees (None: without bound); ``ahead = 0`` is what a decoder needs.
-    ``stride``: all distances between a query and the keys it sees are multiples of it.
-    ``num_heads``: how many heads it distinguishes, None where all see the same; ``at`` is then one head's pattern.
-    ``domain`` names what its positions are ("sequence", or "image": pixels of a raster).
-    ``pinned``: how many first positions a decoder keeps beside those that ``recent`` lets it see.
+    ``behind`` and ``ahead`` bound the distance that a query sees (None: without bound); a decoder needs ``ahead = 0``.
+    ``stride``: all distances between a query and its visible keys are multiples of ``stride``.
+    ``num_heads``: the number of heads with different patterns (``at`` returns one head's), None for one pattern.
+    ``domain`` names the kind of positions ("sequence", or "image": pixels of a raster).
+    ``pinned``: the number of first positions that a decoder keeps beside the positions of ``recent``.
     """
 
     behind: int | None = None
@@ -99,11 +99,11 @@ class Pattern:
 
     @constant
     def number(self) -> int:
-        """Return a number that stands for the pattern in the arguments of operators, which must be plain.
+        """Return a number for the pattern: operators take only plain arguments.
 
         A method, as PyTorch 2.11 takes no frozen dataclass as an argument of a constant function.
         """
-        # PyTorch 2.11 knows a pattern that is built while it captures a graph without its values: not to be numbered.
+        # PyTorch 2.11 does not know the values of a pattern built during graph capture: such a pattern has no number.
         if is_dataclass(self) and fields(self) and not vars(self) and not hasattr(type(self), "__slots__"):
             raise KinformerError(f"{type(self).__qualname__}: is built in a compiled function; build it before that.")
         if self not in _NUMBERS:
@@ -131,7 +131,7 @@ class Pattern:
 _NUMBERED: OrderedDict[int, Pattern] = OrderedDict()
 _NUMBERS: dict[Pattern, int] = {}
 _MOST = 4096
-"""Patterns that are numbered: lengths and compositions bring new ones for ever, of which the longest unused goes."""
+"""The numbered patterns. Lengths and compositions create ever new patterns, so the least recently used is dropped."""
 _next_number = count()
 
 
@@ -278,7 +278,7 @@ class Not(Pattern):
 
 
 def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, ...]:
-    """Return one term per stride; where terms may overlap, each leaves out the pairs of those before it."""
+    """Return one term per stride; where terms may overlap, each leaves out the pairs of earlier terms."""
     by_stride: dict[int, Pattern] = {}
     for pattern, stride in terms:
         by_stride[stride] = by_stride[stride] | pattern if stride in by_stride else pattern
@@ -353,7 +353,7 @@ class Raster:
 
 
 def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
-    """Refuse an image that is not made of whole blocks; both are by side, ``height`` and ``width``."""
+    """Refuse an image whose ``height`` and ``width`` are not multiples of the block's."""
     for side, size in sizes.items():
         if blocks[side] < 1 or size < 1 or size % blocks[side]:
             raise KinformerError(
@@ -362,8 +362,8 @@ def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
 
 
 def check_grid(pattern: object, grid: tuple[int, int] | None, tokens: int) -> None:
-    """Refuse a ``pattern`` of the cells of an image that are not the ``grid`` of its patches, row by row; ``tokens``
-    are those, and whatever stands before them."""
+    """Refuse a ``pattern`` of the cells of an image unless the cells are the ``grid`` of patches, row by row;
+    ``tokens`` counts the patches and the tokens before them."""
     raster: Raster | None = getattr(pattern, "raster", None)
     if grid is None or raster is None or (raster == Raster.plain(*grid) and tokens == raster.size):
         return

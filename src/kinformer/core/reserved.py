@@ -1,4 +1,4 @@
-"""Past slots as a value, and in preallocated buffers that are written in place: the state of long generation."""
+"""Past slots as immutable tensors, or in preallocated buffers written in place: the state of long generation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReservedSlots(ReservedState):
         return self._slots.room
 
     def positions(self, chunk: Chunk) -> Tensor:
-        """Return positions [batch, time] of the tokens of ``chunk`` within their sequences, which go on."""
+        """Return positions [batch, time] of the tokens of ``chunk``, which continue their sequences."""
         self.check()
         return positions_of(chunk, self._state.seen)
 
@@ -116,7 +116,7 @@ class ReservedSlots(ReservedState):
         """Return the past as :meth:`views` of it, with the slots that a chunk fills at their end; this state is not
         consumed.
 
-        It is stepped by a mixer like any reservation, but no number of the host decides anything: what is done is the
+        A mixer steps it like any reservation, but the operations do not depend on numbers of the host, so they are the
         same at every length. Its ``retained`` is then the mixer's request.
         """
         return type(self)(type(self._state)(*views, seen), self._slots, [1], opened=True)
@@ -164,7 +164,7 @@ class ReservedSlots(ReservedState):
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
     def cropped(self, tokens: int) -> Self | None:
-        """Return this state as it was ``tokens`` tokens ago; None where it no longer has the earlier slots."""
+        """Return the state of ``tokens`` tokens ago, or None if the earlier slots are gone."""
         slots = self._slots
         if slots.start > 0 or slots.stop < tokens or not self._generation:
             return None
@@ -172,7 +172,7 @@ class ReservedSlots(ReservedState):
         return type(self)(state, Slots(0, slots.stop - tokens, slots.room + tokens, slots.full), self.consume())
 
     def select_rows(self, rows: Tensor) -> Self:
-        """Return the rows in buffers of the same capacity, of which the past is copied once."""
+        """Return the rows in buffers of the same capacity; the past is copied once."""
         self.check()
         past, rows = slice(self._slots.start, self._slots.stop), rows.to(self._state.seen.device)
         buffers = []
@@ -190,7 +190,7 @@ class ReservedSlots(ReservedState):
 
 
 def cropped(state: State, tokens: int) -> State:
-    """Return the ``state`` as it was ``tokens`` tokens ago, None where it holds more than past slots of all tokens."""
+    """Return the ``state`` of ``tokens`` tokens ago, or None if it holds more than the past slots of all tokens."""
     if tokens == 0:
         return state
     if isinstance(state, ReservedSlots):
@@ -268,8 +268,8 @@ _MOST, _BITS, _LEAST = 127, 13, 1e-36
 
 
 class Quantized(NamedTuple):
-    """Keys or values whose past is in 8 bits: ``slots`` [batch, heads, past, width + 3], :func:`packed`, and those of
-    the call's own tokens as they are, ``new`` [batch, heads, time, width]; the past takes no gradient."""
+    """Keys or values whose past is in 8 bits: ``slots`` [batch, heads, past, width + 3], :func:`packed`. The call's
+    tokens stay in floating point, ``new`` [batch, heads, time, width]. The past does not have a gradient."""
 
     slots: Tensor
     new: Tensor

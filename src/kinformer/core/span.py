@@ -1,4 +1,10 @@
-"""The part ``span``: how far back a head of softmax attention looks, where that is learnt."""
+"""The part ``span``: how far back a head of softmax attention looks, where this distance is learnt.
+
+A span is a learnt bias of the scores by distance and head, with probability 0 beyond a distance. The mixer cuts its
+pattern and its state to the windows that the weights allow now. Windows are numbers on the host; the mixer reads them
+again when the weights change. A captured graph uses the windows of the trainer's last trim. The trainer adds the
+penalty of spans to the loss and moves weights back into their bounds after each step (``core.learning``).
+"""
 
 from __future__ import annotations
 
@@ -43,8 +49,7 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def joined(self, relative: Relative | None, farthest: int) -> Relative | None:
-        """Return a position's tables at the distances 1 ... ``farthest`` (those
-        that it names), with the span's bias added."""
+        """Return a position's tables at its distances among 1 ... ``farthest``, with the span's bias added."""
         if farthest < 1:
             return relative
         bias = self.bias(farthest)
@@ -59,7 +64,7 @@ class Span(nn.Module):
 
 
 class TokenSpan(nn.Module):
-    """A span of each token; ``windows`` and ``pattern`` are those of the longest span that a token may have."""
+    """A span of each token; ``windows`` and ``pattern`` belong to the longest possible span."""
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -158,8 +163,8 @@ def _widened(table: Tensor, before: int, count: int) -> Tensor:
 
 
 def stamp_of(parameter: Tensor) -> tuple[object, ...] | None:
-    """Return a value that changes with a parameter's values, or None where there is none, as for tensors of inference
-    mode. Values that are written through ``.data`` go unnoticed."""
+    """Return a value that changes with a parameter's values, or None for tensors of inference mode. Writes through
+    ``.data`` are not noticed."""
     if parameter.is_inference():
         return None
     return parameter.data_ptr(), parameter._version, parameter.dtype

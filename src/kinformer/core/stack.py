@@ -1,10 +1,10 @@
-"""The stack of a model: which layer is applied when, what is stored between, and the states of its uses."""
+"""The stack of a model applies the layers: in which order, with which states, and with which activations stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +20,22 @@ if TYPE_CHECKING:
     from kinformer.core.encoder import SequenceContext, StateOptions
     from kinformer.core.state import State
 
-# Stochastic depth (Huang et al. 2016): in training a sublayer adds nothing to some sequences, redrawn each time.
+M = TypeVar("M", bound=nn.Module)
+
+# Stochastic depth (Huang et al. 2016): a training step drops a sublayer for some sequences, drawn anew in every step.
 #
 #     x + b F(x) / (1 - p),   b ~ Bernoulli(1 - p) for each sequence;     p_l = p l / (L - 1),   l = 0 .. L - 1
 #
-# So the expectation of what is added is F(x), which is what is added outside of training. The probability rises
-# linearly with depth from 0 in the first layer to p in the last, as in the code of DeiT and Swin (Huang et al. count
-# from the input, p l / L), and every sublayer of a layer draws for itself.
+# The expectation of the second term is F(x), the term outside of training. The probability rises linearly with depth
+# from 0 in the first layer to p in the last, as in the code of DeiT and Swin (Huang et al. count from the input,
+# p l / L). Every sublayer of a layer draws for itself.
 
 
 class Droppable(nn.Module):
-    """A sublayer's way into the stream, which can drop what the sublayer gives.
+    """The base of residual sums that can drop their sublayer.
 
-    ``drop_rate``: with which probability, per sequence, set by the stack; ``undroppable``: why it cannot, if so.
+    ``drop_rate`` is the probability per sequence, which the stack sets. ``undroppable`` is the reason why the sublayer
+    cannot be dropped, None where it can.
     """
 
     drop_rate: float = 0.0
@@ -42,9 +45,9 @@ class Droppable(nn.Module):
         """Return the sublayer's output ``y`` [batch, time, dim], zero for the sequences that drop it."""
         if not (self.training and self.drop_rate):
             return y
-        assert y.dim() == 3, "some tokens of a sequence alone"
+        assert y.dim() == 3, "the sublayer was computed for some tokens only"
         remain = torch.rand(len(y), 1, 1, device=y.device) >= self.drop_rate
-        # Not a product: the scale would be rounded to the type of y.
+        # A quotient, since 1 / (1 - p) as a factor would be rounded to the dtype of y.
         return torch.where(remain, y / (1 - self.drop_rate), y.new_zeros(()))
 
 
@@ -54,7 +57,7 @@ def drop_rates(peak: float, layers: int) -> tuple[float, ...]:
 
 
 def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
-    """Let the sublayers of ``layers`` be dropped with a probability that rises with depth up to ``peak``."""
+    """Set the drop rates of the sublayers of ``layers``, which rise with depth up to ``peak``."""
     for layer, rate in zip(layers, drop_rates(peak, len(layers)), strict=True):
         droppable = [module for module in layer.modules() if isinstance(module, Droppable)]
         if not droppable:
@@ -72,28 +75,17 @@ def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
 
 
 Use = Callable[[nn.Module, Tensor, int], Tensor]
-"""(layer, x [batch, time, dim], number of the use) -> the layer's output; the state of a decoder is taken care of."""
+"""(layer, x [batch, time, dim], number of the use) -> the layer's output. It passes the state of a decoder's layer."""
 BeforeUse = Callable[[Tensor, int], Tensor]
-"""(x [batch, time, dim], number of the use) -> x, before each use of a layer: where a position enters every layer."""
-ReadExit = Callable[[Tensor, int], Tensor]
-"""(x [..., dim], a layer's output, number of the exit) -> logits [..., vocab], the prediction at that exit."""
-
-
-class HaltingState(NamedTuple):
-    """The progress of halting tokens before step ``number``: their outputs so far, ``out`` [batch, time, dim], the
-    probability ``halted`` [batch, time] of having halted, and which are still ``running`` [batch, time] bool."""
-
-    number: int
-    out: Tensor
-    halted: Tensor
-    running: Tensor
+"""(x [batch, time, dim], number of the use) -> the layer's input. It adds a position that enters every layer."""
 
 
 class Branch(NamedTuple):
-    """A sublayer without its residual sum, for stacks with streams of their own; a layer gives its ``branches()``.
+    """A sublayer without its residual sum, for a stack that adds by itself; a layer returns them by ``branches()``.
 
     ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose x
-    is ignored, or an encoder's ``SequenceContext``. ``state`` is that of the mixer; anything where ``mixes`` is False.
+    is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's state; it is ignored where ``mixes`` is
+    False.
     """
 
     run: Callable[[Tensor, Any, State], tuple[Tensor, State]]
@@ -104,10 +96,10 @@ class Branch(NamedTuple):
 class StackConfig(Config):
     """The config; ``build(layers)`` returns the stack of the built ``layers``.
 
-    With ``checkpoint`` a training step keeps each use's input and computes the rest a second time in the backward, with
-    the same random masks: less memory, about a third more work, equal gradients (Chen et al. 2016).
-    ``stochastic_depth``: the probability with which a training step drops a sublayer of the last layer for a sequence,
-    linearly less in layers before (``core.stack``).
+    With ``checkpoint`` a training step stores the input of each use and computes the use a second time in the backward
+    pass, with the same random masks: less memory, about a third more work, equal gradients (Chen et al. 2016).
+    ``stochastic_depth`` is the probability with which a training step drops a sublayer of the last layer for a
+    sequence; in earlier layers it is linearly less (``core.stack``).
     """
 
     slot = "stack"
@@ -121,7 +113,7 @@ class StackConfig(Config):
             )
 
     def uses(self, layers: int) -> tuple[int, ...]:
-        """Return the number of the layer that is applied in each use, in order; a layer may be used more than once."""
+        """Return the number of the layer of each use, in order; a layer may be used more than once."""
         return tuple(range(layers))
 
     def width(self, dim: int) -> int:
@@ -133,48 +125,41 @@ class StackConfig(Config):
         return (dim,) * layers
 
     def select(self, layers: Sequence[int]) -> StackConfig:
-        """Return the stack of the layers with these numbers alone, ascending,
-        that applies each once as this one does."""
+        """Return the config of a stack that applies each of the ``layers``, ascending numbers, once."""
         return StackConfig(checkpoint=self.checkpoint, stochastic_depth=self.stochastic_depth)
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a training step computes layers a second time rather than store their activations."""
+        """Return whether a training step computes layers a second time instead of storing their activations."""
         return self.checkpoint
 
     def check(self, position: nn.Module) -> None:
-        """Refuse a model's ``position`` (``core.parts``) that this stack has no place for."""
+        """Refuse a model's ``position`` (``core.parts``) that cannot enter this stack."""
 
-    @property
-    def reads_exits(self) -> bool:
-        """Return whether a step without gradients computes what exits predict between its layers."""
-        return False
-
-    def exit_heads(self, layers: int) -> int:
-        """Return how many exits have a head of their own, beside the model's, which is the last one's."""
-        return 0
+    def model_class(self, plain: type[M]) -> type[M]:
+        """Return the class of a decoder with this stack; ``plain`` is its class with other stacks."""
+        return plain
 
     def build(self, layers: Sequence[nn.Module]) -> Stack:
         return Stack(self, layers)
 
     def build_model(self, layers: Sequence[nn.Module], dim: int) -> Stack:
-        """Build the stack of a model of width ``dim``, where it has weights of its own."""
+        """Build the stack of a model of width ``dim``; override this for a stack with weights."""
         return self.build(layers)
 
 
 class Stack(nn.Module):
     """The base of stacks: it owns the layers, applies them in the order of ``config.uses`` and has one state per use.
 
+    A subclass overrides :meth:`absorb` for decoders and :meth:`read` for encoders, or :meth:`through` for both.
     ``units`` are the modules that an engine shards or compiles one by one. Parts that the layers share belong to the
-    stack (see :func:`share`). ``shardable``: whether an engine may cut the weights of units (FSDP). ``halting``: a
-    module ``(progress, x, y)`` that decides after each pass which tokens take another, or None. ``exits``: the uses
-    after which a token may leave for the head, the last included; empty where all tokens go through every use.
-    ``opens_values``: whether layers may read the values of the first.
+    stack (see :func:`share`). ``shardable`` is whether an engine may cut the weights of units (FSDP), ``opens_values``
+    whether layers may read the values of the first layer, ``adaptive`` whether the number of uses depends on the token.
     """
 
     shardable: bool = True
     opens_values: bool = False
-    exits: tuple[int, ...] = ()
+    adaptive: bool = False
 
     def __init__(self, config: StackConfig, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -183,7 +168,6 @@ class Stack(nn.Module):
         self.shared = share(self.layers)
         self._values = shares_values(self.layers, config.kind, self.opens_values)
         self.order = config.uses(len(self.layers))
-        self.halting: nn.Module | None = None
         if config.stochastic_depth:
             drop_sublayers(self.layers, config.stochastic_depth)
 
@@ -191,28 +175,17 @@ class Stack(nn.Module):
     def units(self) -> tuple[nn.Module, ...]:
         return tuple(self.layers)
 
-    @property
-    def reads_source(self) -> bool:
-        """Return whether the stack itself reads the mean vector of a source (``core.model.SourceModel``)."""
-        return False
-
-    @property
-    def leaves_early(self) -> bool:
-        """Return whether tokens may leave by an exit before the last, outside of training."""
-        return False
-
     def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
-        """Return one state per use; ``options`` as of ``core.contract.initial_states``."""
+        """Return one state per use; ``core.contract.initial_states`` describes the ``options``."""
         return tuple(self.layers[index].initial_state(batch, **options) for index in self.order)  # type: ignore[operator]
 
     def through(
         self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses in ``taps``.
+        """Return outputs [batch, time, dim] of all layers for x [batch, time, dim], and the outputs of ``taps``, uses.
 
-        Override this for another wiring of the layers: decoders and encoders both go through it. Every use in the order
-        of ``config.uses`` must happen exactly once, ``use(layer, before(x, number), number)``, and no token may be
-        mixed with another here.
+        Override this for another wiring of the layers of decoders and encoders. It must call ``use(layer, before(x,
+        number), number)`` exactly once for every use, in the order of ``config.uses``, and must not mix tokens.
         """
         tapped = []
         for number, index in enumerate(self.order):
@@ -238,42 +211,27 @@ class Stack(nn.Module):
         x, tapped = self.through(chunk.x, use, before, taps)
         return x, tuple(after), tapped
 
-    def absorb_early_exits(
-        self,
-        chunk: Chunk,
-        state: tuple[State, ...],
-        before: BeforeUse,
-        taps: Sequence[int],
-        read: ReadExit,
-        source: Tensor | None = None,
-    ) -> tuple[tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]], Tensor | None]:
-        """Absorb like :meth:`absorb`, where tokens may leave early by their logits from ``read``, or by the mean of the
-        rows' ``source`` [batch, dim]; also return the number of the exit by which each left, [batch, time] int64, None
-        where all went through every use."""
-        return self.absorb(chunk, state, before, taps), None
-
     def read(
         self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return outputs [batch, time, dim] of an encoder's layers, and those of the uses in ``taps``."""
+        """Return outputs [batch, time, dim] of an encoder's layers, and the outputs of the uses in ``taps``."""
         if self._values:
             text = text._replace(values=FirstValues())
         return self.through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
 
     def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        """Apply an encoder's ``layer`` to x, at least where ``output_mask`` [batch, time] bool (None: everywhere)."""
+        """Apply an encoder's ``layer`` to x; outputs are needed for ``output_mask`` [batch, time] bool (None: all)."""
         inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _applied(self, layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
-        """Apply ``layer`` to a chunk, a state and whatever else it takes."""
+        """Apply a decoder's ``layer`` to a chunk, a state and further ``inputs``."""
         return checkpoint(_owning, layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _used(self, number: int, chunk: Chunk, state: State, output_mask: Tensor | None) -> tuple[Tensor, State]:
-        """Apply use ``number`` of a layer; outputs are needed where ``output_mask`` [batch, time] bool (None:
-        everywhere).
+        """Apply the layer of use ``number``; outputs are needed for ``output_mask`` [batch, time] bool (None: all).
 
-        A :class:`PartialOutput` computes no others, while its state absorbs all tokens.
+        A :class:`PartialOutput` computes these outputs only; its state absorbs all tokens.
         """
         layer = self.layers[self.order[number]]
         if output_mask is not None and isinstance(layer, PartialOutput):
@@ -286,19 +244,19 @@ class Stack(nn.Module):
 
 
 def _owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
-    """Return a layer's result with a state of its own memory: a view would keep the tensors that it is a part of."""
+    """Return a layer's result with copies of the state's tensors: a view would keep its whole base in memory."""
     x, state = layer(*inputs)
     return x, map_tensors(torch.Tensor.clone, state)
 
 
 def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the parts of a model that are sharded or compiled one by one: its stack's; none of any other module."""
+    """Return the modules of a model that are sharded or compiled one by one: the units of its stack, if it has one."""
     stack = getattr(model, "stack", None)
     return stack.units if isinstance(stack, Stack) else ()
 
 
 class HasModules(Protocol):
-    """A module, or a model by its protocol."""
+    """A module, or an object that follows a protocol of models."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -310,11 +268,11 @@ def sparse_tables(model: HasModules) -> frozenset[Tensor]:
 
 
 def share(layers: nn.ModuleList) -> nn.ModuleList:
-    """Make one of all parts in ``layers`` that are ``shared`` and have equal configs and shapes, for the stack to own.
+    """Merge the ``shared`` parts in ``layers`` that have equal configs and shapes, and return the merged parts.
 
-    A part of a mixer says so by its attributes ``shared`` and ``config``, such as one table of biases for all layers.
-    The layers go on calling it, but it is no longer among their submodules: it is saved, counted, moved and sharded
-    once, with the module that keeps the result.
+    A shared part of a mixer has the attributes ``shared`` and ``config``; one table of biases for all layers is an
+    example. The layers still call the part, but it is not among their submodules any more: it is saved, counted, moved
+    and sharded once, with the module that stores the returned list.
     """
     shared: dict[object, nn.Module] = {}
     for owner in list(layers.modules()):
@@ -326,15 +284,15 @@ def share(layers: nn.ModuleList) -> nn.ModuleList:
     return nn.ModuleList(shared.values())
 
 
-# The configs of whole models and of the parts that only models have: embeddings and heads.
+# The configs of whole models, and of their embeddings and heads.
 
 
 class EmbeddingConfig(Config):
-    """The config; ``build(vocab_size, dim)`` returns a table (tokens, positions), both [batch, time] int64, -> [batch,
-    time, dim].
+    """The config; ``build(vocab_size, dim)`` returns a module (tokens, positions) -> vectors [batch, time, dim].
 
-    A tied head reads its ``weight`` [vocab_size, ...]. ``bounded_by_training``: as of positions (``core.parts``).
-    ``by_vocabulary``: whether it is a look-up in ``weight`` alone, which may be cut by rows.
+    Tokens and positions are [batch, time] int64. A tied head reads the module's ``weight`` [vocab_size, ...].
+    ``bounded_by_training`` has the meaning that it has for positions (``core.parts``). ``by_vocabulary``: whether the
+    module only looks up rows of ``weight``, so that ``weight`` may be cut by rows.
     """
 
     slot = "embedding"
@@ -350,7 +308,7 @@ class ModelConfig(Config):
     """The config; ``build()`` returns a whole model: ``input``, ``position``, the ``layers`` and the ``stack`` that
     applies them, and ``head``.
 
-    ``protocol`` says what can be done with it: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
+    ``protocol`` is the protocol of the model: ``core.model.CausalModel``, ``WholeModel`` or ``SourceModel``.
     """
 
     slot = "model"
@@ -381,22 +339,23 @@ class HeadConfig(Config):
     """The config; ``build(dim, input)`` returns a module (hidden_states [batch, time, dim], input, valid or None) ->
     logits.
 
-    ``input`` is the model's ``core.parts.Input``; a tied head reads its table. Logits are of positions [batch, time,
-    ...] or, with ``per_position`` False, of whole inputs [batch, ...], which a decoder must not have.
+    ``input`` is the model's ``core.parts.Input``; a tied head reads its table. The module returns logits of every
+    position, [batch, time, ...], or, with ``per_position`` False, of whole inputs, [batch, ...], which a decoder cannot
+    have.
     """
 
     slot = "head"
     per_position: ClassVar[bool] = True
 
     def check(self, dim: int, input: Input) -> None:
-        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, where it is tied, cannot use."""
+        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, if it is tied, cannot use."""
 
     def build(self, dim: int, input: Input) -> nn.Module:
         raise NotImplementedError
 
 
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:
-    """Refuse an ``input`` whose table is no output matrix [vocab_size, dim] for the tied ``head``."""
+    """Refuse an ``input`` whose table is not a matrix [vocab_size, dim], which the tied ``head`` needs."""
     expected, table = [vocab_size_of(input, head), dim], input.table
     shape = list(table.shape) if isinstance(table, Tensor) else None
     if shape != expected:
@@ -409,7 +368,7 @@ def check_table(head: HeadConfig, dim: int, input: Input) -> None:
 
 
 def vocab_size_of(input: Input, head: HeadConfig) -> int:
-    """Return how many token ids ``input`` takes, for a ``head`` that predicts them; refuse one that takes none."""
+    """Return the number of token ids of ``input`` for a ``head`` that predicts ids; refuse an input without ids."""
     if input.vocab_size is None:
         raise KinformerError(
             f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "

@@ -2,103 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
-from kinformer.family.record import DecoderRecipe, Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-    from kinformer.models.encoder_decoder import EncoderDecoder
-    from kinformer.parts.scores import SoftSpan
-    from kinformer.stacks.universal import Universal
-
+from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, drop, part, translating
+from kinformer.family.record import Member
 
 # Universal Transformer: one layer over depth, as often as each token asks for.
 
 
-def _stack(steps: int, halts: bool, bias: float) -> Universal.Config:
-    from kinformer.stacks.universal import ACT, Universal
-
-    return Universal.Config(steps=steps, halting=ACT.Config(bias=bias) if halts else None)
-
-
-def _recipe(
-    shape: ModelShape,
-    steps: int,
-    *,
-    halts: bool = True,
-    bias: float = 1.0,
-    dropout: float = 0.0,
-    learned: bool = False,
-    convolution: bool = False,
-    post: bool = False,
-) -> DecoderRecipe:
-    """Return the recipe of ``shape.depth`` layers, ``steps`` times; ``convolution``: their transition is a separable
-    one; ``post``: norms stand behind sublayers."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import PostNorm
-        from kinformer.mixers.convolutions import SeparableTransition
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Timing
-
-        config = decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
-            position=Timing.Config(step="learned" if learned else "sinusoidal"),
-            scale=True,
-        )
-        layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        if convolution:
-            layers = tuple(layer.replace(feed_forward=SeparableTransition()) for layer in layers)
-        if post:
-            layers = tuple(layer.replace(residual=PostNorm.Config()) for layer in layers)
-            config = config.replace(norm=None)
-        return config.replace(layers=layers, stack=_stack(steps, halts, bias), dropout=dropout)
-
-    return recipe
+def _stack(steps: int, bias: float | None = 1.0) -> Settings:
+    """Return the stack that is applied ``steps`` times, or until a token halts; ``bias`` None: without halting."""
+    return part("universal", steps=steps, halting=None if bias is None else part("act", bias=bias))
 
 
-def _encoding(shape: ModelShape, steps: int, bias: float = 1.0) -> Recipe:
-    """Return the recipe of an encoder of ``shape.depth`` layers, ``steps`` times or until a token halts, below a
-    masked-language-model head."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.residual import LayerNorm
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.positions import Timing
-
-        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
-        stack = _stack(steps, True, bias)
-        config = encoder(
-            shape, vocab or 259, [mixer], Timing.Config(), norm=LayerNorm(), embedding_norm=None, stack=stack
-        )
-        return config.replace(input=config.input.replace(scale=True))
-
-    return recipe
+_UNIVERSAL: Settings = {"input": part("tokens", scale=True), "position": "timing", "activation": "relu"}
+_LEARNED: Settings = _UNIVERSAL | {"position": part("timing", step="learned")}
+_BEHIND: Settings = {"residual": "post", "norm": None}
+_CONVOLVED: Settings = {"feed_forward": "separable_convolution"}
+_ENCODER: Settings = {**ENCODER, **_UNIVERSAL, "residual": "pre", "norm": "layer_norm", "embedding_norm": None}
 
 
-def _translating(shape: ModelShape, steps: int, *, halts: bool, dropout: float = 0.0) -> Recipe:
-    """Return the recipe of tied layers on both sides, applied ``steps`` times or, with ``halts``, until a token
-    halts."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-
-        base = _recipe(shape, steps, halts=halts, bias=-0.5, learned=True)(vocab or 258)
-        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
-        config = encoder_decoder(base, mixer, dropout=dropout)
-        return config.replace(encoder=config.encoder.replace(stack=base.stack))
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="relu")
+def _translating(stack: Settings, dropout: float = 0.0) -> Settings:
+    """Return the settings of tied layers on both sides."""
+    return {**_LEARNED, **translating(dropout), "stack": stack, "encoder.stack": stack}
 
 
 UNIVERSAL = Member(
@@ -123,19 +47,19 @@ UNIVERSAL = Member(
     use_when="a problem wants the same step again and again, and tokens differ in how many",
     avoid_when="text is plain: untied layers learn more in the same time",
     recipes={
-        "tiny": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True),
-        "small": _recipe(_shape(256, 4, 4), 2),
-        "benchmark": _recipe(_shape(256, 1, 4), 4),
-        "tiny-post-norm": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True, post=True),
-        "paper-post-norm": _recipe(_shape(1024, 1, 16), 6, halts=False, dropout=0.3, learned=True, post=True),
-        "paper": _recipe(_shape(1024, 1, 16), 6, halts=False, dropout=0.3, learned=True),
-        "tiny-convolution": _recipe(_shape(32, 1, 2), 3, bias=-0.5, learned=True, convolution=True),
-        "convolution": _recipe(_shape(256, 4, 4), 2, convolution=True),
-        "tiny-encoder": _encoding(_shape(32, 1, 2), 3, bias=-0.5),
-        "encoder": _encoding(_shape(256, 4, 4), 2),
-        "tiny-translate": _translating(_shape(32, 1, 2), 3, halts=True),
-        "translate": _translating(_shape(1024, 1, 16), 6, halts=False, dropout=0.3),
-        "paper-act": _recipe(_shape(1024, 1, 16), 12, dropout=0.3, learned=True),
+        "tiny": Recipe(32, 1, 2, _LEARNED, stack=_stack(3, -0.5)),
+        "small": Recipe(256, 4, 4, _UNIVERSAL, stack=_stack(2)),
+        "benchmark": Recipe(256, 1, 4, _UNIVERSAL, stack=_stack(4)),
+        "tiny-post-norm": Recipe(32, 1, 2, _LEARNED, _BEHIND, stack=_stack(3, -0.5)),
+        "paper-post-norm": Recipe(1024, 1, 16, _LEARNED, _BEHIND, drop(0.3), stack=_stack(6, None)),
+        "paper": Recipe(1024, 1, 16, _LEARNED, drop(0.3), stack=_stack(6, None)),
+        "tiny-convolution": Recipe(32, 1, 2, _LEARNED, _CONVOLVED, stack=_stack(3, -0.5)),
+        "convolution": Recipe(256, 4, 4, _UNIVERSAL, _CONVOLVED, stack=_stack(2)),
+        "tiny-encoder": Recipe(32, 1, 2, _ENCODER, stack=_stack(3, -0.5)),
+        "encoder": Recipe(256, 4, 4, _ENCODER, stack=_stack(2)),
+        "tiny-translate": Recipe(32, 1, 2, _translating(_stack(3, -0.5))),
+        "translate": Recipe(1024, 1, 16, _translating(_stack(6, None), dropout=0.3)),
+        "paper-act": Recipe(1024, 1, 16, _LEARNED, drop(0.3), stack=_stack(12)),
     },
 )
 
@@ -143,59 +67,23 @@ UNIVERSAL = Member(
 # Depth-adaptive Transformer: exits at every layer of a decoder, which a token takes as it has learnt to.
 
 
-def _recipe_of_depth_adaptive(
-    shape: ModelShape, *, multinomial: bool = False, mixed: bool = False, tied: bool = False, dropout: float = 0.0
-) -> DecoderRecipe:
-    """Return the recipe; ``mixed``: with exits drawn in training, and confidence instead of a learnt rule."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Sinusoidal
-        from kinformer.stacks.exit_rules import ExitRuleConfig, Geometric, Multinomial, SoftmaxResponse
-        from kinformer.stacks.exits import Exits
-
-        rule: ExitRuleConfig = Multinomial.Config() if multinomial else Geometric.Config()
-        stack = Exits.Config(rule=rule, weights="uniform", classifiers="tied" if tied else "separate")
-        if mixed:
-            rule = SoftmaxResponse.Config(measure="maximum")
-            stack = stack.replace(rule=rule, training="mixed", samples=6)
-        config = decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
-            position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=tied),
-            initialisation=Initialisation(scheme="xavier"),
-            scale=True,
-        )
-        layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        return config.replace(layers=layers, stack=stack, norm=None, dropout=dropout)
-
-    return recipe
+def _exits(rule: object, tied: bool = False, dropout: float = 0.0, **more: object) -> Settings:
+    """Return the settings of a decoder with an exit at every layer; ``tied``: the exits share the head."""
+    classifiers = "tied" if tied else "separate"
+    return {
+        **POST_NORM,
+        "input": part("tokens", scale=True),
+        "position": "sinusoidal",
+        "head": part("language", tied=tied),
+        "norm": None,
+        "initialisation": {"scheme": "xavier"},
+        "stack": part("exits", rule=rule, weights="uniform", classifiers=classifiers, **more),
+        **drop(dropout),
+    }
 
 
-def _translating_of_depth_adaptive(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """Return the recipe of a decoder over a source, from which one exit for the whole translation is predicted
-    (3.2.1)."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.stacks.exit_rules import SequenceMultinomial
-
-        base = _recipe_of_depth_adaptive(shape)(vocab or 258)
-        base = base.replace(stack=base.stack.replace(rule=SequenceMultinomial.Config(), classifiers="tied"))
-        base = base.replace(head=LanguageModelHead.Config(tied=True))
-        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
-
-    return recipe
-
-
-def _shape_of_depth_adaptive(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
-
+_SEQUENCE = _exits("sequence_multinomial", tied=True)
+"""One exit for the whole translation is predicted from the source (3.2.1)."""
 
 DEPTH_ADAPTIVE = Member(
     name="depth-adaptive",
@@ -216,17 +104,21 @@ DEPTH_ADAPTIVE = Member(
     use_when="easy tokens should leave early by a rule that is learnt",
     avoid_when="tokens use most layers anyway: one exit for all of them is as good",
     recipes={
-        "tiny": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(32, 3, 2)),
-        "small": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(256, 4, 4)),
-        "tiny-translate": _translating_of_depth_adaptive(_shape_of_depth_adaptive(32, 3, 2)),
-        "translate": _translating_of_depth_adaptive(_shape_of_depth_adaptive(256, 6, 4, 1024), dropout=0.3),
-        "benchmark": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(256, 4, 4)),
-        "paper": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(256, 6, 4, 1024), dropout=0.3),
-        "paper-multinomial": _recipe_of_depth_adaptive(
-            _shape_of_depth_adaptive(256, 6, 4, 1024), multinomial=True, dropout=0.3
+        "tiny": Recipe(32, 3, 2, _exits("geometric")),
+        "small": Recipe(256, 4, 4, _exits("geometric")),
+        "tiny-translate": Recipe(32, 3, 2, _SEQUENCE, translating()),
+        "translate": Recipe(256, 6, 4, _SEQUENCE, translating(0.3)),
+        "benchmark": Recipe(256, 4, 4, _exits("geometric")),
+        "paper": Recipe(256, 6, 4, _exits("geometric", dropout=0.3)),
+        "paper-multinomial": Recipe(256, 6, 4, _exits("multinomial", dropout=0.3)),
+        "paper-tied": Recipe(256, 6, 4, _exits("geometric", tied=True, dropout=0.3)),
+        # exits are drawn in training, and confidence takes the place of a learnt rule
+        "paper-mixed": Recipe(
+            256,
+            6,
+            4,
+            _exits(part("softmax_response", measure="maximum"), dropout=0.3, training="mixed", samples=6),
         ),
-        "paper-tied": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(256, 6, 4, 1024), tied=True, dropout=0.3),
-        "paper-mixed": _recipe_of_depth_adaptive(_shape_of_depth_adaptive(256, 6, 4, 1024), mixed=True, dropout=0.3),
     },
     objective="exits",
 )
@@ -234,43 +126,17 @@ DEPTH_ADAPTIVE = Member(
 
 # CALM: a token leaves a decoder as soon as it is sure enough of the next one, by a calibrated threshold.
 
-Measure = Literal["softmax_response", "saturation", "classifier"]
+
+def _calm(rule: str = "softmax_response", decay_tokens: float | None = None) -> Settings:
+    stack = part("exits", rule=part(rule, decay_tokens=decay_tokens))
+    return {"mixer": part("softmax", position="t5"), "stack": stack}
 
 
-def _recipe_of_calm(
-    shape: ModelShape,
-    measure: Measure = "softmax_response",
-    head_dim: int | None = None,
-    vocab_size: int = 256,
-    decay_tokens: float | None = None,
-) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import T5
-        from kinformer.stacks.exit_rules import ExitClassifier, Saturation, SoftmaxResponse
-        from kinformer.stacks.exits import Exits
-
-        rules = {item.kind: item for item in (SoftmaxResponse.Config, Saturation.Config, ExitClassifier.Config)}
-        config = decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, head_dim=head_dim, position=T5.Config()),
-        )
-        return config.replace(stack=Exits.Config(rule=rules[measure](decay_tokens=decay_tokens)))
-
-    return recipe
-
-
-def _paper(measure: Measure = "softmax_response") -> Recipe:
+def _paper(rule: str) -> Recipe:
     """Return the decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section
     3.4)."""
-    return _recipe_of_calm(
-        _shape_of_calm(512, 8, 6, 1024), measure, head_dim=64, vocab_size=32128, decay_tokens=512 / 4
-    )
-
-
-def _shape_of_calm(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, activation="gelu")
+    settings = _calm(rule, decay_tokens=512 / 4)
+    return Recipe(512, 8, 6, settings, {"mixer.head_dim": 64}, hidden_dim=1024, vocab_size=32128)
 
 
 CALM = Member(
@@ -293,10 +159,10 @@ CALM = Member(
     use_when="generation should be faster within a risk that you set",
     avoid_when="every bit of quality counts",
     recipes={
-        "tiny": _recipe_of_calm(_shape_of_calm(32, 3, 2)),
-        "small": _recipe_of_calm(_shape_of_calm(256, 4, 4)),
-        "benchmark": _recipe_of_calm(_shape_of_calm(256, 4, 4)),
-        "paper": _paper(),
+        "tiny": Recipe(32, 3, 2, _calm()),
+        "small": Recipe(256, 4, 4, _calm()),
+        "benchmark": Recipe(256, 4, 4, _calm()),
+        "paper": _paper("softmax_response"),
         "paper-saturation": _paper("saturation"),
         "paper-classifier": _paper("classifier"),
     },
@@ -307,63 +173,28 @@ CALM = Member(
 # Adaptive attention span: every head learns how far back it looks, and nothing beyond is computed or remembered.
 
 
-def _mixer(num_heads: int, span: SoftSpan.Config) -> SoftmaxAttention.Config:
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.parts.projections import MultiHead
-    from kinformer.parts.relative_positions import DistanceKeys
-
-    return SoftmaxAttention.Config(
-        num_heads=num_heads,
-        projection=MultiHead.Config(bias=False),
-        position=DistanceKeys.Config(max_distance=span.max_span),
-        span=span,
-        bias=False,
-    )
+def _span(max_span: int, kind: str = "soft_span", **more: object) -> Settings:
+    return {
+        "mixer": part(
+            "softmax",
+            projection=part("multi_head", bias=False),
+            position=part("distance_keys", max_distance=max_span),
+            span=part(kind, max_span=max_span, **more),
+            bias=False,
+        )
+    }
 
 
-def _tiny(vocab: int | None) -> Decoder.Config:
-    from kinformer.parts.scores import SoftSpan
-
-    span = SoftSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4)
-    return decoder(ModelShape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
-
-
-def _small(vocab: int | None) -> Decoder.Config:
-    from kinformer.parts.scores import SoftSpan
-
-    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, SoftSpan.Config(max_span=1024)))
-
-
-def _tiny_dynamic(vocab: int | None) -> Decoder.Config:
-    from kinformer.parts.scores import DynamicSpan
-
-    span = DynamicSpan.Config(max_span=16, ramp=4, initial=0.2, multiple=4, bounded=True, state_penalty=2e-6)
-    return decoder(ModelShape(32, 2, 2), vocab or 256, mixer=_mixer(2, span))
-
-
-def _dynamic(vocab: int | None) -> Decoder.Config:
-    from kinformer.parts.scores import DynamicSpan
-
-    span = DynamicSpan.Config(max_span=1024, bounded=True, state_penalty=2e-6)
-    return decoder(ModelShape(256, 4, 4), vocab or 256, mixer=_mixer(4, span))
-
-
-def _paper_of_adaptive_span(shape: ModelShape) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.parts.scores import SoftSpan
-
-        return decoder(
-            shape,
-            vocab or 205,
-            mixer=_mixer(shape.num_heads, SoftSpan.Config(max_span=8192, penalty=5e-7)),
-            head=LanguageModelHead.Config(tied=False, bias=True),
-            initialisation=Initialisation(scheme="framework", residual="plain"),
-        ).replace(norm=None)
-
-    return recipe
-
+_TINY: Settings = {"ramp": 4, "initial": 0.2, "multiple": 4}
+_DYNAMIC: Settings = {"kind": "dynamic_span", "bounded": True, "state_penalty": 2e-6}
+_PAPER: Settings = {
+    **_span(8192, penalty=5e-7),
+    **POST_NORM,
+    "head": part("language", tied=False, bias=True),
+    "norm": None,
+    "initialisation": {"scheme": "framework", "residual": "plain"},
+    "vocab_size": 205,
+}
 
 ADAPTIVE_SPAN = Member(
     name="adaptive-span",
@@ -407,14 +238,15 @@ ADAPTIVE_SPAN = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": _tiny,
-        "small": _small,
-        "benchmark": _small,
-        "tiny-dynamic": _tiny_dynamic,
-        "dynamic": _dynamic,
-        "paper": _paper_of_adaptive_span(ModelShape(512, 12, 8, hidden_dim=2048, residual="post", activation="relu")),
-        "paper-large": _paper_of_adaptive_span(
-            ModelShape(768, 24, 8, hidden_dim=4096, residual="post", activation="relu")
-        ),
+        "tiny": Recipe(32, 2, 2, _span(16, **_TINY)),
+        "small": Recipe(256, 4, 4, _span(1024)),
+        "benchmark": Recipe(256, 4, 4, _span(1024)),
+        "tiny-dynamic": Recipe(32, 2, 2, _span(16, **_TINY, **_DYNAMIC)),
+        "dynamic": Recipe(256, 4, 4, _span(1024, **_DYNAMIC)),
+        "paper": Recipe(512, 12, 8, _PAPER),
+        "paper-large": Recipe(768, 24, 8, _PAPER, hidden_dim=4096),
     },
 )
+
+
+MEMBERS = (UNIVERSAL, DEPTH_ADAPTIVE, CALM, ADAPTIVE_SPAN)

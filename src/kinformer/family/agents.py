@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
-
+from kinformer.family.recipe import Recipe, Settings, drop, part
+from kinformer.family.record import Member
 
 # GTrXL: Transformer-XL whose residuals are gates that begin nearly closed.
 
 
-def _recipe(shape: ModelShape, segment: int, memory: int, head_dim: int | None = None) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.residual import Gated, Initialisation
-        from kinformer.mixers.segment_memory import SegmentMemory
-        from kinformer.parts.relative_positions import TransformerXL
-
-        config = decoder(
-            shape,
-            vocab or 256,
-            mixer=SegmentMemory.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                segment=segment,
-                memory=memory,
-                position=TransformerXL.Config(share_biases=False),
-            ),
-            initialisation=Initialisation(residual="plain"),
-        )
-        feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation="relu", bias=False)
-        layers = tuple(layer.replace(feed_forward=feed_forward, residual=Gated.Config()) for layer in config.layers)
-        return config.replace(layers=layers, norm=None)
-
-    return recipe
+def _gtrxl(segment: int, memory: int, head_dim: int | None = None) -> Settings:
+    return {
+        "mixer": part(
+            "segment_memory",
+            head_dim=head_dim,
+            segment=segment,
+            memory=memory,
+            position=part("xl", share_biases=False),
+        ),
+        "feed_forward": part("mlp", bias=False),
+        "activation": "relu",
+        "residual": "gated",
+        "norm": None,
+        "initialisation": {"residual": "plain"},
+    }
 
 
 GTRXL = Member(
@@ -64,10 +50,10 @@ GTRXL = Member(
     use_when="an agent must remember, in many layers, and training must be reliable",
     avoid_when="the task is text: its gates cost time without gain there",
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2), segment=8, memory=12),
-        "small": _recipe(ModelShape(192, 4, 4, hidden_dim=576), segment=256, memory=256),
-        "benchmark": _recipe(ModelShape(256, 4, 4), segment=256, memory=256),
-        "paper": _recipe(ModelShape(256, 12, 8), segment=128, memory=512, head_dim=64),
+        "tiny": Recipe(32, 2, 2, _gtrxl(8, 12)),
+        "small": Recipe(192, 4, 4, _gtrxl(256, 256), hidden_dim=576),
+        "benchmark": Recipe(256, 4, 4, _gtrxl(256, 256)),
+        "paper": Recipe(256, 12, 8, _gtrxl(128, 512, head_dim=64)),
     },
 )
 
@@ -78,46 +64,9 @@ IMAGE = (4, 84, 84)
 """Four frames of a game, as Mnih et al. 2015 prepare them."""
 
 
-def _recipe_of_decision(
-    shape: ModelShape, *, state_dim: int = 4, actions: int = 2, discrete: bool = True, timesteps: int = 1024,
-    dropout: float = 0.0, atari: bool = False,
-) -> Recipe:  # fmt: skip
-    """Return the recipe; ``discrete``: ``actions`` to choose from, else that many numbers; ``atari``: the authors'
-    model of such games."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.heads.classes import ContinuousActions, DiscreteActions
-        from kinformer.inputs.signals import Steps
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Learned
-
-        config = decoder(
-            shape,
-            2,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
-            position=Learned.Config(max_length=90) if atari else None,
-            head=DiscreteActions.Config(actions=actions, bias=not atari)
-            if discrete
-            else ContinuousActions.Config(action_dim=actions),
-        )
-        return config.replace(
-            input=Steps.Config(
-                state_dim=prod(IMAGE) if atari else state_dim,
-                action_dim=actions,
-                timesteps=timesteps,
-                entrance="tanh" if atari else "norm",
-                timestep="first" if atari else "each",
-                image=IMAGE if atari else (),
-            ),
-            layers=tuple(layer.replace(dropout=dropout) for layer in config.layers),
-            dropout=dropout,
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="relu")
+def _steps(state_dim: int, actions: int, timesteps: int, **more: object) -> Settings:
+    read = part("steps", state_dim=state_dim, action_dim=actions, timesteps=timesteps, **more)
+    return {"input": read, "head": part("discrete_actions", actions=actions), "activation": "relu"}
 
 
 DECISION = Member(
@@ -162,12 +111,24 @@ DECISION = Member(
         },
     },
     recipes={
-        "tiny": _recipe_of_decision(_shape(32, 2, 2), timesteps=64),
-        "small": _recipe_of_decision(_shape(256, 4, 4)),
-        "benchmark": _recipe_of_decision(_shape(256, 4, 4)),
-        "paper": _recipe_of_decision(
-            _shape(128, 3, 1), state_dim=11, actions=3, discrete=False, timesteps=4096, dropout=0.1
+        "tiny": Recipe(32, 2, 2, _steps(4, 2, timesteps=64)),
+        "small": Recipe(256, 4, 4, _steps(4, 2, timesteps=1024)),
+        "benchmark": Recipe(256, 4, 4, _steps(4, 2, timesteps=1024)),
+        "paper": Recipe(
+            128, 3, 1, _steps(11, 3, timesteps=4096), drop(0.1), head=part("continuous_actions", action_dim=3)
         ),
-        "paper-atari": _recipe_of_decision(ModelShape(128, 6, 8), actions=4, timesteps=10000, dropout=0.1, atari=True),
+        "paper-atari": Recipe(
+            128,
+            6,
+            8,
+            _steps(prod(IMAGE), 4, timesteps=10000, entrance="tanh", timestep="first", image=IMAGE),
+            drop(0.1),
+            position=part("learned", max_length=90),
+            head=part("discrete_actions", actions=4, bias=False),
+            activation="gelu",
+        ),
     },
 )
+
+
+MEMBERS = (GTRXL, DECISION)

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder, noam
-from kinformer.family.record import DecoderRecipe, Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-    from kinformer.models.encoder_decoder import EncoderDecoder
-
+from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, noam, part, sizes, translating
+from kinformer.family.record import Member
 
 # GPT: the plain decoder, what every other member is compared with.
 
-
-def _recipe(shape: ModelShape, max_length: int = 1024, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Learned
-
-        return decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
-            position=Learned.Config(max_length=max_length),
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="gelu_tanh")
-
+_GPT: Settings = {"position": part("learned", max_length=1024), "activation": "gelu_tanh"}
 
 GPT = Member(
     name="gpt",
@@ -59,47 +33,27 @@ GPT = Member(
         name: {"batch_size": 512, "length": 1024} for name in ("paper", "paper-medium", "paper-large", "paper-xl")
     },
     recipes={
-        "tiny": _recipe(_shape(32, 2, 2), max_length=128),
-        "small": _recipe(_shape(256, 4, 4)),
-        "benchmark": _recipe(_shape(256, 4, 4), max_length=4096),
-        "paper": _recipe(_shape(768, 12, 12), vocab_size=50257),
-        "paper-medium": _recipe(_shape(1024, 24, 16), vocab_size=50257),
-        "paper-large": _recipe(_shape(1280, 36, 20), vocab_size=50257),
-        "paper-xl": _recipe(_shape(1600, 48, 25), vocab_size=50257),
+        "tiny": Recipe(32, 2, 2, _GPT, {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _GPT),
+        "benchmark": Recipe(256, 4, 4, _GPT, {"position.max_length": 4096}),
+        "paper": Recipe(768, 12, 12, _GPT, vocab_size=50257),
+        "paper-medium": Recipe(1024, 24, 16, _GPT, vocab_size=50257),
+        "paper-large": Recipe(1280, 36, 20, _GPT, vocab_size=50257),
+        "paper-xl": Recipe(1600, 48, 25, _GPT, vocab_size=50257),
     },
 )
 
 
 # The Transformer as it was published: an encoder-decoder for sequence to sequence.
 
-
-def _recipe_of_vanilla(shape: ModelShape, vocab_size: int = 258, dropout: float = 0.1) -> Recipe:
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Sinusoidal
-
-        base = decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
-            position=Sinusoidal.Config(),
-            initialisation=Initialisation(scheme="xavier", residual="plain"),
-            scale=True,
-        )
-        if shape.residual == "post":
-            base = base.replace(norm=None)
-        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=shape.num_heads), dropout=dropout)
-
-    return recipe
-
-
-def _shape_of_vanilla(
-    dim: int, depth: int, num_heads: int, hidden_dim: int | None = None, residual: Literal["pre", "post"] = "post"
-) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual=residual, activation="relu")
-
+_POST_LN: Settings = {
+    **POST_NORM,
+    "input": part("tokens", scale=True),
+    "position": "sinusoidal",
+    "norm": None,
+    "initialisation": {"scheme": "xavier"},
+}
+_VANILLA: Settings = _POST_LN | {"initialisation": {"scheme": "xavier", "residual": "plain"}}
 
 VANILLA = Member(
     name="vanilla",
@@ -125,41 +79,18 @@ VANILLA = Member(
         "paper-big": noam(1024, steps=300_000, average=20),
     },
     recipes={
-        "tiny": _recipe_of_vanilla(_shape_of_vanilla(32, 2, 2), dropout=0.0),
-        "small": _recipe_of_vanilla(_shape_of_vanilla(256, 4, 4)),
-        "small-data": _recipe_of_vanilla(_shape_of_vanilla(128, 4, 4, 256), dropout=0.3),
-        "pre-norm": _recipe_of_vanilla(_shape_of_vanilla(128, 4, 4, 256, residual="pre")),
-        "benchmark": _recipe_of_vanilla(_shape_of_vanilla(256, 4, 4), dropout=0.0),
-        "paper": _recipe_of_vanilla(_shape_of_vanilla(512, 6, 8), vocab_size=37000),
-        "paper-big": _recipe_of_vanilla(_shape_of_vanilla(1024, 6, 16), vocab_size=37000, dropout=0.3),
+        "tiny": Recipe(32, 2, 2, _VANILLA, translating()),
+        "small": Recipe(256, 4, 4, _VANILLA, translating(0.1)),
+        "small-data": Recipe(128, 4, 4, _VANILLA, translating(0.3), hidden_dim=256),
+        "pre-norm": Recipe(128, 4, 4, _VANILLA, translating(0.1), hidden_dim=256, residual="pre", norm="layer_norm"),
+        "benchmark": Recipe(256, 4, 4, _VANILLA, translating()),
+        "paper": Recipe(512, 6, 8, _VANILLA, translating(0.1), vocab_size=37000),
+        "paper-big": Recipe(1024, 6, 16, _VANILLA, translating(0.3), vocab_size=37000),
     },
 )
 
 
 # The original Transformer's decoder: every norm after the residual sum.
-
-
-def _recipe_of_post_ln(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Sinusoidal
-
-        return decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
-            position=Sinusoidal.Config(),
-            initialisation=Initialisation(scheme="xavier"),
-            scale=True,
-        ).replace(norm=None)
-
-    return recipe
-
-
-def _shape_of_post_ln(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post", activation="relu")
-
 
 POST_LN = Member(
     name="post-ln",
@@ -180,82 +111,28 @@ POST_LN = Member(
     avoid_when="you train many layers or without a warm-up: `gpt` learns faster there",
     training={"paper": noam(512), "paper-big": noam(1024)},
     recipes={
-        "tiny": _recipe_of_post_ln(_shape_of_post_ln(32, 2, 2)),
-        "small": _recipe_of_post_ln(_shape_of_post_ln(256, 4, 4)),
-        "benchmark": _recipe_of_post_ln(_shape_of_post_ln(256, 4, 4)),
-        "paper": _recipe_of_post_ln(_shape_of_post_ln(512, 6, 8), vocab_size=37000),
-        "paper-big": _recipe_of_post_ln(_shape_of_post_ln(1024, 6, 16), vocab_size=37000),
+        **sizes(_POST_LN),
+        "paper": Recipe(512, 6, 8, _POST_LN, vocab_size=37000),
+        "paper-big": Recipe(1024, 6, 16, _POST_LN, vocab_size=37000),
     },
 )
 
 
 # Macaron Net: attention between two half steps of feed-forwards.
 
-
-def _recipe_of_macaron(dim: int, depth: int, num_heads: int, vocab_size: int = 256) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import MacaronLayer
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.inputs.tokens import Tokens
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.models.decoder import Decoder
-        from kinformer.parts.positions import Sinusoidal
-
-        layer = MacaronLayer.Config(
-            mixer=SoftmaxAttention.Config(num_heads=num_heads),
-            feed_forward=MLP.Config(hidden_dim=2 * dim, activation="relu"),
-        )
-        return Decoder.Config(
-            input=Tokens.Config(vocab_size=vocab or vocab_size, scale=True),
-            dim=dim,
-            layers=(layer,) * depth,
-            position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            initialisation=Initialisation(scheme="xavier"),
-        )
-
-    return recipe
+_MACARON: Settings = {
+    "layer": "macaron",
+    "activation": "relu",
+    "input": part("tokens", scale=True),
+    "position": "sinusoidal",
+    "initialisation": {"scheme": "xavier"},
+}
+_MACARON_ENCODER: Settings = ENCODER | {"layer": "macaron", "position": part("learned", max_length=512)}
 
 
-def _encoding(dim: int, depth: int, num_heads: int, max_length: int = 512, vocab_size: int = 259) -> Recipe:
-    """Return the recipe of BERT with Macaron layers (the paper's section 5.2)."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import MacaronEncoderLayer
-        from kinformer.blocks.residual import PostNorm
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.positions import Learned
-
-        mixer = BidirectionalAttention.Config(num_heads=num_heads)
-        layer = MacaronEncoderLayer.Config(
-            mixer=mixer, feed_forward=MLP.Config(hidden_dim=2 * dim), residual=PostNorm.Config()
-        )
-        shape, position = ModelShape(dim, depth, num_heads, residual="post"), Learned.Config(max_length=max_length)
-        return encoder(shape, vocab or vocab_size, [mixer], position).replace(layers=(layer,) * depth)
-
-    return recipe
-
-
-def _translating(dim: int, depth: int, num_heads: int, vocab_size: int = 258, dropout: float = 0.0) -> Recipe:
-    """Return the recipe of Macaron layers on both sides (the paper's section 5.1)."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.blocks.layer import MacaronEncoderLayer, MacaronLayer
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-
-        base = _recipe_of_macaron(dim, depth, num_heads)(vocab or vocab_size)
-        mixer, first = BidirectionalAttention.Config(num_heads=num_heads), base.layers[0]
-        assert isinstance(first, MacaronLayer.Config)
-        layer = MacaronEncoderLayer.Config(
-            mixer=mixer, feed_forward=first.feed_forward, residual=first.residual, dropout=dropout
-        )
-        config = encoder_decoder(base, mixer, dropout=dropout)
-        return config.replace(encoder=config.encoder.replace(layers=(layer,) * depth))
-
-    return recipe
+def _macaron(dim: int, depth: int, num_heads: int, *settings: Settings, **more: object) -> Recipe:
+    """Return a recipe whose two feed-forwards are half as wide as usual."""
+    return Recipe(dim, depth, num_heads, *(settings or (_MACARON,)), hidden_dim=2 * dim, **more)
 
 
 MACARON = Member(
@@ -276,65 +153,33 @@ MACARON = Member(
     use_when="you compare wirings of a layer",
     avoid_when="quality per minute counts: its second feed-forward has not paid for its time in our measurements",
     recipes={
-        "tiny": _recipe_of_macaron(32, 2, 2),
-        "small": _recipe_of_macaron(256, 4, 4),
-        "benchmark": _recipe_of_macaron(256, 4, 4),
-        "paper": _recipe_of_macaron(512, 6, 8, vocab_size=32768),
-        "paper-big": _recipe_of_macaron(1024, 6, 16, vocab_size=32768),
-        "tiny-encoder": _encoding(32, 2, 2, max_length=128),
-        "encoder": _encoding(256, 4, 4),
-        "paper-encoder": _encoding(768, 12, 12, vocab_size=30522),
-        "tiny-translate": _translating(32, 2, 2),
-        "translate": _translating(256, 4, 4),
-        "paper-translate": _translating(512, 6, 8, vocab_size=37000, dropout=0.1),
+        "tiny": _macaron(32, 2, 2),
+        "small": _macaron(256, 4, 4),
+        "benchmark": _macaron(256, 4, 4),
+        "paper": _macaron(512, 6, 8, vocab_size=32768),
+        "paper-big": _macaron(1024, 6, 16, vocab_size=32768),
+        # section 5.2: BERT
+        "tiny-encoder": _macaron(32, 2, 2, _MACARON_ENCODER, {"position.max_length": 128}),
+        "encoder": _macaron(256, 4, 4, _MACARON_ENCODER),
+        "paper-encoder": _macaron(768, 12, 12, _MACARON_ENCODER, vocab_size=30522),
+        # section 5.1: Macaron layers on both sides
+        "tiny-translate": _macaron(32, 2, 2, _MACARON, translating(layer="macaron")),
+        "translate": _macaron(256, 4, 4, _MACARON, translating(layer="macaron")),
+        "paper-translate": _macaron(512, 6, 8, _MACARON, translating(0.1, layer="macaron"), vocab_size=37000),
     },
 )
 
 
 # Primer: squared ReLU, and queries, keys and values convolved over time; Primer-EZ, and the whole.
 
-
-def _recipe_of_primer(shape: ModelShape, vocab_size: int = 256) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.projections import Convolved, MultiHead
-        from kinformer.parts.relative_positions import T5
-
-        return decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(
-                num_heads=shape.num_heads,
-                projection=Convolved.Config(inner=MultiHead.Config(bias=False)),
-                position=T5.Config(),
-                bias=False,
-            ),
-        )
-
-    return recipe
-
-
-def _whole(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    """Return the recipe of the whole Primer: queries are made of the keys, and norms stand behind feed-forwards."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.layer import DecoderLayer
-        from kinformer.blocks.residual import ResPostNorm
-        from kinformer.parts.projections import SharedQK
-
-        base = _recipe_of_primer(shape, vocab_size)(vocab)
-        first = base.layers[0]
-        assert isinstance(first, DecoderLayer.Config)
-        mixer = first.mixer.replace(projection=SharedQK.Config())
-        layer = first.replace(mixer=mixer, feed_forward_residual=ResPostNorm.Config())
-        return base.replace(layers=(layer,) * shape.depth)
-
-    return recipe
-
-
-def _shape_of_primer(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="squared_relu")
-
+_PRIMER: Settings = {
+    "mixer": part(
+        "softmax", projection=part("convolved", inner=part("multi_head", bias=False)), position="t5", bias=False
+    ),
+    "activation": "squared_relu",
+}
+_WHOLE: Settings = {"mixer.projection": "shared_qk", "layers.*.feed_forward_residual": "res_post"}
+"""Queries are made of the keys, and norms stand behind feed-forwards."""
 
 PRIMER = Member(
     name="primer",
@@ -358,43 +203,24 @@ PRIMER = Member(
     use_when="you want the convolutions of q, k and v and the squared ReLU that its authors' search chose",
     avoid_when="steps must be the fastest",
     recipes={
-        "tiny": _recipe_of_primer(_shape_of_primer(32, 2, 2)),
-        "small": _recipe_of_primer(_shape_of_primer(256, 4, 4)),
-        "benchmark": _recipe_of_primer(_shape_of_primer(256, 4, 4)),
-        "tiny-whole": _whole(_shape_of_primer(32, 2, 2)),
-        "whole": _whole(_shape_of_primer(256, 4, 4)),
-        "paper-whole": _whole(_shape_of_primer(768, 12, 12), vocab_size=32128),
-        "paper": _recipe_of_primer(_shape_of_primer(512, 6, 8), vocab_size=32128),
-        "paper-medium": _recipe_of_primer(_shape_of_primer(768, 12, 12), vocab_size=32128),
+        **sizes(_PRIMER),
+        "tiny-whole": Recipe(32, 2, 2, _PRIMER, _WHOLE),
+        "whole": Recipe(256, 4, 4, _PRIMER, _WHOLE),
+        "paper-whole": Recipe(768, 12, 12, _PRIMER, _WHOLE, vocab_size=32128),
+        "paper": Recipe(512, 6, 8, _PRIMER, vocab_size=32128),
+        "paper-medium": Recipe(768, 12, 12, _PRIMER, vocab_size=32128),
     },
 )
 
 
 # Deep character-level Transformer: positions at every layer, and losses at every layer while it trains.
 
-
-def _recipe_of_deep_char(shape: ModelShape, max_length: int = 512, dropout: float = 0.0) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import LearnedPerLayer
-
-        config = decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, dropout=dropout),
-            position=LearnedPerLayer.Config(max_length=max_length),
-            head=LanguageModelHead.Config(tied=False),
-        )
-        layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        return config.replace(layers=layers)
-
-    return recipe
-
-
-def _shape_of_deep_char(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="relu")
-
+_DEEP_CHAR: Settings = {
+    "position": part("learned_per_layer", max_length=512),
+    "head": part("language", tied=False),
+    "activation": "relu",
+}
+_DROPOUT: Settings = {"layers.*.dropout": 0.55, "mixer.dropout": 0.55}
 
 DEEP_CHAR = Member(
     name="deep-char",
@@ -433,11 +259,14 @@ DEEP_CHAR = Member(
         for name in ("paper", "paper-t12")
     },
     recipes={
-        "tiny": _recipe_of_deep_char(_shape_of_deep_char(32, 2, 2), max_length=128),
-        "small": _recipe_of_deep_char(_shape_of_deep_char(256, 4, 4)),
-        "benchmark": _recipe_of_deep_char(_shape_of_deep_char(256, 4, 4), max_length=4096),
-        "paper": _recipe_of_deep_char(_shape_of_deep_char(512, 64, 2), dropout=0.55),
-        "paper-t12": _recipe_of_deep_char(_shape_of_deep_char(512, 12, 2), dropout=0.55),
+        "tiny": Recipe(32, 2, 2, _DEEP_CHAR, {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _DEEP_CHAR),
+        "benchmark": Recipe(256, 4, 4, _DEEP_CHAR, {"position.max_length": 4096}),
+        "paper": Recipe(512, 64, 2, _DEEP_CHAR, _DROPOUT),
+        "paper-t12": Recipe(512, 12, 2, _DEEP_CHAR, _DROPOUT),
     },
     objective="deep-supervision",
 )
+
+
+MEMBERS = (GPT, VANILLA, POST_LN, MACARON, PRIMER, DEEP_CHAR)

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from kinformer.family.assemble import ModelShape, decoder, encoder
-from kinformer.family.record import Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-
+from kinformer.family.recipe import ENCODER, Recipe, Settings, part
+from kinformer.family.record import Member
 
 # BERT: the plain encoder, what the long-document encoders are compared with.
 
-
-def _recipe(shape: ModelShape, max_length: int = 512, vocab_size: int = 259, types: int = 0) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.positions import Learned
-
-        return encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads)],
-            position=Learned.Config(max_length=max_length),
-            types=types,
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post")
-
+_BERT: Settings = ENCODER | {"position": part("learned", max_length=512)}
+_LONG: Settings = ENCODER | {"position": part("learned", max_length=4096)}
+_PUBLISHED: Settings = {"vocab_size": 30522, "input": part("tokens", types=2)}
 
 BERT = Member(
     name="bert",
@@ -70,11 +47,11 @@ BERT = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": _recipe(_shape(32, 2, 2), max_length=128),
-        "small": _recipe(_shape(256, 4, 4)),
-        "benchmark": _recipe(_shape(256, 4, 4), max_length=4096),
-        "paper": _recipe(_shape(768, 12, 12), vocab_size=30522, types=2),
-        "paper-large": _recipe(_shape(1024, 24, 16), vocab_size=30522, types=2),
+        "tiny": Recipe(32, 2, 2, _BERT, {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _BERT),
+        "benchmark": Recipe(256, 4, 4, _LONG),
+        "paper": Recipe(768, 12, 12, _BERT, _PUBLISHED),
+        "paper-large": Recipe(1024, 24, 16, _BERT, _PUBLISHED),
     },
 )
 
@@ -82,42 +59,16 @@ BERT = Member(
 # Big Bird: windows of blocks, global tokens and random blocks.
 
 
-def _recipe_of_big_bird(
-    shape: ModelShape,
-    block: int,
-    random: int,
-    max_length: int,
-    extra: int = 0,
-    vocab_size: int = 259,
-    types: int = 0,
-) -> Recipe:
+def _big_bird(dim: int, depth: int, num_heads: int, block: int, random: int, extra: int = 0, **more: object) -> Recipe:
     """Return the recipe with a global input of ``extra`` tokens, or else the first and the last block for all."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.global_input import ExtraTokens
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.patterns.big_bird import BigBird
-        from kinformer.parts.positions import Learned
-
-        patterns = [
-            BigBird.Config(block=block, random=random, seed=layer, num_heads=shape.num_heads, edges=not extra)
-            for layer in range(shape.depth)
-        ]
-        return encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=pattern) for pattern in patterns],
-            position=Learned.Config(max_length=max_length),
-            global_input=ExtraTokens.Config(count=extra) if extra else None,
-            types=types,
-        )
-
-    return recipe
+    pattern = part("big_bird", block=block, random=random, num_heads=num_heads, edges=not extra)
+    seeds = {f"layers.{layer}.mixer.pattern.seed": layer for layer in range(depth)}
+    tokens = part("extra", count=extra) if extra else None
+    mixer = part("bidirectional", pattern=pattern)
+    return Recipe(dim, depth, num_heads, _LONG, seeds, mixer=mixer, global_input=tokens, **more)
 
 
-def _shape_of_big_bird(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post")
-
+_BIRD = {"vocab_size": 50358, "input": part("tokens", types=2)}
 
 BIG_BIRD = Member(
     name="big-bird",
@@ -145,15 +96,13 @@ BIG_BIRD = Member(
     use_when="long documents need far links besides a window and global tokens",
     avoid_when="texts have fewer than a few thousand tokens: its blocks cover everything then",
     recipes={
-        "tiny": _recipe_of_big_bird(_shape_of_big_bird(32, 2, 2), 4, 1, 128),
-        "tiny-etc": _recipe_of_big_bird(_shape_of_big_bird(32, 2, 2), 4, 1, 128, extra=3),
-        "small": _recipe_of_big_bird(_shape_of_big_bird(256, 4, 4), 16, 3, 4096),
-        "benchmark": _recipe_of_big_bird(_shape_of_big_bird(256, 4, 4), 64, 3, 4096),
-        "paper": _recipe_of_big_bird(_shape_of_big_bird(768, 12, 12), 64, 3, 4096, vocab_size=50358, types=2),
-        "paper-etc": _recipe_of_big_bird(
-            _shape_of_big_bird(768, 12, 12), 84, 0, 4096, extra=256, vocab_size=50358, types=2
-        ),
-        "paper-large": _recipe_of_big_bird(_shape_of_big_bird(1024, 24, 16), 64, 3, 4096, vocab_size=50358, types=2),
+        "tiny": _big_bird(32, 2, 2, 4, 1, position=part("learned", max_length=128)),
+        "tiny-etc": _big_bird(32, 2, 2, 4, 1, extra=3, position=part("learned", max_length=128)),
+        "small": _big_bird(256, 4, 4, 16, 3),
+        "benchmark": _big_bird(256, 4, 4, 64, 3),
+        "paper": _big_bird(768, 12, 12, 64, 3, **_BIRD),
+        "paper-etc": _big_bird(768, 12, 12, 84, 0, extra=256, **_BIRD),
+        "paper-large": _big_bird(1024, 24, 16, 64, 3, **_BIRD),
     },
 )
 
@@ -161,39 +110,13 @@ BIG_BIRD = Member(
 # BlockBERT: every head sees one block for each block, its own or another.
 
 
-def _recipe_of_blockbert(
-    shape: ModelShape, heads: Sequence[int], max_length: int = 512, vocab_size: int = 259, types: int = 0
-) -> Recipe:
-    """Return the recipe; ``heads``: how many see their own block, how many the next, and so on round all blocks."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.patterns.sequence import Blockwise
-        from kinformer.parts.positions import Learned
-
-        blocks = len(heads)
-        permutations = tuple(
-            tuple((block + shift) % blocks for block in range(blocks))
-            for shift, count in enumerate(heads)
-            for _ in range(count)
-        )
-        return encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[
-                BidirectionalAttention.Config(
-                    num_heads=shape.num_heads, pattern=Blockwise.Config(block=None, permutations=permutations)
-                )
-            ],
-            position=Learned.Config(max_length=max_length),
-            types=types,
-        )
-
-    return recipe
-
-
-def _shape_of_blockbert(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post")
+def _blockbert(*heads: int) -> Settings:
+    """Return the settings; ``heads``: how many see their own block, how many the next, and so on round all blocks."""
+    blocks = len(heads)
+    permutations = [
+        [(block + shift) % blocks for block in range(blocks)] for shift, count in enumerate(heads) for _ in range(count)
+    ]
+    return _BERT | {"mixer": part("bidirectional", pattern=part("blockwise", block=None, permutations=permutations))}
 
 
 BLOCKBERT = Member(
@@ -214,67 +137,32 @@ BLOCKBERT = Member(
     use_when="a BERT must fit into less memory, heads seeing blocks of the text",
     avoid_when="length should cost linearly: its blocks grow with the text",
     recipes={
-        "tiny": _recipe_of_blockbert(_shape_of_blockbert(32, 2, 2), (1, 1), max_length=128),
-        "small": _recipe_of_blockbert(_shape_of_blockbert(256, 4, 4), (3, 1)),
-        "benchmark": _recipe_of_blockbert(_shape_of_blockbert(256, 4, 4), (3, 1), max_length=4096),
-        "paper": _recipe_of_blockbert(
-            _shape_of_blockbert(768, 12, 12), (10, 2), max_length=1024, vocab_size=30522, types=2
-        ),
-        "paper-three": _recipe_of_blockbert(
-            _shape_of_blockbert(768, 12, 12), (8, 2, 2), max_length=1024, vocab_size=30522, types=2
-        ),
+        "tiny": Recipe(32, 2, 2, _blockbert(1, 1), {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _blockbert(3, 1)),
+        "benchmark": Recipe(256, 4, 4, _blockbert(3, 1), {"position.max_length": 4096}),
+        "paper": Recipe(768, 12, 12, _blockbert(10, 2), _PUBLISHED, {"position.max_length": 1024}),
+        "paper-three": Recipe(768, 12, 12, _blockbert(8, 2, 2), _PUBLISHED, {"position.max_length": 1024}),
     },
 )
 
 
 # ETC: a long input with a window, and a global one that stands for its sentences and sees all.
 
-EPS = 1e-12
+_NORM = part("layer_norm", eps=1e-12)
 
 
-def _recipe_of_etc(
-    shape: ModelShape,
-    radius: int,
-    max_distance: int,
-    sentence: int,
-    *,
-    ids: int | None = None,
-    vocab_size: int = 259,
-    types: int = 0,
-) -> Recipe:
-    """Return the recipe; ``radius``: how far a token sees to the left and right; ``sentence``: how many tokens a global
-    one stands for."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.global_input import Sentences
-        from kinformer.blocks.residual import LayerNorm
-        from kinformer.mixers.encoders import EtcAttention
-        from kinformer.parts.patterns.sequence import Window
-        from kinformer.parts.positions import NoPosition
-
-        config = encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[
-                EtcAttention.Config(
-                    num_heads=shape.num_heads, pattern=Window(window=radius), max_distance=max_distance, ids=ids
-                )
-            ],
-            position=NoPosition.Config(),
-            global_input=Sentences.Config(length=sentence),
-            embedding_norm=LayerNorm(eps=EPS),
-            types=types,
-        )
-        return config.replace(
-            layers=tuple(layer.replace(norm=LayerNorm(eps=EPS)) for layer in config.layers),
-            head=config.head.replace(eps=EPS),
-        )
-
-    return recipe
-
-
-def _shape_of_etc(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post")
+def _etc(radius: int, max_distance: int, sentence: int, ids: int | None = None, types: int = 0) -> Settings:
+    """Return the settings; ``radius``: how far a token sees to the left and right; ``sentence``: how many tokens a
+    global one stands for."""
+    return {
+        **ENCODER,
+        "mixer": part("etc", pattern=part("window", window=radius), max_distance=max_distance, ids=ids),
+        "global_input": part("sentences", length=sentence),
+        "input": part("tokens", types=types),
+        "embedding_norm": _NORM,
+        "layers.*.norm": _NORM,
+        "head": part("masked_language", eps=1e-12),
+    }
 
 
 ETC = Member(
@@ -296,11 +184,11 @@ ETC = Member(
     use_when="documents have structure (sentences, questions) that a global input can stand for",
     avoid_when="texts are flat: `longformer` needs less care",
     recipes={
-        "tiny": _recipe_of_etc(_shape_of_etc(32, 2, 2), radius=4, max_distance=3, sentence=8),
-        "small": _recipe_of_etc(_shape_of_etc(256, 4, 4), radius=64, max_distance=12, sentence=64),
-        "benchmark": _recipe_of_etc(_shape_of_etc(256, 4, 4), radius=84, max_distance=12, sentence=64),
-        "paper": _recipe_of_etc(_shape_of_etc(768, 12, 12), 84, 12, sentence=16, ids=32, vocab_size=30522, types=16),
-        "paper-large": _recipe_of_etc(_shape_of_etc(1024, 24, 16), 169, 24, sentence=16, vocab_size=50265, types=16),
+        "tiny": Recipe(32, 2, 2, _etc(4, 3, sentence=8)),
+        "small": Recipe(256, 4, 4, _etc(64, 12, sentence=64)),
+        "benchmark": Recipe(256, 4, 4, _etc(84, 12, sentence=64)),
+        "paper": Recipe(768, 12, 12, _etc(84, 12, sentence=16, ids=32, types=16), vocab_size=30522),
+        "paper-large": Recipe(1024, 24, 16, _etc(169, 24, sentence=16, types=16), vocab_size=50265),
     },
 )
 
@@ -308,37 +196,15 @@ ETC = Member(
 # Longformer: a window for all, a few global tokens with projections of their own.
 
 
-def _recipe_of_longformer(
-    shape: ModelShape, windows: Sequence[int], max_length: int, vocab_size: int = 259, global_tokens: int = 1
-) -> Recipe:
-    """Return the recipe; ``windows``: how far a token sees on either side, layer by layer (in turns)."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.patterns.sequence import Window
-        from kinformer.parts.positions import Learned
-        from kinformer.parts.projections import MultiHeadGlobal
-
-        return encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[
-                BidirectionalAttention.Config(
-                    num_heads=shape.num_heads,
-                    projection=MultiHeadGlobal.Config(),
-                    pattern=Window(window=window),
-                )
-                for window in windows
-            ],
-            position=Learned.Config(max_length=max_length),
-            global_tokens=global_tokens,
-        )
-
-    return recipe
-
-
-def _shape_of_longformer(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post")
+def _longformer(windows: Sequence[int], global_tokens: int = 1) -> Settings:
+    """Return the settings; ``windows``: how far a token sees on either side, layer by layer (in turns)."""
+    count = len(windows)
+    return {
+        **_LONG,
+        "mixer": part("bidirectional", projection="multi_head_global"),
+        **{f"layers.{first}::{count}.mixer.pattern": part("window", window=size) for first, size in enumerate(windows)},
+        "global_tokens": global_tokens,
+    }
 
 
 LONGFORMER = Member(
@@ -368,11 +234,11 @@ LONGFORMER = Member(
         "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999},
     },
     recipes={
-        "tiny": _recipe_of_longformer(_shape_of_longformer(32, 2, 2), (4, 8), 128),
-        "small": _recipe_of_longformer(_shape_of_longformer(256, 4, 4, hidden_dim=640), (32, 64, 128, 128), 4096),
-        "benchmark": _recipe_of_longformer(_shape_of_longformer(256, 4, 4), (128,), 4096, global_tokens=16),
-        "paper": _recipe_of_longformer(_shape_of_longformer(768, 12, 12), (256,), 4096, vocab_size=50265),
-        "paper-large": _recipe_of_longformer(_shape_of_longformer(1024, 24, 16), (256,), 4096, vocab_size=50265),
+        "tiny": Recipe(32, 2, 2, _longformer((4, 8)), {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _longformer((32, 64, 128, 128)), hidden_dim=640),
+        "benchmark": Recipe(256, 4, 4, _longformer((128,), global_tokens=16)),
+        "paper": Recipe(768, 12, 12, _longformer((256,)), vocab_size=50265),
+        "paper-large": Recipe(1024, 24, 16, _longformer((256,)), vocab_size=50265),
     },
 )
 
@@ -380,37 +246,15 @@ LONGFORMER = Member(
 # Linformer: keys and values of the whole text, projected to a fixed number of summaries.
 
 
-def _recipe_of_linformer(
-    shape: ModelShape, ranks: Sequence[int], max_length: int, layerwise: bool = True, vocab_size: int = 259
-) -> Recipe:
-    """Return the recipe; ``ranks``: how many summaries a sequence has, layer by layer (in turns); ``layerwise``: one
-    projection for keys and values of all layers, else two per layer."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.encoders import Linformer
-        from kinformer.parts.positions import Learned
-
-        return encoder(
-            shape,
-            vocab or vocab_size,
-            mixers=[
-                Linformer.Config(
-                    num_heads=shape.num_heads,
-                    rank=rank,
-                    max_length=max_length,
-                    sharing="keys_values" if layerwise else "heads",
-                    shared=layerwise,
-                )
-                for rank in ranks
-            ],
-            position=Learned.Config(max_length=max_length),
-        )
-
-    return recipe
-
-
-def _shape_of_linformer(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post")
+def _linformer(rank: int, max_length: int, layerwise: bool = True) -> Settings:
+    """Return the settings; ``rank``: how many summaries a sequence has; ``layerwise``: one projection for keys and
+    values of all layers, else two per layer."""
+    sharing = "keys_values" if layerwise else "heads"
+    return {
+        **ENCODER,
+        "mixer": part("linformer", rank=rank, max_length=max_length, sharing=sharing, shared=layerwise),
+        "position": part("learned", max_length=max_length),
+    }
 
 
 LINFORMER = Member(
@@ -433,13 +277,11 @@ LINFORMER = Member(
     use_when="all texts have nearly one length and speed counts",
     avoid_when="lengths vary, or exactness counts: its projections are the same for every text",
     recipes={
-        "tiny": _recipe_of_linformer(_shape_of_linformer(32, 2, 2), (16,), 128),
-        "small": _recipe_of_linformer(_shape_of_linformer(256, 4, 4), (128,), 512),
-        "benchmark": _recipe_of_linformer(_shape_of_linformer(256, 4, 4), (256,), 4096),
-        "paper": _recipe_of_linformer(_shape_of_linformer(768, 12, 12), (256,), 512, vocab_size=50265),
-        "paper-heads": _recipe_of_linformer(
-            _shape_of_linformer(768, 12, 12), (128,), 512, layerwise=False, vocab_size=50265
-        ),
+        "tiny": Recipe(32, 2, 2, _linformer(16, 128)),
+        "small": Recipe(256, 4, 4, _linformer(128, 512)),
+        "benchmark": Recipe(256, 4, 4, _linformer(256, 4096)),
+        "paper": Recipe(768, 12, 12, _linformer(256, 512), vocab_size=50265),
+        "paper-heads": Recipe(768, 12, 12, _linformer(128, 512, layerwise=False), vocab_size=50265),
     },
 )
 
@@ -447,41 +289,17 @@ LINFORMER = Member(
 # Sparse Sinkhorn Transformer: blocks that see themselves, and one that a learned sorting brings.
 
 
-def _recipe_of_sinkhorn(
-    shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, cut: int = 0, vocab_size: int = 259
-) -> Recipe:
-    """Return the recipe; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and
+def _sinkhorn(block: int, max_length: int, cut: int = 0) -> Settings:
+    """Return the settings; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and
     itself."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.sinkhorn import SinkhornAttention
-        from kinformer.parts.positions import Learned
-
-        mixer = SinkhornAttention.Config(
-            num_heads=shape.num_heads, block=block, max_length=max_length, iterations=iterations, cut=cut
-        )
-        return encoder(shape, vocab or vocab_size, mixers=[mixer], position=Learned.Config(max_length=max_length))
-
-    return recipe
+    mixer = part("sinkhorn", block=block, max_length=max_length, iterations=5, cut=cut)
+    return ENCODER | {"mixer": mixer, "position": part("learned", max_length=max_length)}
 
 
-def _causal(shape: ModelShape, block: int, max_length: int, *, iterations: int = 5, vocab_size: int = 256) -> Recipe:
-    """Return the recipe of a decoder whose blocks are sorted within the past."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.sinkhorn import CausalSinkhornAttention
-        from kinformer.parts.positions import Learned
-
-        mixer = CausalSinkhornAttention.Config(
-            num_heads=shape.num_heads, block=block, max_length=max_length, iterations=iterations
-        )
-        return decoder(shape, vocab or vocab_size, mixer, Learned.Config(max_length=max_length))
-
-    return recipe
-
-
-def _shape_of_sinkhorn(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post")
+def _causal(block: int, max_length: int) -> Settings:
+    """Return the settings of a decoder whose blocks are sorted within the past."""
+    mixer = part("causal_sinkhorn", block=block, max_length=max_length, iterations=5)
+    return {"mixer": mixer, "position": part("learned", max_length=max_length)}
 
 
 SINKHORN = Member(
@@ -509,55 +327,29 @@ SINKHORN = Member(
     use_when="far blocks should meet, and which ones is to be learnt",
     avoid_when="texts are short, or training is brief: sorting must be learnt first",
     recipes={
-        "tiny": _recipe_of_sinkhorn(_shape_of_sinkhorn(32, 2, 2), 16, 128),
-        "small": _recipe_of_sinkhorn(_shape_of_sinkhorn(256, 4, 4, hidden_dim=896), 64, 512),
-        "benchmark": _recipe_of_sinkhorn(_shape_of_sinkhorn(256, 4, 4), 64, 4096),
-        "sortcut": _recipe_of_sinkhorn(_shape_of_sinkhorn(256, 4, 4, hidden_dim=896), 64, 512, cut=2),
-        "tiny-causal": _causal(ModelShape(32, 2, 2), 16, 128),
-        "causal": _causal(ModelShape(256, 4, 4, hidden_dim=896), 64, 512),
-        "paper": _recipe_of_sinkhorn(_shape_of_sinkhorn(512, 6, 8, hidden_dim=2048), 32, 2048, vocab_size=32000),
+        "tiny": Recipe(32, 2, 2, _sinkhorn(16, 128)),
+        "small": Recipe(256, 4, 4, _sinkhorn(64, 512), hidden_dim=896),
+        "benchmark": Recipe(256, 4, 4, _sinkhorn(64, 4096)),
+        "sortcut": Recipe(256, 4, 4, _sinkhorn(64, 512, cut=2), hidden_dim=896),
+        "tiny-causal": Recipe(32, 2, 2, _causal(16, 128)),
+        "causal": Recipe(256, 4, 4, _causal(64, 512), hidden_dim=896),
+        "paper": Recipe(512, 6, 8, _sinkhorn(32, 2048), vocab_size=32000),
     },
 )
 
 
 # Star-Transformer: tokens in a ring, and a relay between all of them.
 
-
-def _published(dim: int, num_heads: int, max_length: int, iterations: int, vocab_size: int = 259) -> Recipe:
-    """Return the recipe of one layer of ``iterations`` updates, without residual and feed-forward."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.layer import BareLayer
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.mixers.encoders import StarAttention
-        from kinformer.parts.positions import Learned
-
-        mixer = StarAttention.Config(num_heads=num_heads, iterations=iterations)
-        config = encoder(
-            ModelShape(dim, 1, num_heads),
-            vocab or vocab_size,
-            mixers=[mixer],
-            position=Learned.Config(max_length=max_length),
-            embedding_norm=None,
-            initialisation=Initialisation(scheme="xavier", residual="plain"),
-        )
-        return config.replace(layers=(BareLayer.Config(mixer=mixer),))
-
-    return recipe
-
-
-def _deep(shape: ModelShape, max_length: int) -> Recipe:
-    """Return the recipe with two updates with one set of weights in place of every layer's attention."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.encoders import StarAttention
-        from kinformer.parts.positions import Learned
-
-        mixer = StarAttention.Config(num_heads=shape.num_heads, iterations=2, tied=True)
-        return encoder(shape, vocab or 259, mixers=[mixer], position=Learned.Config(max_length=max_length))
-
-    return recipe
-
+_STAR: Settings = {
+    **_BERT,
+    "layer": "bare",
+    "mixer": part("star", iterations=2),
+    "embedding_norm": None,
+    "initialisation": {"scheme": "xavier", "residual": "plain"},
+}
+"""One layer of several updates, without residual and feed-forward."""
+_DEEP: Settings = _BERT | {"mixer": part("star", iterations=2, tied=True)}
+"""Two updates with one set of weights take the place of every layer's attention."""
 
 STAR = Member(
     name="star",
@@ -581,9 +373,12 @@ STAR = Member(
     use_when="texts are short to medium, data is small and a light model is enough",
     avoid_when="any two tokens must meet directly",
     recipes={
-        "tiny": _published(32, 2, 128, iterations=2),
-        "small": _deep(ModelShape(256, 4, 4, hidden_dim=512, residual="post"), 512),
-        "benchmark": _deep(ModelShape(256, 4, 4, residual="post"), 4096),
-        "paper": _published(300, 6, 512, iterations=2, vocab_size=30000),
+        "tiny": Recipe(32, 1, 2, _STAR, {"position.max_length": 128}),
+        "small": Recipe(256, 4, 4, _DEEP, hidden_dim=512),
+        "benchmark": Recipe(256, 4, 4, _DEEP, {"position.max_length": 4096}),
+        "paper": Recipe(300, 1, 6, _STAR, vocab_size=30000),
     },
 )
+
+
+MEMBERS = (BERT, BIG_BIRD, BLOCKBERT, ETC, LONGFORMER, LINFORMER, SINKHORN, STAR)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from kinformer.family.assemble import ModelShape, image_encoder
-from kinformer.family.record import Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.core.stack import ModelConfig
-    from kinformer.models.encoder import Encoder
-
+from kinformer.family.recipe import IMAGES, Recipe, Settings, drop, part
+from kinformer.family.record import Member
 
 # ViT: an encoder of patches of images.
 
 
-def _recipe(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.heads.classes import LinearClassificationHead
-        from kinformer.inputs.images import Patches
-        from kinformer.mixers.bidirectional import BidirectionalAttention
+def _patches(size: int, patch: int, **more: object) -> dict[str, Any]:
+    return part("patches", size=[size, size], patch=patch, **more)
 
-        return image_encoder(
-            shape,
-            input=Patches.Config(size=(size, size), patch=patch),
-            mixer=BidirectionalAttention.Config(num_heads=shape.num_heads),
-            head=LinearClassificationHead.Config(classes=classes),
-        )
 
-    return recipe
+def _vit(size: int, patch: int, classes: int = 1000) -> Settings:
+    return IMAGES | {"input": _patches(size, patch), "head": part("linear_classification", classes=classes)}
 
 
 VIT = Member(
@@ -67,15 +54,15 @@ VIT = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2), 32, 4, classes=10),
-        "small": _recipe(ModelShape(256, 4, 4), 32, 4, classes=10),
-        "benchmark": _recipe(ModelShape(256, 4, 4), 224, 16),
-        "paper": _recipe(ModelShape(768, 12, 12), 224, 16),
-        "paper-tiny": _recipe(ModelShape(192, 12, 3), 224, 16),
-        "paper-small": _recipe(ModelShape(384, 12, 6), 224, 16),
-        "paper-large": _recipe(ModelShape(1024, 24, 16), 224, 16),
-        "paper-huge": _recipe(ModelShape(1280, 32, 16), 224, 14),
-        "paper-384": _recipe(ModelShape(768, 12, 12), 384, 16),
+        "tiny": Recipe(32, 2, 2, _vit(32, 4, classes=10)),
+        "small": Recipe(256, 4, 4, _vit(32, 4, classes=10)),
+        "benchmark": Recipe(256, 4, 4, _vit(224, 16)),
+        "paper": Recipe(768, 12, 12, _vit(224, 16)),
+        "paper-tiny": Recipe(192, 12, 3, _vit(224, 16)),
+        "paper-small": Recipe(384, 12, 6, _vit(224, 16)),
+        "paper-large": Recipe(1024, 24, 16, _vit(224, 16)),
+        "paper-huge": Recipe(1280, 32, 16, _vit(224, 14)),
+        "paper-384": Recipe(768, 12, 12, _vit(384, 16)),
     },
 )
 
@@ -83,25 +70,16 @@ VIT = Member(
 # DeiT: a ViT with a token more, which learns what a teacher says.
 
 
-def _recipe_of_deit(
-    shape: ModelShape, size: int, patch: int, classes: int = 1000, stochastic_depth: float = 0.0
-) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.heads.classes import DistilledHead
-        from kinformer.inputs.images import Patches
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.stacks.sequential import Sequential
+def _deit(size: int, patch: int, classes: int = 1000) -> Settings:
+    return {
+        **IMAGES,
+        "input": _patches(size, patch, distillation_token=True, resize="bicubic"),
+        "head": part("distilled", classes=classes),
+    }
 
-        return image_encoder(
-            shape,
-            input=Patches.Config(size=(size, size), patch=patch, distillation_token=True, resize="bicubic"),
-            mixer=BidirectionalAttention.Config(num_heads=shape.num_heads),
-            head=DistilledHead.Config(classes=classes),
-            stack=Sequential.Config(stochastic_depth=stochastic_depth),
-        )
 
-    return recipe
-
+_DEPTH: Settings = {"stack": part("sequential", stochastic_depth=0.1)}
+"""The stochastic depth of table 9."""
 
 DEIT = Member(
     name="deit",
@@ -136,14 +114,13 @@ DEIT = Member(
         for name in ("paper", "paper-tiny", "paper-small")
     },
     recipes={
-        "tiny": _recipe_of_deit(ModelShape(32, 2, 2), 32, 4, classes=10),
-        "small": _recipe_of_deit(ModelShape(256, 4, 4), 32, 4, classes=10),
-        "benchmark": _recipe_of_deit(ModelShape(256, 4, 4), 224, 16),
-        # table 9: stochastic depth 0.1
-        "paper": _recipe_of_deit(ModelShape(768, 12, 12), 224, 16, stochastic_depth=0.1),
-        "paper-tiny": _recipe_of_deit(ModelShape(192, 12, 3), 224, 16, stochastic_depth=0.1),
-        "paper-small": _recipe_of_deit(ModelShape(384, 12, 6), 224, 16, stochastic_depth=0.1),
-        "paper-384": _recipe_of_deit(ModelShape(768, 12, 12), 384, 16, stochastic_depth=0.1),
+        "tiny": Recipe(32, 2, 2, _deit(32, 4, classes=10)),
+        "small": Recipe(256, 4, 4, _deit(32, 4, classes=10)),
+        "benchmark": Recipe(256, 4, 4, _deit(224, 16)),
+        "paper": Recipe(768, 12, 12, _deit(224, 16), _DEPTH),
+        "paper-tiny": Recipe(192, 12, 3, _deit(224, 16), _DEPTH),
+        "paper-small": Recipe(384, 12, 6, _deit(224, 16), _DEPTH),
+        "paper-384": Recipe(768, 12, 12, _deit(384, 16), _DEPTH),
     },
 )
 
@@ -151,7 +128,7 @@ DEIT = Member(
 # Swin: attention within windows that shift, on fewer and wider patches from stage to stage.
 
 
-def _recipe_of_swin(
+def _swin(
     dim: int,
     depths: tuple[int, ...],
     num_heads: int,
@@ -160,55 +137,30 @@ def _recipe_of_swin(
     window: int = 7,
     second: bool = False,
     classes: int = 1000,
+    stochastic_depth: float = 0.0,
 ) -> Recipe:
     """Return the recipe; ``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin
     V2."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import EncoderLayer
-        from kinformer.blocks.residual import Initialisation, LayerNorm, PreNorm, ResPostNorm
-        from kinformer.heads.classes import LinearClassificationHead
-        from kinformer.inputs.images import Patches
-        from kinformer.mixers.windows import WindowAttention
-        from kinformer.models.encoder import Encoder
-        from kinformer.parts.positions import NoPosition
-        from kinformer.stacks.sequential import Stages
-
-        layers = tuple(
-            EncoderLayer.Config(
-                mixer=WindowAttention.Config(
-                    num_heads=num_heads << stage, window=window, shift=number % 2 == 1, cosine=second
-                ),
-                feed_forward=MLP.Config(hidden_dim=4 * dim << stage),
-                residual=ResPostNorm.Config() if second else PreNorm.Config(),
-            )
-            for stage, depth in enumerate(depths)
-            for number in range(depth)
-        )
-        return Encoder.Config(
-            input=Patches.Config(size=(size, size), patch=patch, class_token=False, positions=False),
-            dim=dim,
-            layers=layers,
-            stack=Stages.Config(depths=depths, norm="behind" if second else "before"),
-            position=NoPosition.Config(),
-            embedding_norm=LayerNorm(),
-            norm=LayerNorm(),
-            head=LinearClassificationHead.Config(classes=classes, pooling="mean"),
-            initialisation=Initialisation(residual="plain"),
-        )
-
-    return recipe
-
-
-def _dropping(rate: float, recipe: Recipe) -> Recipe:
-    """Return ``recipe`` with stochastic depth up to ``rate``."""
-
-    def dropping(vocab: int | None) -> ModelConfig:
-        config = recipe(vocab)
-        return config.replace(stack=config.stack.replace(stochastic_depth=rate))
-
-    return dropping
+    settings: dict[str, object] = {
+        **IMAGES,
+        "input": _patches(size, patch, class_token=False, positions=False),
+        "mixer": part("windows", window=window, cosine=second),
+        "layers.1::2.mixer.shift": True,
+        "layers.*.norm": "layer_norm",
+        "residual": "res_post" if second else "pre",
+        "stack": part(
+            "stages", depths=depths, norm="behind" if second else "before", stochastic_depth=stochastic_depth
+        ),
+        "embedding_norm": "layer_norm",
+        "norm": "layer_norm",
+        "head": part("linear_classification", classes=classes, pooling="mean"),
+        "initialisation": {"residual": "plain"},
+    }
+    for stage, depth in enumerate(depths):
+        layers = f"layers.{sum(depths[:stage])}:{sum(depths[:stage]) + depth}"
+        settings |= {f"{layers}.mixer.num_heads": num_heads << stage}
+        settings |= {f"{layers}.feed_forward.hidden_dim": 4 * dim << stage}
+    return Recipe(dim, sum(depths), num_heads, settings)
 
 
 SWIN = Member(
@@ -243,18 +195,18 @@ SWIN = Member(
         for name in ("paper", "paper-small", "paper-base")
     },
     recipes={
-        "tiny": _recipe_of_swin(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
-        "tiny-v2": _recipe_of_swin(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),
-        "small": _recipe_of_swin(160, (2, 2), 5, size=32, patch=4, window=4, classes=10),
-        "benchmark": _recipe_of_swin(256, (4,), 4),
+        "tiny": _swin(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
+        "tiny-v2": _swin(16, (2, 2), 1, size=32, patch=2, window=4, second=True, classes=10),
+        "small": _swin(160, (2, 2), 5, size=32, patch=4, window=4, classes=10),
+        "benchmark": _swin(256, (4,), 4),
         # appendix A2.1: stochastic depth 0.2, 0.3 and 0.5 for Swin-T, S and B; in the authors' configs 0.2 for Swin-L
         # (swin_large_patch4_window7_224_22k.yaml), and 0.2 and 0.5 for Swin V2 (swinv2_*_patch4_window8_256.yaml)
-        "paper": _dropping(0.2, _recipe_of_swin(96, (2, 2, 6, 2), 3)),
-        "paper-small": _dropping(0.3, _recipe_of_swin(96, (2, 2, 18, 2), 3)),
-        "paper-base": _dropping(0.5, _recipe_of_swin(128, (2, 2, 18, 2), 4)),
-        "paper-large": _dropping(0.2, _recipe_of_swin(192, (2, 2, 18, 2), 6)),
-        "paper-v2": _dropping(0.2, _recipe_of_swin(96, (2, 2, 6, 2), 3, size=256, window=8, second=True)),
-        "paper-v2-base": _dropping(0.5, _recipe_of_swin(128, (2, 2, 18, 2), 4, size=256, window=8, second=True)),
+        "paper": _swin(96, (2, 2, 6, 2), 3, stochastic_depth=0.2),
+        "paper-small": _swin(96, (2, 2, 18, 2), 3, stochastic_depth=0.3),
+        "paper-base": _swin(128, (2, 2, 18, 2), 4, stochastic_depth=0.5),
+        "paper-large": _swin(192, (2, 2, 18, 2), 6, stochastic_depth=0.2),
+        "paper-v2": _swin(96, (2, 2, 6, 2), 3, size=256, window=8, second=True, stochastic_depth=0.2),
+        "paper-v2-base": _swin(128, (2, 2, 18, 2), 4, size=256, window=8, second=True, stochastic_depth=0.5),
     },
 )
 
@@ -262,24 +214,14 @@ SWIN = Member(
 # ConvFormer: the layers of a transformer with a convolution for attention; the baseline of images, and a teacher.
 
 
-def _recipe_of_convformer(shape: ModelShape, size: int, patch: int, classes: int = 1000) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.heads.classes import LinearClassificationHead
-        from kinformer.inputs.images import Patches
-        from kinformer.mixers.convolutions import SeparableConvolution
-
-        return image_encoder(
-            shape,
-            input=Patches.Config(size=(size, size), patch=patch, class_token=False, positions=False),
-            mixer=SeparableConvolution.Config(),
-            head=LinearClassificationHead.Config(classes=classes, pooling="mean"),
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="squared_relu")
+def _convformer(size: int, patch: int, classes: int = 1000) -> Settings:
+    return {
+        **IMAGES,
+        "input": _patches(size, patch, class_token=False, positions=False),
+        "mixer": "separable_convolution",
+        "activation": "squared_relu",
+        "head": part("linear_classification", classes=classes, pooling="mean"),
+    }
 
 
 CONVFORMER = Member(
@@ -300,59 +242,40 @@ CONVFORMER = Member(
     use_when="you need to know what attention is worth on images",
     avoid_when="you want attention",
     recipes={
-        "tiny": _recipe_of_convformer(_shape(32, 2, 2), 32, 4, classes=10),
-        "small": _recipe_of_convformer(_shape(256, 4, 4), 32, 4, classes=10),
-        "benchmark": _recipe_of_convformer(_shape(256, 4, 4), 224, 16),
-        "paper": _recipe_of_convformer(_shape(384, 18, 6), 224, 16),
+        "tiny": Recipe(32, 2, 2, _convformer(32, 4, classes=10)),
+        "small": Recipe(256, 4, 4, _convformer(32, 4, classes=10)),
+        "benchmark": Recipe(256, 4, 4, _convformer(224, 16)),
+        "paper": Recipe(384, 18, 6, _convformer(224, 16)),
     },
 )
 
 
 # HIPT: encoders on top of each other, of patches, of tiles and of regions, up to an image too large for one.
 
-Level = tuple[ModelShape, int]
-"""An encoder's shape, and the side of the images that it reads, in pixels."""
+Level = tuple[tuple[int, int, int], int]
+"""The width, depth and heads of an encoder, and the side of the images that it reads, in pixels."""
 
 
-def _recipe_of_hipt(
-    patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2
+def _hipt(
+    patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2, **more: object
 ) -> Recipe:
-    """Return the recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import EncoderLayer
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.classes import ClassificationHead, PooledHead
-        from kinformer.inputs.images import Patches, Tiles
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.models.encoder import Encoder
-        from kinformer.parts.positions import NoPosition
-
-        def level(shape: ModelShape, input: Patches.Config | Tiles.Config) -> Encoder.Config:
-            mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
-            return image_encoder(shape, input=input, mixer=mixer, head=PooledHead.Config())
-
-        (first, side), (second, wide), (top, whole) = tile, region, slide
-        one = level(first, Patches.Config(size=(side, side), patch=patch, resize="bicubic"))
-        two = level(second, Tiles.Config(encoder=one, size=(wide, wide), resize="bicubic", activation="gelu"))
-        layer = EncoderLayer.Config(
-            mixer=BidirectionalAttention.Config(num_heads=top.num_heads, dropout=dropout),
-            feed_forward=MLP.Config(hidden_dim=top.hidden_dim or 4 * top.dim, activation="relu"),
-            dropout=dropout,
-        )
-        return Encoder.Config(
-            input=Tiles.Config(encoder=two, size=(whole, whole), class_token=False, positions=False, activation="relu"),
-            dim=top.dim,
-            layers=(layer,) * top.depth,
-            position=NoPosition.Config(),
-            embedding_norm=None,
-            dropout=dropout,
-            head=ClassificationHead.Config(classes=classes, pooling="gated", activation="relu", dropout=dropout),
-            initialisation=Initialisation(scheme="xavier", residual="plain"),
-        )
-
-    return recipe
+    """Return the recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest
+    encoder."""
+    (first, side), (second, wide), (top, whole) = tile, region, slide
+    one = Recipe(*first, IMAGES, input=_patches(side, patch, resize="bicubic"), head="pooled")
+    read = part("tiles", encoder=one, size=[wide, wide], resize="bicubic", activation="gelu")
+    two = Recipe(*second, IMAGES, input=read, head="pooled")
+    return Recipe(
+        *top,
+        IMAGES,
+        drop(dropout),
+        {"layers.*.norm": "layer_norm", "layers.*.residual": "post"},
+        input=part("tiles", encoder=two, size=[whole, whole], class_token=False, positions=False, activation="relu"),
+        activation="relu",
+        norm=None,
+        head=part("classification", classes=classes, pooling="gated", activation="relu", dropout=dropout),
+        **more,
+    )
 
 
 HIPT = Member(
@@ -379,21 +302,12 @@ HIPT = Member(
     use_when="images are very large, as slides are, and labels belong to whole images",
     avoid_when="an image fits into one encoder",
     recipes={
-        "tiny": _recipe_of_hipt(
-            4, (ModelShape(16, 1, 2), 8), (ModelShape(24, 1, 2), 16), (ModelShape(32, 2, 2), 32), classes=10
-        ),
-        "small": _recipe_of_hipt(
-            4, (ModelShape(64, 2, 4), 16), (ModelShape(64, 2, 4), 64), (ModelShape(64, 2, 4), 256), classes=10
-        ),
-        "benchmark": _recipe_of_hipt(
-            16, (ModelShape(64, 2, 4), 64), (ModelShape(64, 2, 4), 256), (ModelShape(256, 4, 4), 1024)
-        ),
-        "paper": _recipe_of_hipt(
-            16,
-            (ModelShape(384, 12, 6), 256),
-            (ModelShape(192, 6, 6), 4096),
-            (ModelShape(192, 2, 3, hidden_dim=192), 4096),
-            0.25,
-        ),
+        "tiny": _hipt(4, ((16, 1, 2), 8), ((24, 1, 2), 16), ((32, 2, 2), 32), classes=10),
+        "small": _hipt(4, ((64, 2, 4), 16), ((64, 2, 4), 64), ((64, 2, 4), 256), classes=10),
+        "benchmark": _hipt(16, ((64, 2, 4), 64), ((64, 2, 4), 256), ((256, 4, 4), 1024)),
+        "paper": _hipt(16, ((384, 12, 6), 256), ((192, 6, 6), 4096), ((192, 2, 3), 4096), 0.25, hidden_dim=192),
     },
 )
+
+
+MEMBERS = (VIT, DEIT, SWIN, CONVFORMER, HIPT)

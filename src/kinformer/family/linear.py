@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from kinformer.family.recipe import POST_NORM, Recipe, Settings, llama, part, sizes, translating
+from kinformer.family.record import Member
 
-from kinformer.family.assemble import ModelShape, decoder, encoder_decoder
-from kinformer.family.record import DecoderRecipe, Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.mixers.latent import LatentAttention
-    from kinformer.mixers.linear import LinearAttention
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder_decoder import EncoderDecoder
+_RELU: Settings = {"activation": "relu"}
 
 
 # Linear Transformer: "Transformers are RNNs", linear attention with the feature map elu + 1.
 
-
-def _recipe(shape: ModelShape) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.positions import Sinusoidal
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(num_heads=shape.num_heads),
-            position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=False, bias=True),
-            initialisation=Initialisation(scheme="framework"),
-        )
-
-    return recipe
+_LINEAR: Settings = {
+    "mixer": "linear",
+    "position": "sinusoidal",
+    "head": part("language", tied=False, bias=True),
+    "initialisation": {"scheme": "framework"},
+}
 
 
 def _images(depth: int, height: int, width: int, channels: int) -> Recipe:
     """Return the authors' model of images: half of the features say the value, half are sines of its place; a mixture
     of ten logistics."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.heads.images import LogisticMixture
-        from kinformer.inputs.images import Pixels
-        from kinformer.parts.positions import NoPosition
-
-        config = _recipe(ModelShape(256, depth, 8, residual="post", activation="relu"))(vocab)
-        return config.replace(
-            input=Pixels.Config(height=height, width=width, channels=channels, places="sinusoid", concatenate=True),
-            position=NoPosition.Config(),
-            head=LogisticMixture.Config(),
-        )
-
-    return recipe
+    read = part("pixels", height=height, width=width, channels=channels, places="sinusoid", concatenate=True)
+    return Recipe(256, depth, 8, _LINEAR, POST_NORM, input=read, position="none", head="logistics")
 
 
 LINEAR_TRANSFORMER = Member(
@@ -80,10 +48,9 @@ LINEAR_TRANSFORMER = Member(
         "many things must be recalled exactly, or texts go on far beyond the length of training: its sum never forgets"
     ),
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2)),
-        "small": _recipe(ModelShape(256, 4, 4)),
-        "benchmark": _recipe(ModelShape(256, 4, 4, activation="relu")),
-        "paper": _recipe(ModelShape(256, 8, 8, residual="post", activation="relu")),
+        **sizes(_LINEAR),
+        "benchmark": Recipe(256, 4, 4, _LINEAR, _RELU),
+        "paper": Recipe(256, 8, 8, _LINEAR, POST_NORM),
         "paper-mnist": _images(8, 28, 28, 1),
         "paper-cifar": _images(16, 32, 32, 3),
     },
@@ -92,42 +59,11 @@ LINEAR_TRANSFORMER = Member(
 
 # Fast Weight Transformer: DPFP features, the delta rule, sum normalisation.
 
-
-def _recipe_of_fast_weights(shape: ModelShape) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.feature_maps import SumNormalised
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads,
-                feature_map=SumNormalised.Config(),
-                rule="delta",
-                normaliser="none",
-                scale=True,
-                bias=False,
-            ),
-            head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(residual="plain"),
-        )
-
-    return recipe
-
-
-def _outer(shape: ModelShape) -> Recipe:
-    """Return the recipe of fast weights behind an activation (the paper's equations 1 to 3)."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.recurrent import OuterProduct
-
-        return decoder(shape, vocab or 256, mixer=OuterProduct.Config(num_heads=shape.num_heads))
-
-    return recipe
-
+_FAST_WEIGHTS: Settings = {
+    "mixer": part("linear", feature_map="sum_normalised", rule="delta", normaliser="none", scale=True, bias=False),
+    "head": part("language", tied=True, bias=True),
+    "initialisation": {"residual": "plain"},
+}
 
 FAST_WEIGHTS = Member(
     name="fast-weights",
@@ -160,12 +96,12 @@ FAST_WEIGHTS = Member(
         },
     },
     recipes={
-        "tiny": _recipe_of_fast_weights(ModelShape(32, 2, 2)),
-        "small": _recipe_of_fast_weights(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_fast_weights(ModelShape(256, 4, 4, activation="relu")),
-        "tiny-outer": _outer(ModelShape(32, 2, 2)),
-        "outer": _outer(ModelShape(256, 4, 4)),
-        "paper": _recipe_of_fast_weights(ModelShape(128, 16, 8, hidden_dim=2048, residual="post", activation="relu")),
+        **sizes(_FAST_WEIGHTS),
+        "benchmark": Recipe(256, 4, 4, _FAST_WEIGHTS, _RELU),
+        # fast weights behind an activation (equations 1 to 3)
+        "tiny-outer": Recipe(32, 2, 2, mixer="outer_product"),
+        "outer": Recipe(256, 4, 4, mixer="outer_product"),
+        "paper": Recipe(128, 16, 8, _FAST_WEIGHTS, POST_NORM, hidden_dim=2048),
     },
 )
 
@@ -173,22 +109,8 @@ FAST_WEIGHTS = Member(
 # Performer: linear attention over positive orthogonal random features of the softmax kernel (FAVOR+).
 
 
-def _recipe_of_performer(shape: ModelShape, features: int | None = None) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.feature_maps import Favor
-        from kinformer.parts.positions import Sinusoidal
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads, feature_map=Favor.Config(features=features), eps=1e-30
-            ),
-            position=Sinusoidal.Config(),
-        )
-
-    return recipe
+def _performer(features: int | None = None) -> Settings:
+    return {"mixer": part("linear", feature_map=part("favor", features=features), eps=1e-30), "position": "sinusoidal"}
 
 
 PERFORMER = Member(
@@ -212,52 +134,21 @@ PERFORMER = Member(
     use_when="a softmax model is to be approximated with a constant state, or you study random features",
     avoid_when="you train from scratch: a fixed feature map learns more in the same time",
     recipes={
-        "tiny": _recipe_of_performer(ModelShape(32, 2, 2)),
-        "small": _recipe_of_performer(ModelShape(256, 4, 4), features=128),
-        "benchmark": _recipe_of_performer(ModelShape(256, 4, 4, activation="relu"), features=64),
-        "paper": _recipe_of_performer(ModelShape(512, 6, 8, activation="relu"), features=256),
+        "tiny": Recipe(32, 2, 2, _performer()),
+        "small": Recipe(256, 4, 4, _performer(128)),
+        "benchmark": Recipe(256, 4, 4, _performer(64), _RELU),
+        "paper": Recipe(512, 6, 8, _performer(256), _RELU),
     },
 )
 
 
 # Random Feature Attention: gated linear attention over random Fourier features of normalised queries and keys.
 
-
-def _recipe_of_rfa(shape: ModelShape) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.decays import Sigmoid
-        from kinformer.parts.feature_maps import RandomFourier
-        from kinformer.parts.positions import Sinusoidal
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads, feature_map=RandomFourier.Config(), decay=Sigmoid.Config(), floor=0.1
-            ),
-            position=Sinusoidal.Config(),
-        )
-
-    return recipe
-
-
-def _translating(shape: ModelShape, dropout: float = 0.0) -> Recipe:
-    """Return the recipe with an encoder of softmax attention before it and random features between both, as the authors
-    translate (section 4.2)."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.mixers.cross import LinearCrossAttention
-        from kinformer.parts.feature_maps import RandomFourier
-
-        base = _recipe_of_rfa(shape)(vocab or 258)
-        heads = shape.num_heads
-        cross = LinearCrossAttention.Config(num_heads=heads, feature_map=RandomFourier.Config(), floor=0.1)
-        return encoder_decoder(base, BidirectionalAttention.Config(num_heads=heads), dropout=dropout, cross=cross)
-
-    return recipe
-
+_RFA: Settings = {
+    "mixer": part("linear", feature_map="random_fourier", decay="sigmoid", floor=0.1),
+    "position": "sinusoidal",
+}
+_CROSS = part("cross_linear", feature_map="random_fourier", floor=0.1)
 
 RFA = Member(
     name="rfa",
@@ -280,12 +171,12 @@ RFA = Member(
     use_when="you study random features of softmax attention with a gate",
     avoid_when="you need recall: its gate begins half open (decay.temperature = 16 mends that)",
     recipes={
-        "tiny": _recipe_of_rfa(ModelShape(32, 2, 2)),
-        "small": _recipe_of_rfa(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_rfa(ModelShape(256, 4, 4, activation="relu")),
-        "paper": _recipe_of_rfa(ModelShape(512, 6, 8, activation="relu")),
-        "tiny-translate": _translating(ModelShape(32, 2, 2)),
-        "translate": _translating(ModelShape(512, 6, 8, activation="relu"), dropout=0.1),
+        **sizes(_RFA),
+        "benchmark": Recipe(256, 4, 4, _RFA, _RELU),
+        "paper": Recipe(512, 6, 8, _RFA, _RELU),
+        # section 4.2: an encoder of softmax attention, and random features between both
+        "tiny-translate": Recipe(32, 2, 2, _RFA, translating(cross=_CROSS)),
+        "translate": Recipe(512, 6, 8, _RFA, _RELU, translating(0.1, cross=_CROSS)),
     },
 )
 
@@ -293,31 +184,21 @@ RFA = Member(
 # RetNet: linear attention with a fixed decay per head, rotary positions, and gated norms of heads (retention).
 
 
-def _recipe_of_retnet(shape: ModelShape, value_dim: int | None) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.decays import Fixed
-        from kinformer.parts.feature_maps import Identity
-        from kinformer.parts.relative_positions import Rope
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads,
-                value_dim=value_dim,
-                feature_map=Identity.Config(),
-                decay=Fixed.Config(),
-                normaliser="none",
-                scale=True,
-                position=Rope.Config(layout="interleaved"),
-                head_norm="layer",
-                gate=True,
-                bias=False,
-            ),
+def _retnet(value_dim: int | None) -> Settings:
+    return {
+        "mixer": part(
+            "linear",
+            value_dim=value_dim,
+            feature_map="identity",
+            decay="fixed",
+            normaliser="none",
+            scale=True,
+            position=part("rope", layout="interleaved"),
+            head_norm="layer",
+            gate=True,
+            bias=False,
         )
-
-    return recipe
+    }
 
 
 RETNET = Member(
@@ -339,63 +220,30 @@ RETNET = Member(
     use_when="you want a constant state, stable over any length, with the simplest decay",
     avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
     recipes={
-        "tiny": _recipe_of_retnet(ModelShape(32, 2, 2, hidden_dim=64), 32),
-        "small": _recipe_of_retnet(ModelShape(256, 4, 4, hidden_dim=512), 128),
-        "benchmark": _recipe_of_retnet(ModelShape(256, 4, 4, activation="relu"), None),
-        "paper": _recipe_of_retnet(ModelShape(2048, 24, 8, hidden_dim=4096), 512),
+        "tiny": Recipe(32, 2, 2, _retnet(32), hidden_dim=64),
+        "small": Recipe(256, 4, 4, _retnet(128), hidden_dim=512),
+        "benchmark": Recipe(256, 4, 4, _retnet(None), _RELU),
+        "paper": Recipe(2048, 24, 8, _retnet(512), hidden_dim=4096),
     },
 )
 
 
 # Gated DeltaNet: the delta rule with a decay per token and head, short convolutions, and gated norms of heads.
 
-
-def _recipe_of_gated_deltanet(
-    shape: ModelShape, head_dim: int | None = None, value_dim: int | None = None
-) -> Callable[[int | None], Decoder.Config]:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.decays import Softplus
-        from kinformer.parts.feature_maps import Unit
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                value_dim=value_dim,
-                feature_map=Unit.Config(),
-                rule="delta",
-                decay=Softplus.Config(),
-                normaliser="none",
-                scale=True,
-                convolution=4,
-                head_norm="rms",
-                gate=True,
-                bias=False,
-            ),
-        )
-
-    return recipe
-
-
-def _hybrid(shape: ModelShape) -> Recipe:
-    """Return the recipe in which every fourth layer is softmax attention."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import Rope
-
-        config = _recipe_of_gated_deltanet(shape)(vocab)
-        softmax = SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config())
-        layers = (
-            layer.replace(mixer=softmax) if number % 4 == 3 else layer for number, layer in enumerate(config.layers)
-        )
-        return config.replace(layers=tuple(layers))
-
-    return recipe
-
+_DELTANET: Settings = {
+    "mixer": part(
+        "linear",
+        feature_map="unit",
+        rule="delta",
+        decay="softplus",
+        normaliser="none",
+        scale=True,
+        convolution=4,
+        head_norm="rms",
+        gate=True,
+        bias=False,
+    )
+}
 
 GATED_DELTANET = Member(
     name="gated-deltanet",
@@ -421,11 +269,11 @@ GATED_DELTANET = Member(
     use_when="you want endless text in constant memory: of members with a constant state it is the first to try",
     avoid_when="everything in a long context must be recalled exactly",
     recipes={
-        "tiny": _recipe_of_gated_deltanet(ModelShape(32, 2, 2)),
-        "small": _recipe_of_gated_deltanet(ModelShape(256, 4, 4)),
-        "hybrid": _hybrid(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_gated_deltanet(ModelShape(256, 4, 4, activation="relu")),
-        "paper": _recipe_of_gated_deltanet(ModelShape(2048, 24, 6), 256, 512),
+        "tiny": Recipe(32, 2, 2, _DELTANET),
+        "small": Recipe(256, 4, 4, _DELTANET),
+        "hybrid": Recipe(256, 4, 4, _DELTANET, {"layers.3::4.mixer": part("softmax", position="rope")}),
+        "benchmark": Recipe(256, 4, 4, _DELTANET, _RELU),
+        "paper": Recipe(2048, 24, 6, _DELTANET, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
     },
 )
 
@@ -433,94 +281,15 @@ GATED_DELTANET = Member(
 # Kimi Delta Attention: the gated delta rule with a decay for every channel, and gates of low rank.
 
 
-def _delta(num_heads: int, head_dim: int | None, gate_rank: int) -> LinearAttention.Config:
-    """Return the mixer of a KDA layer; ``head_dim`` None: dim / num_heads."""
-    from kinformer.mixers.linear import LinearAttention
-    from kinformer.parts.decays import SoftplusChannels
-    from kinformer.parts.feature_maps import Unit
-
-    return LinearAttention.Config(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        feature_map=Unit.Config(),
-        rule="delta",
-        decay=SoftplusChannels.Config(),
-        normaliser="none",
-        scale=True,
-        convolution=4,
-        head_norm="rms",
-        gate=True,
-        gate_rank=gate_rank,
-        gate_activation="sigmoid",
-        bias=False,
-    )
+def _kda(gate_rank: int) -> Settings:
+    """Return the settings of KDA; ``gate_rank`` is the width of a head."""
+    more = {"decay": "softplus_channels", "gate_rank": gate_rank, "gate_activation": "sigmoid"}
+    return {"mixer": _DELTANET["mixer"] | more}
 
 
-def _recipe_of_kda(shape: ModelShape) -> Callable[[int | None], Decoder.Config]:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        return decoder(shape, vocab or 256, mixer=_delta(shape.num_heads, None, shape.dim // shape.num_heads))
-
-    return recipe
-
-
-def _latent(num_heads: int, head_dim: int, rotary_dim: int, latent_dim: int) -> LatentAttention.Config:
-    """Return the mixer of a full layer: latent attention without positions, whose heads still share some features of
-    their keys."""
-    from kinformer.mixers.latent import LatentAttention
-    from kinformer.parts.positions import NoPosition
-
-    return LatentAttention.Config(
-        num_heads=num_heads, head_dim=head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim,
-        position=NoPosition.Config(),
-    )  # fmt: skip
-
-
-def _hybrid_of_kda(shape: ModelShape) -> Recipe:
-    """Return the recipe in which every fourth layer is latent attention without positions."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        config, width = _recipe_of_kda(shape)(vocab), shape.dim // shape.num_heads
-        full = _latent(shape.num_heads, width, width // 2, shape.dim // 2)
-        layers = (layer.replace(mixer=full) if number % 4 == 3 else layer for number, layer in enumerate(config.layers))
-        return config.replace(layers=tuple(layers))
-
-    return recipe
-
-
-def _paper(vocab: int | None) -> Decoder.Config:
-    """Kimi Linear: three KDA layers to one of latent attention, which the last is, too; experts behind all but one."""
-    from kinformer.blocks.experts import Experts
-    from kinformer.blocks.feed_forward import SwiGLU
-    from kinformer.blocks.layer import DecoderLayer
-    from kinformer.blocks.residual import Initialisation, RMSNorm
-    from kinformer.heads.language import LanguageModelHead
-    from kinformer.inputs.tokens import Tokens
-    from kinformer.models.decoder import Decoder
-    from kinformer.parts.positions import NoPosition
-
-    depth, norm = 27, RMSNorm(eps=1e-5)
-    full, delta = _latent(32, 128, 64, 512), _delta(32, 128, 128)
-    experts = Experts.Config(
-        num_experts=256, topk=8, hidden_dim=1024, shared_dim=1024, router="sigmoid", scale=2.446, balance=0.0,
-        bias_rate=0.001,
-    )  # fmt: skip
-    layers = (
-        DecoderLayer.Config(
-            mixer=full if number % 4 == 3 or number == depth - 1 else delta,
-            feed_forward=experts if number else SwiGLU.Config(hidden_dim=9216),
-            norm=norm,
-        )
-        for number in range(depth)
-    )
-    return Decoder.Config(
-        input=Tokens.Config(vocab_size=vocab or 163_840),
-        dim=2304,
-        layers=tuple(layers),
-        position=NoPosition.Config(),
-        head=LanguageModelHead.Config(tied=False),
-        norm=norm,
-        initialisation=Initialisation(residual="plain"),
-    )
+def _latent(head_dim: int, rotary_dim: int, latent_dim: int) -> Settings:
+    """Return latent attention without positions, whose heads still share some features of their keys."""
+    return part("latent", head_dim=head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim, position="none")
 
 
 KDA = Member(
@@ -545,43 +314,54 @@ KDA = Member(
     use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
     avoid_when="speed decides: decays by channel cost time, as measured",
     recipes={
-        "tiny": _recipe_of_kda(ModelShape(32, 2, 2)),
-        "small": _recipe_of_kda(ModelShape(256, 4, 4)),
-        "hybrid": _hybrid_of_kda(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_kda(ModelShape(256, 4, 4, activation="relu")),
-        "paper": _paper,
+        "tiny": Recipe(32, 2, 2, _kda(16)),
+        "small": Recipe(256, 4, 4, _kda(64)),
+        "hybrid": Recipe(256, 4, 4, _kda(64), {"layers.3::4.mixer": _latent(64, 32, 128)}),
+        "benchmark": Recipe(256, 4, 4, _kda(64), _RELU),
+        # Kimi Linear: three KDA layers to one of latent attention, which the last is, too; experts behind all but one
+        "paper": Recipe(
+            2304,
+            27,
+            32,
+            _kda(128),
+            llama(1e-5, "swiglu", hidden_dim=9216),
+            {
+                "mixer.head_dim": 128,
+                "layers.3::4.mixer": _latent(128, 64, 512),
+                "layers.-1.mixer": _latent(128, 64, 512),
+                "layers.1:.feed_forward": part(
+                    "experts",
+                    num_experts=256,
+                    topk=8,
+                    hidden_dim=1024,
+                    shared_dim=1024,
+                    router="sigmoid",
+                    scale=2.446,
+                    balance=0.0,
+                    bias_rate=0.001,
+                ),
+            },
+            initialisation={"residual": "plain"},
+            vocab_size=163_840,
+        ),  # fmt: skip
     },
 )
 
 
 # GLA: gated linear attention, whose state decays by token and channel.
 
-
-def _recipe_of_gla(shape: ModelShape, head_dim: int | None, value_dim: int | None) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.decays import LowRank
-        from kinformer.parts.feature_maps import Identity
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                value_dim=value_dim,
-                feature_map=Identity.Config(),
-                decay=LowRank.Config(),
-                normaliser="none",
-                scale=True,
-                head_norm="layer",
-                gate=True,
-                bias=False,
-            ),
-        )
-
-    return recipe
-
+_GLA: Settings = {
+    "mixer": part(
+        "linear",
+        feature_map="identity",
+        decay="low_rank",
+        normaliser="none",
+        scale=True,
+        head_norm="layer",
+        gate=True,
+        bias=False,
+    )
+}
 
 GLA = Member(
     name="gla",
@@ -601,54 +381,34 @@ GLA = Member(
     use_when="a small constant state has to recall, with decays that the text decides",
     avoid_when="facts are overwritten: the delta rule replaces them, this sum does not",
     recipes={
-        "tiny": _recipe_of_gla(ModelShape(32, 2, 2), 8, 16),
-        "small": _recipe_of_gla(ModelShape(256, 4, 4), 32, 64),
-        "benchmark": _recipe_of_gla(ModelShape(256, 4, 4, activation="relu"), None, None),
-        "paper": _recipe_of_gla(ModelShape(1024, 24, 4), 128, 256),
+        "tiny": Recipe(32, 2, 2, _GLA, {"mixer.head_dim": 8, "mixer.value_dim": 16}),
+        "small": Recipe(256, 4, 4, _GLA, {"mixer.head_dim": 32, "mixer.value_dim": 64}),
+        "benchmark": Recipe(256, 4, 4, _GLA, _RELU),
+        "paper": Recipe(1024, 24, 4, _GLA, {"mixer.head_dim": 128, "mixer.value_dim": 256}),
     },
 )
 
 
-@dataclass(frozen=True)
-class Space:
-    """Mamba-2: a state space per head that all heads write to and read from by the same keys and queries.
-
-    Sizes of the states: ``state`` (keys and queries) x ``head`` (values), in each of ``num_heads``.
-    """
-
-    num_heads: int
-    state: int
-    head: int
-
-
-def _recipe_of_mamba2(shape: ModelShape, space: Space, levels: int = 0) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.linear import LinearAttention
-        from kinformer.parts.decays import Softplus
-        from kinformer.parts.feature_maps import Identity
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=LinearAttention.Config(
-                num_heads=space.num_heads,
-                head_dim=space.state,
-                value_dim=space.head,
-                key_heads=1,
-                feature_map=Identity.Config(),
-                levels=levels,
-                decay=Softplus.Config(coupled=True),
-                normaliser="none",
-                convolution=4,
-                skip=True,
-                head_norm="rms_group",
-                gate=True,
-                gate_first=True,
-                bias=False,
-            ),
+def _mamba2(state: int, head: int) -> Settings:
+    """Return the settings of a state space per head that all heads write to and read from by the same keys and queries.
+    States have the sizes ``state`` (keys and queries) x ``head`` (values)."""
+    return {
+        "mixer": part(
+            "linear",
+            head_dim=state,
+            value_dim=head,
+            key_heads=1,
+            feature_map="identity",
+            decay=part("softplus", coupled=True),
+            normaliser="none",
+            convolution=4,
+            skip=True,
+            head_norm="rms_group",
+            gate=True,
+            gate_first=True,
+            bias=False,
         )
-
-    return recipe
+    }
 
 
 MAMBA2 = Member(
@@ -676,11 +436,11 @@ MAMBA2 = Member(
     use_when="you want a constant state in the manner of state-space models, with few keys for many values",
     avoid_when="overwriting or exact recall counts",
     recipes={
-        "tiny": _recipe_of_mamba2(ModelShape(32, 2, 4), Space(4, 8, 16)),
-        "small": _recipe_of_mamba2(ModelShape(256, 4, 8, hidden_dim=704), Space(8, 64, 64)),
-        "benchmark": _recipe_of_mamba2(ModelShape(256, 4, 4, activation="relu"), Space(4, 64, 64)),
-        "log-linear": _recipe_of_mamba2(ModelShape(256, 4, 8, hidden_dim=704), Space(8, 64, 64), levels=15),
-        "paper": _recipe_of_mamba2(ModelShape(2560, 32, 80), Space(80, 128, 64)),
+        "tiny": Recipe(32, 2, 4, _mamba2(8, 16)),
+        "small": Recipe(256, 4, 8, _mamba2(64, 64), hidden_dim=704),
+        "benchmark": Recipe(256, 4, 4, _mamba2(64, 64), _RELU),
+        "log-linear": Recipe(256, 4, 8, _mamba2(64, 64), {"mixer.levels": 15}, hidden_dim=704),
+        "paper": Recipe(2560, 32, 80, _mamba2(128, 64)),
     },
 )
 
@@ -688,26 +448,10 @@ MAMBA2 = Member(
 # RWKV-7: a state that forgets by channel, erases under one key and writes under another, behind token shifts.
 
 
-def _recipe_of_rwkv7(shape: ModelShape, ranks: tuple[int, int, int, int] = (64, 64, 128, 32)) -> Recipe:
-    """Return the recipe; ``ranks``: of the decay, the rate, the gate and the mixing of values."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.convolutions import ChannelMix
-        from kinformer.mixers.recurrent import RWKV7
-
-        decay, rate, gate, value = ranks
-        mixer = RWKV7.Config(
-            num_heads=shape.num_heads, decay_rank=decay, rate_rank=rate, gate_rank=gate, value_residual=True,
-            value_rank=value,
-        )  # fmt: skip
-        config = decoder(shape, vocab or 256, mixer=mixer)
-        layers = (
-            layer.replace(feed_forward=ChannelMix(hidden_dim=shape.hidden_dim or 4 * shape.dim))
-            for layer in config.layers
-        )
-        return config.replace(layers=tuple(layers))
-
-    return recipe
+def _rwkv7(decay: int, rate: int, gate: int, value: int) -> Settings:
+    """Return the settings; the arguments are the ranks of the decay, the rate, the gate and the mixing of values."""
+    ranks = {"decay_rank": decay, "rate_rank": rate, "gate_rank": gate, "value_rank": value}
+    return {"mixer": part("rwkv7", value_residual=True, **ranks), "feed_forward": "channel_mix"}
 
 
 RWKV7 = Member(
@@ -731,9 +475,12 @@ RWKV7 = Member(
     use_when="a constant state must follow what a text changes, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
     recipes={
-        "tiny": _recipe_of_rwkv7(ModelShape(32, 2, 2), (8, 8, 8, 8)),
-        "small": _recipe_of_rwkv7(ModelShape(256, 4, 4), (32, 32, 64, 16)),
-        "benchmark": _recipe_of_rwkv7(ModelShape(256, 4, 4), (32, 32, 64, 16)),
-        "paper": _recipe_of_rwkv7(ModelShape(768, 12, 12)),
+        "tiny": Recipe(32, 2, 2, _rwkv7(8, 8, 8, 8)),
+        "small": Recipe(256, 4, 4, _rwkv7(32, 32, 64, 16)),
+        "benchmark": Recipe(256, 4, 4, _rwkv7(32, 32, 64, 16)),
+        "paper": Recipe(768, 12, 12, _rwkv7(64, 64, 128, 32)),
     },
 )
+
+
+MEMBERS = (LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, KDA, GLA, MAMBA2, RWKV7)

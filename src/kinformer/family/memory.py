@@ -2,72 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kinformer.family.assemble import ModelShape, decoder, encoder, encoder_decoder
-from kinformer.family.record import DecoderRecipe, Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.blocks.feed_forward import ProductKeys
-    from kinformer.core.stack import ModelConfig
-    from kinformer.mixers.memorizing import Memorizing
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-    from kinformer.models.encoder_decoder import EncoderDecoder
-
+from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, part, sizes, translating
+from kinformer.family.record import Member
 
 # Transformer-XL: segments that see a memory of those before, with positions given by distance.
 
+_SEGMENTS: Settings = {
+    **POST_NORM,
+    "input": part("tokens", scale=True),
+    "norm": None,
+    "head": part("language", tied=True, bias=True),
+    "initialisation": {"residual": "plain"},
+}
 
-def _recipe(shape: ModelShape, segment: int, memory: int | None = None, head_dim: int | None = None) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.segment_memory import SegmentMemory
 
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=SegmentMemory.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                segment=segment,
-                memory=segment if memory is None else memory,
-            ),
-            head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(residual="plain"),
-            scale=True,
-        ).replace(norm=None)
+def _xl(segment: int, memory: int | None = None, **more: object) -> Settings:
+    return _SEGMENTS | {"mixer": part("segment_memory", segment=segment, memory=memory or segment, **more)}
 
-    return recipe
+
+def _words(divisor: int, embedding: object) -> Settings:
+    """Return the settings of words numbered by falling frequency: clusters in the softmax."""
+    clusters: Settings = {"cutoffs": WORD_CUTOFFS, "divisor": divisor}
+    read = part("tokens", embedding=embedding, scale=True)
+    return {"input": read, "head": part("adaptive", **clusters), "vocab_size": 267735}
 
 
 WORD_CUTOFFS = (20000, 40000, 200000)
-
-
-def _words(shape: ModelShape, segment: int, head_dim: int, divisor: int) -> Recipe:
-    """Return the recipe of words numbered by falling frequency: clusters in the softmax and, with ``divisor`` above 1,
-    in the tables."""
-    letters = _recipe(shape, segment, head_dim=head_dim)
-
-    def recipe(vocab: int | None) -> ModelConfig:
-        from kinformer.heads.language import AdaptiveSoftmax
-        from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup
-
-        size = vocab or 267735
-        cutoffs = tuple(cutoff for cutoff in WORD_CUTOFFS if cutoff < size)
-        table = Lookup.Config() if divisor == 1 else AdaptiveEmbedding.Config(cutoffs=cutoffs, divisor=divisor)
-        config = letters(size)
-        return config.replace(
-            input=config.input.replace(embedding=table), head=AdaptiveSoftmax.Config(cutoffs=cutoffs, divisor=divisor)
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
-
+_ADAPTIVE = part("adaptive", cutoffs=WORD_CUTOFFS, divisor=4)
 
 TRANSFORMER_XL = Member(
     name="transformer-xl",
@@ -114,13 +75,14 @@ TRANSFORMER_XL = Member(
         )
     },
     recipes={
-        "tiny": _recipe(_shape(32, 2, 2), segment=8, memory=12),
-        "small": _recipe(_shape(256, 4, 4), segment=256),
-        "benchmark": _recipe(_shape(256, 4, 4), segment=256),
-        "paper": _recipe(_shape(512, 12, 8, hidden_dim=2048), segment=512),
-        "paper-large": _recipe(_shape(1024, 24, 8, hidden_dim=3072), segment=768, head_dim=128),
-        "paper-words": _words(_shape(410, 16, 10, hidden_dim=2100), segment=150, head_dim=41, divisor=1),
-        "paper-words-large": _words(_shape(1024, 18, 16, hidden_dim=4096), segment=384, head_dim=64, divisor=4),
+        "tiny": Recipe(32, 2, 2, _xl(8, 12)),
+        "small": Recipe(256, 4, 4, _xl(256)),
+        "benchmark": Recipe(256, 4, 4, _xl(256)),
+        "paper": Recipe(512, 12, 8, _xl(512)),
+        "paper-large": Recipe(1024, 24, 8, _xl(768, head_dim=128), hidden_dim=3072),
+        # words numbered by falling frequency: clusters in the softmax and, in the large model, in the tables
+        "paper-words": Recipe(410, 16, 10, _xl(150, head_dim=41), _words(1, "lookup"), hidden_dim=2100),
+        "paper-words-large": Recipe(1024, 18, 16, _xl(384, head_dim=64), _words(4, _ADAPTIVE)),
     },
 )
 
@@ -128,38 +90,9 @@ TRANSFORMER_XL = Member(
 # Compressive Transformer: Transformer-XL whose oldest memories are compressed instead of forgotten.
 
 
-def _recipe_of_compressive(
-    shape: ModelShape, sizes: tuple[int, int, int], rate: int, head_dim: int | None = None
-) -> Recipe:
-    """Return the recipe; ``sizes`` are those of segment, memory and compressed memory."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.compressive import Compressive, Convolution
-
-        segment, memory, compressed = sizes
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=Compressive.Config(
-                num_heads=shape.num_heads,
-                head_dim=head_dim,
-                segment=segment,
-                memory=memory,
-                compressed=compressed,
-                compression=Convolution.Config(rate=rate),
-            ),
-            head=LanguageModelHead.Config(tied=True, bias=True),
-            initialisation=Initialisation(residual="plain"),
-            scale=True,
-        ).replace(norm=None)
-
-    return recipe
-
-
-def _shape_of_compressive(dim: int, depth: int, num_heads: int, hidden_dim: int | None = None) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, hidden_dim, residual="post", activation="relu")
+def _compressive(segment: int, memory: int, compressed: int, rate: int = 2, **more: object) -> Settings:
+    more |= {"segment": segment, "memory": memory, "compressed": compressed}
+    return _SEGMENTS | {"mixer": part("compressive", compression=part("convolution", rate=rate), **more)}
 
 
 COMPRESSIVE = Member(
@@ -187,15 +120,11 @@ COMPRESSIVE = Member(
         for name in ("paper", "paper-books")
     },
     recipes={
-        "tiny": _recipe_of_compressive(_shape_of_compressive(32, 2, 2), (16, 8, 4), rate=2),
-        "small": _recipe_of_compressive(_shape_of_compressive(256, 4, 4, hidden_dim=768), (256, 256, 256), rate=2),
-        "benchmark": _recipe_of_compressive(_shape_of_compressive(256, 4, 4), (256, 256, 256), rate=2),
-        "paper": _recipe_of_compressive(
-            _shape_of_compressive(1024, 24, 8, hidden_dim=3072), (768, 1152, 1152), rate=3, head_dim=128
-        ),
-        "paper-books": _recipe_of_compressive(
-            _shape_of_compressive(1024, 36, 16, hidden_dim=4096), (512, 512, 512), rate=2
-        ),
+        "tiny": Recipe(32, 2, 2, _compressive(16, 8, 4)),
+        "small": Recipe(256, 4, 4, _compressive(256, 256, 256), hidden_dim=768),
+        "benchmark": Recipe(256, 4, 4, _compressive(256, 256, 256)),
+        "paper": Recipe(1024, 24, 8, _compressive(768, 1152, 1152, rate=3, head_dim=128), hidden_dim=3072),
+        "paper-books": Recipe(1024, 36, 16, _compressive(512, 512, 512)),
     },
 )
 
@@ -203,56 +132,17 @@ COMPRESSIVE = Member(
 # Memorizing Transformer: one layer near the top looks up what the document said long ago.
 
 
-def _recipe_of_memorizing(shape: ModelShape, layer: int, window: int, memory_size: int, topk: int = 32) -> Recipe:
-    """Return the recipe with a window of ``window`` tokens in all layers, and memories in one of them."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.memorizing import Memorizing
-
-        memory = Memorizing.Config(
-            num_heads=shape.num_heads, window=window, segment=window, memory_size=memory_size, topk=topk
-        )
-        return _with_memory(shape, vocab or 256, layer, memory)
-
-    return recipe
-
-
-def _paper(vocab: int | None) -> Decoder.Config:
-    from kinformer.mixers.memorizing import Memorizing
-    from kinformer.parts.relative_positions import T5
-
-    memory = Memorizing.Config(
-        num_heads=8,
-        head_dim=128,
-        window=512,
-        segment=512,
-        memory_size=65536,
-        sees_itself=False,
-        position=T5.Config(),
+def _memorizing(layer: int, window: int, memory_size: int, **more: object) -> Settings:
+    """Return the settings of a window of ``window`` tokens in all layers, and memories in one of them."""
+    local = part(
+        "softmax",
+        projection=part("multi_head", bias=False),
+        position="t5",
+        pattern=part("local", window=window),
+        bias=False,
     )
-    return _with_memory(ModelShape(1024, 12, 8, activation="relu"), vocab or 32000, 8, memory)
-
-
-def _with_memory(shape: ModelShape, vocab: int, layer: int, memory: Memorizing.Config) -> Decoder.Config:
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.parts.patterns.sequence import Local
-    from kinformer.parts.projections import MultiHead
-    from kinformer.parts.relative_positions import T5
-
-    config = decoder(
-        shape,
-        vocab,
-        mixer=SoftmaxAttention.Config(
-            num_heads=shape.num_heads,
-            projection=MultiHead.Config(bias=False),
-            position=T5.Config(),
-            pattern=Local.Config(window=memory.window),
-            bias=False,
-        ),
-    )
-    layers = list(config.layers)
-    layers[layer] = layers[layer].replace(mixer=memory)
-    return config.replace(layers=tuple(layers))
+    memories = part("memorizing", window=window, segment=window, memory_size=memory_size, **more)
+    return {"mixer": local, f"layers.{layer}.mixer": memories}
 
 
 MEMORIZING = Member(
@@ -279,10 +169,17 @@ MEMORIZING = Member(
     use_when="exact look-ups in a long document are needed, by a small model",
     avoid_when="speed decides, or documents are shorter than the window",
     recipes={
-        "tiny": _recipe_of_memorizing(ModelShape(32, 2, 2), 1, window=8, memory_size=32, topk=4),
-        "small": _recipe_of_memorizing(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),
-        "benchmark": _recipe_of_memorizing(ModelShape(256, 4, 4), 2, window=256, memory_size=8192),
-        "paper": _paper,
+        "tiny": Recipe(32, 2, 2, _memorizing(1, window=8, memory_size=32, topk=4)),
+        "small": Recipe(256, 4, 4, _memorizing(2, window=256, memory_size=8192, topk=32)),
+        "benchmark": Recipe(256, 4, 4, _memorizing(2, window=256, memory_size=8192, topk=32)),
+        "paper": Recipe(
+            1024,
+            12,
+            8,
+            _memorizing(8, window=512, memory_size=65536, head_dim=128, sees_itself=False, position="t5"),
+            activation="relu",
+            vocab_size=32000,
+        ),
     },
 )
 
@@ -290,28 +187,7 @@ MEMORIZING = Member(
 # kNN-LM: a trained decoder whose predictions are mixed with the tokens after the
 # most similar contexts of a datastore.
 
-
-def _recipe_of_knn_lm(shape: ModelShape, vocab_size: int = 256, dropout: float = 0.0) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Sinusoidal
-
-        config = decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads),
-            position=Sinusoidal.Config(),
-            scale=True,
-        )
-        layers = tuple(layer.replace(dropout=dropout) for layer in config.layers)
-        return config.replace(layers=layers)
-
-    return recipe
-
-
-def _shape_of_knn_lm(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="relu")
-
+_KNN: Settings = {"input": part("tokens", scale=True), "position": "sinusoidal", "activation": "relu"}
 
 KNN_LM = Member(
     name="knn-lm",
@@ -336,28 +212,13 @@ KNN_LM = Member(
     use_when="a text is to be added to a trained model without training",
     avoid_when="memory and search time at every token are too dear",
     recipes={
-        "tiny": _recipe_of_knn_lm(_shape_of_knn_lm(32, 2, 2)),
-        "small": _recipe_of_knn_lm(_shape_of_knn_lm(256, 4, 4)),
-        "benchmark": _recipe_of_knn_lm(_shape_of_knn_lm(256, 4, 4)),
-        "paper": _recipe_of_knn_lm(_shape_of_knn_lm(1024, 16, 8), vocab_size=267_744, dropout=0.3),
+        **sizes(_KNN),
+        "paper": Recipe(1024, 16, 8, _KNN, {"layers.*.dropout": 0.3}, vocab_size=267_744),
     },
 )
 
 
 # SPALM: Transformer-XL with a gate at the output to what a frozen retriever finds in a datastore.
-
-
-def _recipe_of_spalm(name: str) -> Recipe:
-    """Return the recipe of Transformer-XL with the same name, with the gate in its head."""
-    base = TRANSFORMER_XL.recipes[name]
-
-    def recipe(vocab: int | None) -> ModelConfig:
-        from kinformer.heads.language import SpalmHead
-
-        return base(vocab).replace(head=SpalmHead.Config(bias=True))
-
-    return recipe
-
 
 SPALM = Member(
     name="spalm",
@@ -381,53 +242,19 @@ SPALM = Member(
     exact_limit="a gate of 1, no neighbour, or no datastore: Transformer-XL",
     use_when="a datastore is at hand while you train, and a gate should decide when to use it",
     avoid_when="training is brief: mixing neighbours in, as `knn-lm` does, gained more",
-    recipes={name: _recipe_of_spalm(name) for name in ("tiny", "small", "benchmark", "paper")},
+    recipes={
+        name: TRANSFORMER_XL.recipes[name].but(head=part("spalm", bias=True))
+        for name in ("tiny", "small", "benchmark", "paper")
+    },
 )
 
 
 # Product-key memory: feed-forwards at chosen depths are replaced by a look-up among very many values.
 
 
-def _recipe_of_pkm(shape: ModelShape, depths: tuple[int, ...], num_keys: int, **sizes: int) -> Recipe:
-    """Return the recipe with a memory of ``num_keys`` keys in each half at each of ``depths``."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import ProductKeys
-
-        return _with_memories(shape, vocab or 256, depths, ProductKeys.Config(num_keys=num_keys).replace(**sizes))
-
-    return recipe
-
-
-def _paper_of_pkm(vocab: int | None) -> Decoder.Config:
-    from kinformer.blocks.feed_forward import ProductKeys
-
-    memory = ProductKeys.Config(num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch")
-    return _with_memories(ModelShape(1024, 12, 16, residual="post"), vocab or 60_000, (4,), memory, max_length=512)
-
-
-def _with_memories(
-    shape: ModelShape, vocab: int, depths: tuple[int, ...], memory: ProductKeys.Config, max_length: int = 2048
-) -> Decoder.Config:
-    from kinformer.heads.language import LanguageModelHead
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.parts.positions import Learned, NoPosition
-    from kinformer.parts.relative_positions import Rope
-
-    published = shape.residual == "post"
-    config = decoder(
-        shape,
-        vocab,
-        mixer=SoftmaxAttention.Config(
-            num_heads=shape.num_heads, position=NoPosition.Config() if published else Rope.Config()
-        ),
-        position=Learned.Config(max_length=max_length) if published else NoPosition.Config(),
-        head=LanguageModelHead.Config(tied=True, bias=published),
-    )
-    layers = list(config.layers)
-    for depth in depths:
-        layers[depth] = layers[depth].replace(feed_forward=memory)
-    return config.replace(layers=tuple(layers))
+def _pkm(layer: int, **memory: object) -> Settings:
+    """Return the settings of a memory in place of the feed-forward of one layer; ``num_keys``: in each half."""
+    return {"mixer": part("softmax", position="rope"), f"layers.{layer}.feed_forward": part("product_keys", **memory)}
 
 
 PKM = Member(
@@ -450,10 +277,20 @@ PKM = Member(
     use_when="a model should know more without computing more per token",
     avoid_when="memory for parameters and their optimiser is short",
     recipes={
-        "tiny": _recipe_of_pkm(ModelShape(32, 2, 2), (1,), num_keys=8, topk=4, key_dim=16, num_heads=2),
-        "small": _recipe_of_pkm(ModelShape(256, 4, 4), (2,), num_keys=40),
-        "benchmark": _recipe_of_pkm(ModelShape(256, 4, 4), (2,), num_keys=128),
-        "paper": _paper_of_pkm,
+        "tiny": Recipe(32, 2, 2, _pkm(1, num_keys=8, topk=4, key_dim=16, num_heads=2)),
+        "small": Recipe(256, 4, 4, _pkm(2, num_keys=40)),
+        "benchmark": Recipe(256, 4, 4, _pkm(2, num_keys=128)),
+        "paper": Recipe(
+            1024,
+            12,
+            16,
+            _pkm(4, num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch"),
+            mixer="softmax",
+            position=part("learned", max_length=512),
+            head=part("language", tied=True, bias=True),
+            residual="post",
+            vocab_size=60_000,
+        ),
     },
 )
 
@@ -461,57 +298,22 @@ PKM = Member(
 # Tensorized Transformer: products of three factors in place of softmax attention.
 
 
-def _recipe_of_tensorized(
-    shape: ModelShape, rank: int, max_length: int, *, blocks: int = 2, vocab_size: int = 256
-) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.tensorized import TensorizedAttention
-
-        mixer = TensorizedAttention.Config(rank=rank, blocks=blocks, max_length=max_length)
-        return decoder(shape, vocab or vocab_size, mixer)
-
-    return recipe
+def _tensorized(rank: int, max_length: int) -> Settings:
+    return {"mixer": part("tensorized", rank=rank, blocks=2, max_length=max_length)}
 
 
-def _remembering(shape: ModelShape, rank: int, segment: int, memory: int, vocab_size: int = 256) -> Recipe:
-    """Return the recipe of a language model with the memory of Transformer-XL (the paper's section 5.1)."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.tensorized import TensorizedMemory
-
-        mixer = TensorizedMemory.Config(rank=rank, blocks=2, segment=segment, memory=memory)
-        return decoder(shape, vocab or vocab_size, mixer)
-
-    return recipe
+def _remembering(rank: int, segment: int, memory: int) -> Settings:
+    """Return the settings of a language model with the memory of Transformer-XL (the paper's section 5.1)."""
+    return {"mixer": part("tensorized_memory", rank=rank, blocks=2, segment=segment, memory=memory)}
 
 
-def _encoding(shape: ModelShape, rank: int, max_length: int) -> Recipe:
-    """Return the recipe of an encoder below a masked-language-model head."""
-
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.tensorized import BidirectionalTensorized
-        from kinformer.parts.positions import NoPosition
-
-        mixer = BidirectionalTensorized.Config(rank=rank, blocks=2, max_length=max_length)
-        return encoder(shape, vocab or 259, [mixer], NoPosition.Config())
-
-    return recipe
+def _translating(rank: int, max_length: int) -> Settings:
+    """Return the settings of tensorized attention on both sides (section 5.2), and exact attention between them."""
+    mixer = _tensorized(rank, max_length)["mixer"]
+    return {"mixer": mixer, **translating(mixer=mixer)}
 
 
-def _translating(shape: ModelShape, rank: int, max_length: int, vocab_size: int = 258) -> Recipe:
-    """Return the recipe of tensorized attention on both sides (the paper's section 5.2), and exact attention between
-    them."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.mixers.cross import CrossAttention
-        from kinformer.mixers.tensorized import BidirectionalTensorized
-
-        base = _recipe_of_tensorized(shape, rank, max_length)(vocab or vocab_size)
-        mixer = BidirectionalTensorized.Config(rank=rank, blocks=2, max_length=max_length)
-        return encoder_decoder(base, mixer, cross=CrossAttention.Config(num_heads=shape.num_heads))
-
-    return recipe
-
+_PAPER: Settings = POST_NORM | {"hidden_dim": 2100}
 
 TENSORIZED = Member(
     name="tensorized",
@@ -541,22 +343,18 @@ TENSORIZED = Member(
     use_when="you study attention as a tensor of few blocks",
     avoid_when="texts are longer than some hundred tokens",
     recipes={
-        "tiny": _recipe_of_tensorized(ModelShape(32, 2, 2), 8, 128),
-        "small": _recipe_of_tensorized(ModelShape(256, 4, 4, hidden_dim=896), 40, 32),
-        "benchmark": _recipe_of_tensorized(ModelShape(256, 4, 4), 40, 128),
-        "tiny-memory": _remembering(ModelShape(32, 2, 2), 8, 12, 12),
-        "memory": _remembering(ModelShape(256, 4, 4, hidden_dim=896), 40, 32, 32),
-        "tiny-encoder": _encoding(ModelShape(32, 2, 2, residual="post"), 8, 128),
-        "encoder": _encoding(ModelShape(256, 4, 4, hidden_dim=896, residual="post"), 40, 64),
-        "tiny-translate": _translating(ModelShape(32, 2, 2), 8, 128),
-        "translate": _translating(ModelShape(256, 4, 4), 40, 64),
-        "paper-memory": _remembering(
-            ModelShape(256, 3, 1, hidden_dim=2100, residual="post", activation="relu"), 40, 40, 40, vocab_size=267735
-        ),
+        "tiny": Recipe(32, 2, 2, _tensorized(8, 128)),
+        "small": Recipe(256, 4, 4, _tensorized(40, 32), hidden_dim=896),
+        "benchmark": Recipe(256, 4, 4, _tensorized(40, 128)),
+        "tiny-memory": Recipe(32, 2, 2, _remembering(8, 12, 12)),
+        "memory": Recipe(256, 4, 4, _remembering(40, 32, 32), hidden_dim=896),
+        "tiny-encoder": Recipe(32, 2, 2, ENCODER, _tensorized(8, 128)),
+        "encoder": Recipe(256, 4, 4, ENCODER, _tensorized(40, 64), hidden_dim=896),
+        "tiny-translate": Recipe(32, 2, 2, _translating(8, 128)),
+        "translate": Recipe(256, 4, 4, _translating(40, 64)),
+        "paper-memory": Recipe(256, 3, 1, _remembering(40, 40, 40), _PAPER, vocab_size=267735),
         # of the Penn Treebank, as far as the authors' code says: one head, rank 40, 32 tokens
-        "paper": _recipe_of_tensorized(
-            ModelShape(256, 3, 1, hidden_dim=2100, residual="post", activation="relu"), 40, 32, vocab_size=10000
-        ),
+        "paper": Recipe(256, 3, 1, _tensorized(40, 32), _PAPER, vocab_size=10000),
     },
 )
 
@@ -564,36 +362,25 @@ TENSORIZED = Member(
 # SHA-RNN: LSTMs with one head of attention, in one layer, over a long memory.
 
 
-def _recipe_of_sha_rnn(dim: int, depth: int, memory: int, dropout: float = 0.0, vocab_size: int = 256) -> Recipe:
+def _sha_rnn(dim: int, depth: int, memory: int, dropout: float = 0.0, **more: object) -> Recipe:
     """Return the recipe of ``depth`` layers, of which the last but one attends."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import Boom
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.blocks.sha_rnn import ShaRnnLayer
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.inputs.tokens import Tokens
-        from kinformer.mixers.latent import SingleHead
-        from kinformer.mixers.recurrent import LSTM
-        from kinformer.models.decoder import Decoder
-        from kinformer.parts.positions import NoPosition
-
-        boom = Boom.Config(hidden_dim=4 * dim, dropout=dropout)
-        layer = ShaRnnLayer.Config(mixer=LSTM.Config(), feed_forward=boom, dropout=dropout)
-        layers = [layer] * depth
-        layers[-2] = layer.replace(attention=SingleHead.Config(memory=memory, dropout=dropout))
-        return Decoder.Config(
-            input=Tokens.Config(vocab_size=vocab or vocab_size),
-            dim=dim,
-            layers=tuple(layers),
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True, bias=True),
-            norm=None,
-            dropout=dropout,
-            initialisation=Initialisation(std=0.1 * dim**-0.5, residual="plain"),
-        )
-
-    return recipe
+    return Recipe(
+        dim,
+        depth,
+        1,
+        {
+            "layer": "sha_rnn",
+            "mixer": "lstm",
+            "feed_forward": part("boom", dropout=dropout),
+            "layers.-2.attention": part("single_head", memory=memory, dropout=dropout),
+            "layers.*.dropout": dropout,
+            "dropout": dropout,
+            "head": part("language", tied=True, bias=True),
+            "norm": None,
+            "initialisation": {"std": 0.1 * dim**-0.5, "residual": "plain"},
+        },
+        **more,
+    )
 
 
 SHA_RNN = Member(
@@ -617,9 +404,12 @@ SHA_RNN = Member(
     use_when="you want a recurrent model with a little attention on one processor",
     avoid_when="long sequences are to be trained in parallel: its recurrence goes token by token",
     recipes={
-        "tiny": _recipe_of_sha_rnn(32, 2, memory=8),
-        "small": _recipe_of_sha_rnn(256, 4, memory=1024),
-        "benchmark": _recipe_of_sha_rnn(256, 4, memory=1024),
-        "paper": _recipe_of_sha_rnn(1024, 4, memory=5000, dropout=0.1, vocab_size=205),
+        "tiny": _sha_rnn(32, 2, memory=8),
+        "small": _sha_rnn(256, 4, memory=1024),
+        "benchmark": _sha_rnn(256, 4, memory=1024),
+        "paper": _sha_rnn(1024, 4, memory=5000, dropout=0.1, vocab_size=205),
     },
 )
+
+
+MEMBERS = (TRANSFORMER_XL, COMPRESSIVE, MEMORIZING, KNN_LM, SPALM, PKM, TENSORIZED, SHA_RNN)

@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from kinformer.family.assemble import ModelShape, decoder, noam, residual
-from kinformer.family.record import Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.models.decoder import Decoder
-
+from kinformer.family.recipe import POST_NORM, Recipe, Settings, noam, part, sizes
+from kinformer.family.record import Member
 
 # RoFormer: rotary positions instead of added ones.
 
-
-def _recipe(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import Rope
-
-        config = decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Rope.Config(layout="interleaved")),
-            initialisation=Initialisation(residual="scaled" if shape.residual == "pre" else "plain"),
-        )
-        return config if shape.residual == "pre" else config.replace(norm=None)
-
-    return recipe
-
+_ROPE: Settings = {"mixer": part("softmax", position=part("rope", layout="interleaved"))}
 
 ROPE = Member(
     name="rope",
@@ -49,30 +27,17 @@ ROPE = Member(
     use_when="you want the best plain baseline; it learns faster than `gpt` and has no table that ends",
     avoid_when="the state must not grow",
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2)),
-        "small": _recipe(ModelShape(256, 4, 4)),
-        "benchmark": _recipe(ModelShape(256, 4, 4)),
-        "paper": _recipe(ModelShape(768, 12, 12, residual="post"), vocab_size=50000),
+        **sizes(_ROPE),
+        "paper": Recipe(
+            768, 12, 12, _ROPE, residual="post", norm=None, initialisation={"residual": "plain"}, vocab_size=50000
+        ),
     },
 )
 
 
 # ALiBi: scores fall linearly with the distance, so that a model trained on short texts runs on longer ones.
 
-
-def _recipe_of_alibi(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import Alibi
-
-        return decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Alibi.Config()),
-        )
-
-    return recipe
-
+_ALIBI: Settings = {"mixer": part("softmax", position="alibi")}
 
 ALIBI = Member(
     name="alibi",
@@ -92,30 +57,15 @@ ALIBI = Member(
     use_when="you generate or evaluate texts longer than those of training: it holds there, as measured",
     avoid_when="far tokens matter as much as near ones: its biases fade them out",
     recipes={
-        "tiny": _recipe_of_alibi(ModelShape(32, 2, 2)),
-        "small": _recipe_of_alibi(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_alibi(ModelShape(256, 4, 4)),
-        "paper": _recipe_of_alibi(ModelShape(1024, 16, 8, hidden_dim=4096, activation="relu"), vocab_size=267744),
+        **sizes(_ALIBI),
+        "paper": Recipe(1024, 16, 8, _ALIBI, activation="relu", vocab_size=267744),
     },
 )
 
 
 # Shaw et al.: relative position representations, vectors by clipped distance on keys and values.
 
-
-def _recipe_of_shaw(shape: ModelShape, max_distance: int = 16, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import Shaw
-
-        return decoder(
-            shape,
-            vocab or vocab_size,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=Shaw.Config(max_distance=max_distance)),
-        )
-
-    return recipe
-
+_SHAW: Settings = {"mixer": part("softmax", position=part("shaw", max_distance=16))}
 
 SHAW = Member(
     name="shaw",
@@ -138,60 +88,22 @@ SHAW = Member(
     avoid_when="texts are long: its tables by distance end at a clip, and `rope` is faster",
     training={"paper": noam(512), "paper-big": noam(1024)},  # section 4.1
     recipes={
-        "tiny": _recipe_of_shaw(ModelShape(32, 2, 2)),
-        "small": _recipe_of_shaw(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_shaw(ModelShape(256, 4, 4)),
-        "paper": _recipe_of_shaw(
-            ModelShape(512, 6, 8, hidden_dim=1024, residual="post", activation="relu"), vocab_size=32768
-        ),
-        "paper-big": _recipe_of_shaw(
-            ModelShape(1024, 6, 16, hidden_dim=4096, residual="post", activation="relu"), 8, 32768
-        ),
+        **sizes(_SHAW),
+        "paper": Recipe(512, 6, 8, _SHAW, POST_NORM, hidden_dim=1024, vocab_size=32768),
+        "paper-big": Recipe(1024, 6, 16, _SHAW, POST_NORM, {"mixer.position.max_distance": 8}, vocab_size=32768),
     },
 )
 
 
 # T5-style decoder: bucketed relative biases shared by all layers, scores without a scale, RMS norms, no biases.
 
-
-def _recipe_of_t5(shape: ModelShape, vocab_size: int = 256) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import DecoderLayer
-        from kinformer.blocks.residual import RMSNorm
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.inputs.tokens import Tokens
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.models.decoder import Decoder
-        from kinformer.parts.positions import NoPosition
-        from kinformer.parts.projections import MultiHead
-        from kinformer.parts.relative_positions import T5
-        from kinformer.parts.scores import Dot
-
-        attention = SoftmaxAttention.Config(
-            num_heads=shape.num_heads,
-            projection=MultiHead.Config(bias=False),
-            position=T5.Config(),
-            score=Dot.Config(),
-            bias=False,
-        )
-        feed_forward = MLP.Config(hidden_dim=shape.hidden_dim or 4 * shape.dim, activation=shape.activation, bias=False)
-        layer = DecoderLayer.Config(mixer=attention, feed_forward=feed_forward, norm=RMSNorm())
-        return Decoder.Config(
-            input=Tokens.Config(vocab_size=vocab or vocab_size),
-            dim=shape.dim,
-            layers=(layer,) * shape.depth,
-            position=NoPosition.Config(),
-            head=LanguageModelHead.Config(tied=True),
-            norm=RMSNorm(),
-        )
-
-    return recipe
-
-
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="relu")
-
+_T5: Settings = {
+    "mixer": part("softmax", projection=part("multi_head", bias=False), position="t5", score="dot", bias=False),
+    "feed_forward": part("mlp", bias=False),
+    "activation": "relu",
+    "norm": "rms_norm",
+    "layers.*.norm": "rms_norm",
+}
 
 T5 = Member(
     name="t5",
@@ -228,31 +140,16 @@ T5 = Member(
         for name in ("paper", "paper-small")
     },
     recipes={
-        "tiny": _recipe_of_t5(_shape(32, 2, 2)),
-        "small": _recipe_of_t5(_shape(256, 4, 4)),
-        "benchmark": _recipe_of_t5(_shape(256, 4, 4)),
-        "paper": _recipe_of_t5(_shape(768, 12, 12), vocab_size=32128),
-        "paper-small": _recipe_of_t5(_shape(512, 6, 8), vocab_size=32128),
+        **sizes(_T5),
+        "paper": Recipe(768, 12, 12, _T5, vocab_size=32128),
+        "paper-small": Recipe(512, 6, 8, _T5, vocab_size=32128),
     },
 )
 
 
 # DA-Transformer: rectified scores rescaled by a learned function of the real distance, per head.
 
-
-def _recipe_of_da_transformer(shape: ModelShape) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.relative_positions import DistanceAware
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, position=DistanceAware.Config()),
-        )
-
-    return recipe
-
+_DISTANCE_AWARE: Settings = {"mixer": part("softmax", position="distance_aware")}
 
 DA_TRANSFORMER = Member(
     name="da-transformer",
@@ -275,51 +172,21 @@ DA_TRANSFORMER = Member(
     ),
     use_when="you study distances that scale scores",
     avoid_when="you need a standard kernel: it rectifies scores",
-    recipes={
-        "tiny": _recipe_of_da_transformer(ModelShape(32, 2, 2)),
-        "small": _recipe_of_da_transformer(ModelShape(256, 4, 4)),
-        "benchmark": _recipe_of_da_transformer(ModelShape(256, 4, 4)),
-        "paper": _recipe_of_da_transformer(ModelShape(256, 1, 16, residual="post", activation="relu")),
-    },
+    recipes={**sizes(_DISTANCE_AWARE), "paper": Recipe(256, 1, 16, _DISTANCE_AWARE, POST_NORM)},
 )
 
 
 # Complex-order Transformer: tokens are waves whose phase is their position.
 
-
-def _recipe_of_complex_order(shape: ModelShape) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.feed_forward import MLP
-        from kinformer.blocks.layer import DecoderLayer
-        from kinformer.blocks.residual import LayerNorm
-        from kinformer.heads.language import ModulusHead
-        from kinformer.inputs.tokens import Tokens
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.models.decoder import Decoder
-        from kinformer.parts.positions import ComplexOrder, NoPosition
-        from kinformer.parts.projections import Complex
-        from kinformer.parts.scores import Modulus
-
-        norm = LayerNorm(slices=2)
-        layer = DecoderLayer.Config(
-            mixer=SoftmaxAttention.Config(
-                num_heads=shape.num_heads, projection=Complex.Config(), score=Modulus.Config()
-            ),
-            feed_forward=MLP.Config(hidden_dim=shape.hidden_dim, activation=shape.activation, slices=2),
-            norm=norm,
-            residual=residual(shape.residual),
-        )
-        return Decoder.Config(
-            input=Tokens.Config(vocab_size=vocab or 256, embedding=ComplexOrder.Config()),
-            dim=shape.dim,
-            layers=(layer,) * shape.depth,
-            position=NoPosition.Config(),
-            head=ModulusHead.Config(),
-            norm=None if shape.residual == "post" else norm,
-        )
-
-    return recipe
-
+_NORM = part("layer_norm", slices=2)
+_COMPLEX: Settings = {
+    "input": part("tokens", embedding="complex_order"),
+    "mixer": part("softmax", projection="complex", score="modulus"),
+    "feed_forward": part("mlp", slices=2),
+    "head": "modulus",
+    "norm": _NORM,
+    "layers.*.norm": _NORM,
+}
 
 COMPLEX_ORDER = Member(
     name="complex-order",
@@ -346,9 +213,12 @@ COMPLEX_ORDER = Member(
     use_when="you study embeddings whose order is a phase",
     avoid_when="you want quality per minute: it is among the last there",
     recipes={
-        "tiny": _recipe_of_complex_order(ModelShape(32, 2, 2, hidden_dim=64)),
-        "small": _recipe_of_complex_order(ModelShape(512, 4, 4, hidden_dim=1024)),
-        "benchmark": _recipe_of_complex_order(ModelShape(256, 4, 4, hidden_dim=1024, activation="relu")),
-        "paper": _recipe_of_complex_order(ModelShape(1024, 6, 8, hidden_dim=2048, residual="post", activation="relu")),
+        "tiny": Recipe(32, 2, 2, _COMPLEX, hidden_dim=64),
+        "small": Recipe(512, 4, 4, _COMPLEX, hidden_dim=1024),
+        "benchmark": Recipe(256, 4, 4, _COMPLEX, activation="relu"),
+        "paper": Recipe(1024, 6, 8, _COMPLEX, POST_NORM, norm=None, hidden_dim=2048),
     },
 )
+
+
+MEMBERS = (ROPE, ALIBI, SHAW, T5, DA_TRANSFORMER, COMPLEX_ORDER)

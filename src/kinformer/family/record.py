@@ -1,4 +1,4 @@
-"""The record of a family member: data that the command line reads without importing PyTorch."""
+"""The record of a member. The command line reads records without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from kinformer.runtime.errors import spelled
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
-    from kinformer.models.decoder import Decoder
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
 Cost = Literal["linear", "between", "quadratic"]
-Recipe = Callable[[int | None], "ModelConfig"]
-DecoderRecipe = Callable[[int | None], "Decoder.Config"]
 
 
 class MemberSheet(TypedDict):
-    """What a report shows of a member, as data for JSON."""
+    """The facts of a member that reports show, as data for JSON."""
 
     name: str
     title: str
@@ -43,22 +40,24 @@ class MemberFacts(MemberSheet):
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One page of the family.
+    """The record of a member: its paper, its facts and its recipes.
 
-    ``axes``: what it changes (projection, position, pattern, score, memory, rank, kernel, depth, recurrence, domain).
-    ``growth``: of its state with the number of absorbed tokens. ``departures``: how it differs from its paper.
-    ``exact_limit``: where it equals exact attention. ``parity``: implementations of others that it equals with the
-    same weights, and the test that says so. ``results``: those of ``benchmarks/results`` that measured it without
-    naming it. ``recipes``: name -> function of a vocabulary size (None: the recipe's own) that gives a model config; it
-    imports what it assembles when called. ``objective``: what training it minimises unless set otherwise (see
-    ``lab.training.settings``). ``needs``: options of training without which it is not itself, such as ``{"segments":
-    True}``; a budget of minutes chooses the others (see ``lab.runs.minutes``). ``cost``: how the operations of a whole
-    sequence grow with its length, where that does not follow from the growth (see :attr:`growth_of_cost`).
-    ``use_when``, ``avoid_when``: clauses that say when to take it and when not, by its cost and by what was measured.
-    ``training``: the options of training (``lab.training.settings``) with which the paper trained a recipe, by its
-    name; they hold where nothing else is given. ``task``: what it is usually trained for, where that is neither the
-    next token nor masked tokens. ``layer``: the number of the layer that shows its mechanism in the recipe ``small``,
-    where layers differ.
+    ``axes`` name what the member changes: projection, position, pattern, score, memory, rank, kernel, depth,
+    recurrence, domain. ``growth`` says how the state grows with the number of absorbed tokens. ``departures`` are the
+    differences from the paper. ``exact_limit`` is the case in which the member equals exact attention. ``parity`` names
+    implementations of others that give the same numbers with the same weights, and the test. ``results`` are files of
+    ``benchmarks/results`` that measured the member without naming it. ``use_when`` and ``avoid_when`` are clauses, by
+    cost and by measurements.
+
+    ``recipes``: name -> :class:`~kinformer.family.recipe.Recipe`, or any function of a vocabulary size (None: the
+    recipe's own) that returns a model config. ``layer``: the number of the layer that shows the mechanism in the recipe
+    ``small``, where layers differ.
+
+    ``objective``: the loss of training, unless set otherwise (see ``lab.training.settings``). ``needs``: options of
+    training that the member requires, such as ``{"segments": True}``; a budget of minutes chooses the others (see
+    ``lab.runs.minutes``). ``training``: recipe -> the options with which the paper trained it, as defaults. ``cost``:
+    how the operations of a whole sequence grow with its length, if not as :attr:`growth_of_cost` derives it. ``task``:
+    the usual task, if it is neither the next token nor masked tokens.
     """
 
     name: str
@@ -74,7 +73,7 @@ class Member:
     avoid_when: str = ""
     parity: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
-    recipes: Mapping[str, Recipe]
+    recipes: Mapping[str, Callable[[int | None], ModelConfig]]
     objective: Literal["next-token", "deep-supervision", "exits"] = "next-token"
     needs: Mapping[str, object] = field(default_factory=dict)
     training: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -89,13 +88,12 @@ class Member:
 
     @property
     def growth_of_cost(self) -> Cost:
-        """Return how the operations of a full sequence grow with its length: as
-        the state does, unless stated otherwise."""
+        """Return how the operations of a whole sequence grow with its length; without ``cost``, from ``growth``."""
         return self.cost or ("linear" if self.growth in ("constant", "window") else "quadratic")
 
     @property
     def sheet(self) -> MemberSheet:
-        """Return what a report shows of the member."""
+        """Return the facts of the member that reports show."""
         return {
             "name": self.name,
             "title": self.title,

@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from kinformer.family.assemble import ModelShape, decoder
-from kinformer.family.record import DecoderRecipe, Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.core.parts import InputConfig, PatternConfig
-    from kinformer.mixers.chosen_blocks import ChosenBlocks, Compression
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder_decoder import EncoderDecoder
-
+from kinformer.family.recipe import POST_NORM, Recipe, Settings, drop, llama, part, translating
+from kinformer.family.record import Member
 
 # Sliding window: every token sees the last few, and a state of constant size remembers them.
 
-
-def _recipe(shape: ModelShape, window: int) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.patterns.sequence import Local
-        from kinformer.parts.relative_positions import Rope
-
-        return decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(
-                num_heads=shape.num_heads, position=Rope.Config(), pattern=Local.Config(window=window)
-            ),
-        )
-
-    return recipe
-
-
-def _paper(vocab: int | None) -> Decoder.Config:
-    from kinformer.blocks.feed_forward import SwiGLU
-    from kinformer.blocks.layer import DecoderLayer
-    from kinformer.blocks.residual import Initialisation, RMSNorm
-    from kinformer.heads.language import LanguageModelHead
-    from kinformer.inputs.tokens import Tokens
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.models.decoder import Decoder
-    from kinformer.parts.patterns.sequence import Local
-    from kinformer.parts.positions import NoPosition
-    from kinformer.parts.projections import Grouped
-    from kinformer.parts.relative_positions import Rope
-
-    norm = RMSNorm(eps=1e-5)
-    mixer = SoftmaxAttention.Config(
-        num_heads=32,
-        projection=Grouped.Config(num_kv_heads=8, bias=False),
-        position=Rope.Config(),
-        pattern=Local.Config(window=4096),
-        bias=False,
-    )
-    layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden_dim=14336), norm=norm)
-    return Decoder.Config(
-        input=Tokens.Config(vocab_size=vocab or 32000),
-        dim=4096,
-        layers=(layer,) * 32,
-        position=NoPosition.Config(),
-        head=LanguageModelHead.Config(tied=False),
-        norm=norm,
-        initialisation=Initialisation(),
-    )
-
-
+_LOCAL: Settings = {"mixer": part("softmax", position="rope", pattern=part("local", window=256))}
 LONGEST_WINDOW = 32768
 """The texts on which Longformer's authors evaluate have 32,256 characters."""
 DILATED_HEADS = 2
@@ -75,35 +17,22 @@ PHASES = 5
 
 
 def _windows(depth: int, phase: int) -> list[int]:
-    """Keys that each layer of Longformer's language model sees in a phase (from 0): 32 in the lowest and 8192 in the
-    highest layer in the first, twice as many in every later one."""
+    """Return the number of keys that each layer of Longformer's language model sees in a phase (from 0): 32 in the
+    lowest and 8192 in the highest layer in the first phase, twice as many in every later one."""
     return [min(2 ** (5 + round(8 * layer / (depth - 1)) + phase), LONGEST_WINDOW) for layer in range(depth)]
 
 
 def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recipe:
-    """Longformer's language model of characters (Beltagy et al. 2020, section 4 and table 12) as its last phase leaves
-    it; ``dilations``: the lowest of the layers in which two heads see every second, every third and every fourth
+    """Return Longformer's language model of characters (Beltagy et al. 2020, section 4 and table 12) after its last
+    phase; ``dilations``: the lowest of the layers in which two heads see every second, every third and every fourth
     token."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.patterns.sequence import Dilated, Local
-        from kinformer.parts.relative_positions import TransformerXL
-
-        shape = ModelShape(512, depth, 8)
-        mixer = SoftmaxAttention.Config(num_heads=shape.num_heads, position=TransformerXL.Config(), dropout=dropout)
-        config = decoder(shape, vocab or 256, mixer)
-        layers = []
-        for number, (layer, window) in enumerate(zip(config.layers, _windows(depth, PHASES - 1), strict=True)):
-            gap = 1 + sum(number >= lowest for lowest in dilations)
-            plain, dilated = (1,) * (shape.num_heads - DILATED_HEADS), (gap,) * DILATED_HEADS
-            pattern: PatternConfig = Local.Config(window=window)
-            if gap > 1:
-                pattern = Dilated.Config(window=window, dilations=plain + dilated)
-            layers.append(layer.replace(mixer=mixer.replace(pattern=pattern), dropout=dropout))
-        return config.replace(layers=tuple(layers), dropout=dropout)
-
-    return recipe
+    patterns = {}
+    for number, window in enumerate(_windows(depth, PHASES - 1)):
+        gap = 1 + sum(number >= lowest for lowest in dilations)
+        gaps = (1,) * (8 - DILATED_HEADS) + (gap,) * DILATED_HEADS
+        pattern = part("local", window=window) if gap == 1 else part("dilated", window=window, dilations=gaps)
+        patterns[f"layers.{number}.mixer.pattern"] = pattern
+    return Recipe(512, depth, 8, patterns, drop(dropout), mixer=part("softmax", position="xl"))
 
 
 def _phases(depth: int, steps: tuple[int, ...]) -> dict[str, object]:
@@ -155,10 +84,22 @@ LOCAL = Member(
         "paper-longformer-large": _phases(30, (350_000, 25_000, 10_000, 5_000, 5_000)),
     },
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2), window=8),
-        "small": _recipe(ModelShape(256, 4, 4), window=256),
-        "benchmark": _recipe(ModelShape(256, 4, 4), window=256),
-        "paper": _paper,
+        "tiny": Recipe(32, 2, 2, _LOCAL, {"mixer.pattern.window": 8}),
+        "small": Recipe(256, 4, 4, _LOCAL),
+        "benchmark": Recipe(256, 4, 4, _LOCAL),
+        "paper": Recipe(
+            4096,
+            32,
+            32,
+            _LOCAL,
+            llama(1e-5, "swiglu", hidden_dim=14336),
+            {
+                "mixer.pattern.window": 4096,
+                "mixer.projection": part("grouped", num_kv_heads=8, bias=False),
+                "mixer.bias": False,
+            },
+            vocab_size=32000,
+        ),
         "paper-longformer": _longformer(12, (6, 8, 10), 0.2),
         "paper-longformer-large": _longformer(30, (15, 20, 25), 0.4),
     },
@@ -167,62 +108,35 @@ LOCAL = Member(
 
 # Sparse Transformer: attention factorised into a local part and columns.
 
-HeadLayout = Literal["merged", "interleaved", "heads"]
+_INTERLEAVED: Settings = {"layers.0::2.mixer.pattern.part": "local", "layers.1::2.mixer.pattern.part": "columns"}
+"""The two parts of a pattern are used by turns in layers; otherwise both are in one softmax."""
 
 
-def _recipe_of_sparse_transformer(
-    shape: ModelShape, use: HeadLayout = "merged", max_length: int = 4096, **pattern: object
-) -> DecoderRecipe:
-    """Return the recipe; ``use``: both parts in one softmax, or by turns in layers or in heads; ``pattern`` are the
-    config's fields."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.positions import Learned
-
-        alike = [
-            decoder(
-                shape,
-                vocab or 256,
-                mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=one),
-                position=Learned.Config(max_length=max_length),
-                initialisation=Initialisation(std=0.125 / shape.dim**0.5),
-            )
-            for one in _patterns(use, shape.num_heads, pattern)
-        ]
-        return alike[0].replace(layers=tuple(alike[i % len(alike)].layers[i] for i in range(shape.depth)))
-
-    return recipe
+def _by_heads(num_heads: int, pattern: Settings) -> dict[str, Any]:
+    """Return the pattern whose two parts are used by turns in heads."""
+    return part("per_head", patterns=[{**pattern, "part": ("local", "columns")[head % 2]} for head in range(num_heads)])
 
 
-def _cifar(vocab: int | None) -> Decoder.Config:
-    """Return the recipe of CIFAR-10: 128 layers, feed-forwards half as wide as usual, learned rows, columns and
-    channels."""
-    from kinformer.inputs.images import Pixels
-    from kinformer.parts.positions import NoPosition
-
-    shape = ModelShape(256, 128, 2, hidden_dim=512, activation="gelu_sigmoid")
-    config = _recipe_of_sparse_transformer(shape, stride=128)(vocab)
-    return config.replace(input=Pixels.Config(channels=3), position=NoPosition.Config())
-
-
-def _patterns(use: HeadLayout, num_heads: int, fields: dict[str, object]) -> Sequence[PatternConfig]:
-    """Return the patterns that the layers take by turns."""
-    from kinformer.parts.patterns.sequence import Fixed, PerHead, Strided
-
-    both: PatternConfig = Strided(**fields) if "stride" in fields else Fixed(**fields)  # type: ignore[arg-type]
-    parts = [both.replace(part="local"), both.replace(part="columns")]
-    if use == "heads":
-        return [PerHead.Config(patterns=tuple(parts[head % 2] for head in range(num_heads)))]
-    return parts if use == "interleaved" else [both]
+def _sparse(dim: int, depth: int, num_heads: int, pattern: Settings, *settings: Settings, **more: object) -> Recipe:
+    return Recipe(
+        dim,
+        depth,
+        num_heads,
+        {
+            "mixer": part("softmax", pattern=pattern),
+            "position": part("learned", max_length=4096),
+            "activation": "gelu_sigmoid",
+            "initialisation": {"std": 0.125 / dim**0.5},
+        },
+        *settings,
+        **more,
+    )
 
 
-def _shape(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, activation="gelu_sigmoid")
-
-
-_TINY, _SMALL = _shape(32, 2, 2), _shape(256, 4, 4)
+_SHORT: Settings = {"position.max_length": 128}
+_FIXED = part("fixed", segment=128, summary=8)
+_STRIDED = part("strided", stride=128)
+_TINY_STRIDED = part("strided", stride=6)
 
 SPARSE_TRANSFORMER = Member(
     name="sparse-transformer",
@@ -250,97 +164,85 @@ SPARSE_TRANSFORMER = Member(
     avoid_when="the structure has no fixed period, or the state must not grow",
     training={"paper": {"warmup": 5000, "clip": 1.0}},  # section 7: then a cosine
     recipes={
-        "tiny": _recipe_of_sparse_transformer(_TINY, max_length=128, segment=8, summary=2),
-        "tiny-strided": _recipe_of_sparse_transformer(_TINY, max_length=128, stride=6),
-        "tiny-interleaved": _recipe_of_sparse_transformer(_TINY, use="interleaved", max_length=128, stride=6),
-        "tiny-heads": _recipe_of_sparse_transformer(_TINY, use="heads", max_length=128, stride=6),
-        "small": _recipe_of_sparse_transformer(_SMALL, segment=128, summary=8),
-        "small-slices": _recipe_of_sparse_transformer(_SMALL, segment=128, summary=8, slices=4, num_heads=4),
-        "small-interleaved": _recipe_of_sparse_transformer(_SMALL, use="interleaved", segment=128, summary=8),
-        "small-heads": _recipe_of_sparse_transformer(_SMALL, use="heads", segment=128, summary=8),
-        "small-strided": _recipe_of_sparse_transformer(_SMALL, stride=128),
-        "small-strided-interleaved": _recipe_of_sparse_transformer(_SMALL, use="interleaved", stride=128),
-        "small-strided-heads": _recipe_of_sparse_transformer(_SMALL, use="heads", stride=128),
-        "benchmark": _recipe_of_sparse_transformer(_SMALL, segment=128, summary=8),
-        "benchmark-strided": _recipe_of_sparse_transformer(_SMALL, stride=128),
-        "paper": _recipe_of_sparse_transformer(
-            _shape(512, 30, 8), max_length=12288, segment=128, summary=32, slices=4, num_heads=8
+        "tiny": _sparse(32, 2, 2, part("fixed", segment=8, summary=2), _SHORT),
+        "tiny-strided": _sparse(32, 2, 2, _TINY_STRIDED, _SHORT),
+        "tiny-interleaved": _sparse(32, 2, 2, _TINY_STRIDED, _SHORT, _INTERLEAVED),
+        "tiny-heads": _sparse(32, 2, 2, _by_heads(2, _TINY_STRIDED), _SHORT),
+        "small": _sparse(256, 4, 4, _FIXED),
+        "small-slices": _sparse(256, 4, 4, {**_FIXED, "slices": 4, "num_heads": 4}),
+        "small-interleaved": _sparse(256, 4, 4, _FIXED, _INTERLEAVED),
+        "small-heads": _sparse(256, 4, 4, _by_heads(4, _FIXED)),
+        "small-strided": _sparse(256, 4, 4, _STRIDED),
+        "small-strided-interleaved": _sparse(256, 4, 4, _STRIDED, _INTERLEAVED),
+        "small-strided-heads": _sparse(256, 4, 4, _by_heads(4, _STRIDED)),
+        "benchmark": _sparse(256, 4, 4, _FIXED),
+        "benchmark-strided": _sparse(256, 4, 4, _STRIDED),
+        "paper": _sparse(
+            512,
+            30,
+            8,
+            part("fixed", segment=128, summary=32, slices=4, num_heads=8),
+            {"position.max_length": 12288},
         ),
-        "paper-cifar": _cifar,
+        # feed-forwards half as wide as usual, learned rows, columns and channels
+        "paper-cifar": _sparse(
+            256, 128, 2, _STRIDED, input=part("pixels", channels=3), position="none", hidden_dim=512
+        ),
     },
 )
 
 
 # Image Transformer: pixels one after the other, each seeing the block around it.
 
-
-def _recipe_of_image_transformer(shape: ModelShape, pixels: bool = False, **pattern: Any) -> DecoderRecipe:
-    """Return the recipe; ``pattern``: ``block`` of the 1D form, or all sizes of the 2D form; ``pixels``: of colours, as
-    published, instead of tokens."""
-
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.blocks.residual import Initialisation
-        from kinformer.heads.language import LanguageModelHead
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.patterns.images import Image1D, Image2D
-        from kinformer.parts.positions import NoPosition, Sinusoidal
-
-        chosen = Image1D(**pattern) if "block" in pattern else Image2D.Config(**pattern)
-        config = decoder(
-            shape,
-            vocab or 256,
-            mixer=SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=chosen),
-            position=Sinusoidal.Config(),
-            head=LanguageModelHead.Config(tied=False, bias=True),
-            initialisation=Initialisation(scheme="xavier"),
-            scale=True,
-        ).replace(norm=None)
-        return config.replace(input=_pixels(pattern), position=NoPosition.Config()) if pixels else config
-
-    return recipe
+_IMAGE_TRANSFORMER: Settings = {
+    **POST_NORM,
+    "input": part("tokens", scale=True),
+    "position": "sinusoidal",
+    "norm": None,
+    "head": part("language", tied=False, bias=True),
+    "initialisation": {"scheme": "xavier"},
+}
 
 
-def _super_resolution(shape: ModelShape, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
+def _blocks(block: int, **more: object) -> Settings:
+    """Return the settings of blocks of one dimension."""
+    return {"mixer": part("softmax", pattern=part("image_1d", block=block, **more))}
+
+
+def _areas(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> Settings:
+    """Return the settings of blocks of two dimensions. Sizes are (height, width), in values: a colour pixel is three in
+    a row."""
+    names = ("block_height", "block_width", "flange_height", "flange_width")
+    pattern = part("image_2d", height=height, width=width, **dict(zip(names, block + flange, strict=True)))
+    return {"mixer": part("softmax", pattern=pattern)}
+
+
+def _pixels(height: int = 32, width: int = 32, block: tuple[int, int] | None = None, **more: object) -> dict[str, Any]:
+    """Return an input of a table of values for each channel, times the root of the width, and timing signals of rows
+    and columns; every block of two dimensions restarts."""
+    blocks = {} if block is None else {"block_height": block[0], "block_width": block[1], "restart": True}
+    sizes = {"height": height, "width": width, "channels": 3}
+    return part("pixels", per_channel=True, scale=True, places="sinusoid_2d", **sizes, **blocks, **more)
+
+
+def _colours(dim: int, depth: int, num_heads: int, blocks: Settings, **pixels: Any) -> Recipe:
+    """Return a recipe of pixels of colours, as published."""
+    read: Settings = {"input": _pixels(**pixels), "position": "none"}
+    return Recipe(dim, depth, num_heads, _IMAGE_TRANSFORMER, blocks, read)
+
+
+def _enlarging(dim: int, depth: int, num_heads: int, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
     """Return the recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
     attention of both is local, in blocks of one dimension."""
-
-    def recipe(vocab: int | None) -> EncoderDecoder.Config:
-        from kinformer.family.assemble import encoder_decoder
-        from kinformer.inputs.images import Pixels
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-        from kinformer.parts.patterns.images import Image1D
-
-        base = _recipe_of_image_transformer(shape, pixels=True, block=block)(None)
-        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads, pattern=Image1D(block=block, masked=False))
-        read = base.input
-        assert isinstance(read, Pixels.Config)
-        low = read.replace(height=source, width=source, shifted=False)
-        config = encoder_decoder(base, mixer, depth=encoder_depth, source=low)
-        return config.replace(input=read.replace(height=size, width=size))
-
-    return recipe
+    small = _pixels(source, source, shifted=False)
+    encoder = {**_blocks(block, masked=False)["mixer"], "kind": "bidirectional"}
+    return _colours(dim, depth, num_heads, _blocks(block), height=size, width=size).but(
+        translating(mixer=encoder, depth=encoder_depth, input=small)
+    )
 
 
-def _pixels(pattern: dict[str, int]) -> InputConfig:
-    """Return the input: a table of values for each channel, times the root of the width, and timing signals of rows and
-    columns; in 2D every block restarts."""
-    from kinformer.inputs.images import Pixels
-
-    sizes = {"height": pattern.get("height", 32), "width": pattern.get("width", 96) // 3}
-    blocks = {name: size for name, size in pattern.items() if name in ("block_height", "block_width")}
-    shown: dict[str, Any] = sizes | blocks | {"restart": True} if blocks else sizes
-    return Pixels.Config(channels=3, per_channel=True, scale=True, places="sinusoid_2d", **shown)
-
-
-def _shape_of_image_transformer(dim: int, depth: int, num_heads: int) -> ModelShape:
-    return ModelShape(dim, depth, num_heads, residual="post", activation="relu")
-
-
-def _image(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> dict[str, Any]:
-    """Return sizes as (height, width), in values: a colour pixel is three in a row."""
-    names = ("block_height", "block_width", "flange_height", "flange_width")
-    return {"height": height, "width": width} | dict(zip(names, block + flange, strict=True))
-
+_TINY_AREAS = _areas(4, 6, block=(2, 3), flange=(1, 2))
+_AREAS = _areas(32, 96, block=(8, 16), flange=(8, 32))
 
 IMAGE_TRANSFORMER = Member(
     name="image-transformer",
@@ -369,33 +271,21 @@ IMAGE_TRANSFORMER = Member(
     use_when="images are drawn value by value, and neighbours decide",
     avoid_when="the input is text",
     recipes={
-        "tiny": _recipe_of_image_transformer(_shape_of_image_transformer(32, 2, 2), block=8),
-        "tiny-2d": _recipe_of_image_transformer(
-            _shape_of_image_transformer(32, 2, 2), **_image(4, 6, block=(2, 3), flange=(1, 2))
-        ),
-        "tiny-pixels": _recipe_of_image_transformer(_shape_of_image_transformer(32, 2, 2), pixels=True, block=8),
-        "tiny-pixels-2d": _recipe_of_image_transformer(
-            _shape_of_image_transformer(32, 2, 2), pixels=True, **_image(4, 6, block=(2, 3), flange=(1, 2))
-        ),
-        "small": _recipe_of_image_transformer(_shape_of_image_transformer(256, 4, 4), block=256),
-        "small-2d": _recipe_of_image_transformer(
-            _shape_of_image_transformer(256, 4, 4), **_image(32, 96, block=(8, 16), flange=(8, 32))
-        ),
-        "small-pixels": _recipe_of_image_transformer(_shape_of_image_transformer(256, 4, 4), pixels=True, block=256),
-        "small-pixels-2d": _recipe_of_image_transformer(
-            _shape_of_image_transformer(256, 4, 4), pixels=True, **_image(32, 96, block=(8, 16), flange=(8, 32))
-        ),
-        "benchmark": _recipe_of_image_transformer(_shape_of_image_transformer(256, 4, 4), block=256),
-        "paper": _recipe_of_image_transformer(_shape_of_image_transformer(512, 12, 4), pixels=True, block=256),
-        "tiny-super-resolution": _super_resolution(
-            _shape_of_image_transformer(32, 2, 2), 1, source=2, size=8, block=12
-        ),
-        "super-resolution": _super_resolution(_shape_of_image_transformer(256, 4, 4), 2, source=8, size=32, block=256),
-        "paper-super-resolution": _super_resolution(
-            _shape_of_image_transformer(512, 8, 8), 4, source=8, size=32, block=256
-        ),
-        "paper-2d": _recipe_of_image_transformer(
-            _shape_of_image_transformer(512, 8, 8), pixels=True, **_image(64, 192, block=(8, 64), flange=(4, 32))
+        "tiny": Recipe(32, 2, 2, _IMAGE_TRANSFORMER, _blocks(8)),
+        "tiny-2d": Recipe(32, 2, 2, _IMAGE_TRANSFORMER, _TINY_AREAS),
+        "tiny-pixels": _colours(32, 2, 2, _blocks(8)),
+        "tiny-pixels-2d": _colours(32, 2, 2, _TINY_AREAS, height=4, width=2, block=(2, 3)),
+        "small": Recipe(256, 4, 4, _IMAGE_TRANSFORMER, _blocks(256)),
+        "small-2d": Recipe(256, 4, 4, _IMAGE_TRANSFORMER, _AREAS),
+        "small-pixels": _colours(256, 4, 4, _blocks(256)),
+        "small-pixels-2d": _colours(256, 4, 4, _AREAS, block=(8, 16)),
+        "benchmark": Recipe(256, 4, 4, _IMAGE_TRANSFORMER, _blocks(256)),
+        "paper": _colours(512, 12, 4, _blocks(256)),
+        "tiny-super-resolution": _enlarging(32, 2, 2, 1, source=2, size=8, block=12),
+        "super-resolution": _enlarging(256, 4, 4, 2, source=8, size=32, block=256),
+        "paper-super-resolution": _enlarging(512, 8, 8, 4, source=8, size=32, block=256),
+        "paper-2d": _colours(
+            512, 8, 8, _areas(64, 192, block=(8, 64), flange=(4, 32)), height=64, width=64, block=(8, 64)
         ),
     },
 )
@@ -404,48 +294,16 @@ IMAGE_TRANSFORMER = Member(
 # Reformer: attention within the buckets of locality-sensitive hashing, and a reversible stack.
 
 
-def _recipe_of_reformer(
-    shape: ModelShape, num_buckets: int, chunk_size: int, rounds: int, recompute: bool = True
-) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.buckets import LSHAttention
-        from kinformer.parts.positions import Sinusoidal
-        from kinformer.stacks.reversible import Reversible
-
-        mixer = LSHAttention.Config(
-            num_heads=shape.num_heads, num_buckets=num_buckets, chunk_size=chunk_size, rounds=rounds
-        )
-        config = decoder(shape, vocab or 256, mixer=mixer, position=Sinusoidal.Config())
-        return config.replace(stack=Reversible.Config(join="mean", recompute=recompute))
-
-    return recipe
+def _reformer(
+    dim: int, depth: int, num_heads: int, num_buckets: int, chunk_size: int, rounds: int, recompute: bool = True,
+    **more: object,
+) -> Recipe:  # fmt: skip
+    mixer = part("lsh", num_buckets=num_buckets, chunk_size=chunk_size, rounds=rounds)
+    stack = part("reversible", join="mean", recompute=recompute)
+    return Recipe(dim, depth, num_heads, mixer=mixer, position="sinusoidal", stack=stack, **more)
 
 
-def _paper_of_reformer(vocab: int | None) -> Decoder.Config:
-    """Return the authors' configuration for 64k bytes of enwik8: of four layers the third hashes, the others see a
-    window."""
-    from kinformer.heads.language import LanguageModelHead
-    from kinformer.mixers.buckets import LSHAttention
-    from kinformer.mixers.softmax import SoftmaxAttention
-    from kinformer.parts.patterns.sequence import Local
-    from kinformer.parts.positions import Sinusoidal
-    from kinformer.stacks.reversible import Reversible
-
-    heads = {"num_heads": 8, "head_dim": 64, "bias": False}
-    lsh = LSHAttention.Config(num_buckets=512, chunk_size=128, rounds=2, **heads)  # type: ignore[arg-type]
-    local = SoftmaxAttention.Config(pattern=Local.Config(window=256), **heads)  # type: ignore[arg-type]
-    config = decoder(
-        ModelShape(1024, 12, 8, activation="relu"),
-        vocab or 256,
-        mixer=lsh,
-        position=Sinusoidal.Config(),
-        head=LanguageModelHead.Config(tied=False),
-    )
-    first = config.layers[0]
-    hashed = first.replace(feed_forward=first.feed_forward.replace(chunks=16))  # type: ignore[attr-defined]
-    layers = (hashed if number % 4 == 2 else hashed.replace(mixer=local) for number in range(12))
-    return config.replace(layers=tuple(layers), stack=Reversible.Config())
-
+_HEADS: Settings = {"num_heads": 8, "head_dim": 64, "bias": False}
 
 REFORMER = Member(
     name="reformer",
@@ -481,12 +339,24 @@ REFORMER = Member(
     ),
     avoid_when="texts are short or training is brief: of all members of text it learnt least in equal minutes",
     recipes={
-        "tiny": _recipe_of_reformer(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2, recompute=False),
-        "small": _recipe_of_reformer(ModelShape(256, 4, 4), num_buckets=16, chunk_size=32, rounds=2),
-        "benchmark": _recipe_of_reformer(
-            ModelShape(256, 4, 4, activation="relu"), num_buckets=64, chunk_size=64, rounds=4, recompute=False
+        "tiny": _reformer(32, 2, 2, num_buckets=4, chunk_size=4, rounds=2, recompute=False),
+        "small": _reformer(256, 4, 4, num_buckets=16, chunk_size=32, rounds=2),
+        "benchmark": _reformer(256, 4, 4, num_buckets=64, chunk_size=64, rounds=4, recompute=False, activation="relu"),
+        # the authors' configuration for 64k bytes of enwik8: of four layers the third hashes, the others see a window
+        "paper": Recipe(
+            1024,
+            12,
+            8,
+            {
+                "mixer": part("softmax", pattern=part("local", window=256), **_HEADS),
+                "layers.2::4.mixer": part("lsh", num_buckets=512, chunk_size=128, rounds=2, **_HEADS),
+                "feed_forward.chunks": 16,
+                "activation": "relu",
+                "position": "sinusoidal",
+                "head": part("language", tied=False),
+                "stack": "reversible",
+            },
         ),
-        "paper": _paper_of_reformer,
     },
 )
 
@@ -494,33 +364,17 @@ REFORMER = Member(
 # Routing Transformer: half of the heads see their cluster of content, half a window.
 
 
-def _recipe_of_routing(shape: ModelShape, num_clusters: int, window: int) -> DecoderRecipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.buckets import RoutingAttention
-        from kinformer.parts.positions import Sinusoidal
-
-        mixer = RoutingAttention.Config(
-            num_heads=shape.num_heads, local_heads=shape.num_heads // 2, num_clusters=num_clusters, window=window
-        )
-        return decoder(shape, vocab or 256, mixer=mixer, position=Sinusoidal.Config())
-
-    return recipe
+def _routing(dim: int, depth: int, num_heads: int, num_clusters: int, window: int, *more: Settings) -> Recipe:
+    mixer = part("routing", local_heads=num_heads // 2, num_clusters=num_clusters, window=window)
+    return Recipe(dim, depth, num_heads, {"mixer": mixer, "position": "sinusoidal"}, *more)
 
 
-def _upper(shape: ModelShape, num_clusters: int, window: int) -> Recipe:
-    """Return the recipe of routing in the last two layers above windows, as in the authors' model of PG-19."""
+def _below(window: int) -> Settings:
+    """Return the settings of windows in all layers but the last two, as in the authors' model of PG-19."""
+    return {"layers.:-2.mixer": part("softmax", pattern=part("local", window=window))}
 
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.softmax import SoftmaxAttention
-        from kinformer.parts.patterns.sequence import Local
 
-        config = _recipe_of_routing(shape, num_clusters, window)(vocab)
-        local = SoftmaxAttention.Config(num_heads=shape.num_heads, pattern=Local.Config(window=window))
-        below = tuple(layer.replace(mixer=local) for layer in config.layers[:-2])
-        return config.replace(layers=below + config.layers[-2:])
-
-    return recipe
-
+_RELU: Settings = {"activation": "relu"}
 
 ROUTING = Member(
     name="routing",
@@ -546,12 +400,12 @@ ROUTING = Member(
     use_when="long texts fall into topics, and a token should see the last tokens of its own",
     avoid_when="exact recall counts, or training is brief: its clusters must form first",
     recipes={
-        "tiny": _recipe_of_routing(ModelShape(32, 2, 2), num_clusters=3, window=8),
-        "small": _recipe_of_routing(ModelShape(256, 4, 4), num_clusters=16, window=128),
-        "tiny-upper": _upper(ModelShape(32, 3, 2), num_clusters=3, window=8),
-        "upper": _upper(ModelShape(256, 6, 4), num_clusters=16, window=128),
-        "benchmark": _recipe_of_routing(ModelShape(256, 4, 4, activation="relu"), num_clusters=32, window=128),
-        "paper": _recipe_of_routing(ModelShape(1024, 10, 16, activation="relu"), num_clusters=16, window=256),
+        "tiny": _routing(32, 2, 2, 3, 8),
+        "small": _routing(256, 4, 4, 16, 128),
+        "tiny-upper": _routing(32, 3, 2, 3, 8, _below(8)),
+        "upper": _routing(256, 6, 4, 16, 128, _below(128)),
+        "benchmark": _routing(256, 4, 4, 32, 128, _RELU),
+        "paper": _routing(1024, 10, 16, 16, 256, _RELU),
     },
 )
 
@@ -559,15 +413,8 @@ ROUTING = Member(
 # Mixture of block attention: a token chooses blocks of earlier tokens by the mean of their keys.
 
 
-def _recipe_of_moba(shape: ModelShape, block: int, count: int) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        from kinformer.mixers.chosen_blocks import ChosenBlocks
-        from kinformer.parts.relative_positions import Rope
-
-        mixer = ChosenBlocks.Config(num_heads=shape.num_heads, position=Rope.Config(), block=block, count=count)
-        return decoder(shape, vocab or 256, mixer=mixer)
-
-    return recipe
+def _moba(block: int, count: int) -> Settings:
+    return {"mixer": part("chosen_blocks", position="rope", block=block, count=count)}
 
 
 MOBA = Member(
@@ -591,10 +438,10 @@ MOBA = Member(
     use_when="texts have many thousands of tokens, a token needs few places of them, and the cache may grow",
     avoid_when="texts are short, or the state must not grow: the cache is that of full attention",
     recipes={
-        "tiny": _recipe_of_moba(ModelShape(32, 2, 2), block=4, count=2),
-        "small": _recipe_of_moba(ModelShape(256, 4, 4), block=32, count=4),
-        "benchmark": _recipe_of_moba(ModelShape(256, 4, 4), block=128, count=4),
-        "paper": _recipe_of_moba(ModelShape(1792, 14, 14), block=512, count=3),
+        "tiny": Recipe(32, 2, 2, _moba(4, 2)),
+        "small": Recipe(256, 4, 4, _moba(32, 4)),
+        "benchmark": Recipe(256, 4, 4, _moba(128, 4)),
+        "paper": Recipe(1792, 14, 14, _moba(512, 3)),
     },
 )
 
@@ -602,58 +449,22 @@ MOBA = Member(
 # Native sparse attention: a coarse look at all blocks, a fine look at those that it finds important, and a window.
 
 
-def _mixer(
-    num_heads: int, kv_heads: int, block: int, count: int, window: int, compression: Compression = "mean"
-) -> ChosenBlocks.Config:
-    from kinformer.mixers.chosen_blocks import ChosenBlocks
-    from kinformer.parts.projections import Grouped
-    from kinformer.parts.relative_positions import Rope
-
-    return ChosenBlocks.Config(
-        num_heads=num_heads,
-        projection=Grouped.Config(num_kv_heads=kv_heads, bias=False),
-        position=Rope.Config(),
-        block=block,
-        count=count,
-        first=1,
-        near=1,
-        shared_choice=True,
-        compression=compression,
-        window=window,
-        bias=False,
-    )
-
-
-def _recipe_of_nsa(shape: ModelShape, block: int, count: int, window: int) -> Recipe:
-    def recipe(vocab: int | None) -> Decoder.Config:
-        mixer = _mixer(shape.num_heads, max(1, shape.num_heads // 4), block, count, window)
-        return decoder(shape, vocab or 256, mixer=mixer)
-
-    return recipe
-
-
-def _paper_of_nsa(vocab: int | None) -> Decoder.Config:
-    from kinformer.blocks.experts import Experts
-    from kinformer.blocks.feed_forward import SwiGLU
-    from kinformer.blocks.layer import DecoderLayer
-    from kinformer.blocks.residual import RMSNorm
-    from kinformer.heads.language import LanguageModelHead
-    from kinformer.inputs.tokens import Tokens
-    from kinformer.models.decoder import Decoder
-    from kinformer.parts.positions import NoPosition
-
-    norm = RMSNorm(eps=1e-6)
-    mixer = _mixer(64, 4, 64, 16, 512, "mlp").replace(head_dim=192, summary_length=32, summary_stride=16)
-    layer = DecoderLayer.Config(mixer=mixer, feed_forward=SwiGLU.Config(hidden_dim=10240), norm=norm)
-    experts = Experts.Config(num_experts=72, topk=6, hidden_dim=1408, shared_dim=2 * 1408)
-    return Decoder.Config(
-        input=Tokens.Config(vocab_size=vocab or 102_400),
-        dim=2560,
-        layers=(layer, *(layer.replace(feed_forward=experts),) * 29),
-        position=NoPosition.Config(),
-        head=LanguageModelHead.Config(tied=False),
-        norm=norm,
-    )
+def _nsa(block: int, count: int, window: int, kv_heads: int = 1, **more: object) -> Settings:
+    return {
+        "mixer": part(
+            "chosen_blocks",
+            projection=part("grouped", num_kv_heads=kv_heads, bias=False),
+            position="rope",
+            block=block,
+            count=count,
+            first=1,
+            near=1,
+            shared_choice=True,
+            window=window,
+            bias=False,
+            **{"compression": "mean", **more},
+        )
+    }
 
 
 NSA = Member(
@@ -686,9 +497,20 @@ NSA = Member(
     use_when="texts have many thousands of tokens, several heads can share keys, and the cache may grow",
     avoid_when="texts are short: three branches then cost more than full attention",
     recipes={
-        "tiny": _recipe_of_nsa(ModelShape(32, 2, 2), block=4, count=4, window=6),
-        "small": _recipe_of_nsa(ModelShape(256, 4, 4), block=16, count=6, window=64),
-        "benchmark": _recipe_of_nsa(ModelShape(256, 4, 4), block=64, count=8, window=256),
-        "paper": _paper_of_nsa,
+        "tiny": Recipe(32, 2, 2, _nsa(4, 4, 6)),
+        "small": Recipe(256, 4, 4, _nsa(16, 6, 64)),
+        "benchmark": Recipe(256, 4, 4, _nsa(64, 8, 256)),
+        "paper": Recipe(
+            2560,
+            30,
+            64,
+            llama(1e-6, "swiglu", hidden_dim=10240),
+            _nsa(64, 16, 512, kv_heads=4, compression="mlp", head_dim=192, summary_length=32, summary_stride=16),
+            {"layers.1:.feed_forward": part("experts", num_experts=72, topk=6, hidden_dim=1408, shared_dim=2 * 1408)},
+            vocab_size=102_400,
+        ),
     },
 )
+
+
+MEMBERS = (LOCAL, SPARSE_TRANSFORMER, IMAGE_TRANSFORMER, REFORMER, ROUTING, MOBA, NSA)

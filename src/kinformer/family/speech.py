@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from kinformer.family.recipe import SPEECH, Recipe, Settings, part, plateau_training
+from kinformer.family.record import Member
 
-from kinformer.family.assemble import ModelShape, plateau_training, recogniser
-from kinformer.family.record import Member, Recipe
-
-if TYPE_CHECKING:
-    from kinformer.models.encoder import Encoder
+_EVERY_FRAME: Settings = {"input.convolutions": 0}
+_PAPER: Settings = {"input.convolutions": 0, "head.classes": 43}
 
 
 # Speech by softmax attention: the Transformer that the Linear Transformer's speech recogniser is compared with.
-
-
-def _recipe(shape: ModelShape, convolutions: int = 2, classes: int = 29) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.bidirectional import BidirectionalAttention
-
-        mixer = BidirectionalAttention.Config(num_heads=shape.num_heads)
-        return recogniser(shape, classes, mixer, convolutions)
-
-    return recipe
-
 
 SPEECH_SOFTMAX = Member(
     name="speech-softmax",
@@ -45,26 +32,17 @@ SPEECH_SOFTMAX = Member(
     avoid_when="recordings are long: its cost grows with the square",
     training={"paper": plateau_training()},
     recipes={
-        "tiny": _recipe(ModelShape(32, 2, 2)),
-        "small": _recipe(ModelShape(96, 3, 4)),
-        "benchmark": _recipe(ModelShape(256, 4, 4), convolutions=0),
-        "paper": _recipe(ModelShape(192, 9, 6), convolutions=0, classes=43),
+        "tiny": Recipe(32, 2, 2, SPEECH),
+        "small": Recipe(96, 3, 4, SPEECH),
+        "benchmark": Recipe(256, 4, 4, SPEECH, _EVERY_FRAME),
+        "paper": Recipe(192, 9, 6, SPEECH, _PAPER),
     },
 )
 
 
 # Speech by linear attention without a mask: all frames see all, at a cost that is linear in their number.
 
-
-def _recipe_of_speech_linear(shape: ModelShape, convolutions: int = 2, classes: int = 29) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.encoders import BidirectionalLinear
-
-        mixer = BidirectionalLinear.Config(num_heads=shape.num_heads)
-        return recogniser(shape, classes, mixer, convolutions)
-
-    return recipe
-
+_LINEAR: Settings = SPEECH | {"mixer": "linear"}
 
 SPEECH_LINEAR = Member(
     name="speech-linear",
@@ -88,10 +66,10 @@ SPEECH_LINEAR = Member(
     avoid_when="errors count: it makes the most of the four",
     training={"paper": plateau_training()},
     recipes={
-        "tiny": _recipe_of_speech_linear(ModelShape(32, 2, 2)),
-        "small": _recipe_of_speech_linear(ModelShape(96, 3, 4)),
-        "benchmark": _recipe_of_speech_linear(ModelShape(256, 4, 4), convolutions=0),
-        "paper": _recipe_of_speech_linear(ModelShape(192, 9, 6), convolutions=0, classes=43),
+        "tiny": Recipe(32, 2, 2, _LINEAR),
+        "small": Recipe(96, 3, 4, _LINEAR),
+        "benchmark": Recipe(256, 4, 4, _LINEAR, _EVERY_FRAME),
+        "paper": Recipe(192, 9, 6, _LINEAR, _PAPER),
     },
 )
 
@@ -99,18 +77,8 @@ SPEECH_LINEAR = Member(
 # Speech by attention within sorted buckets of hashes, as Reformer's, over all frames.
 
 
-def _recipe_of_speech_lsh(
-    shape: ModelShape, num_buckets: int, chunk_size: int, rounds: int = 4, convolutions: int = 2, classes: int = 29
-) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.buckets import BidirectionalLSH
-
-        mixer = BidirectionalLSH.Config(
-            num_heads=shape.num_heads, num_buckets=num_buckets, chunk_size=chunk_size, rounds=rounds
-        )
-        return recogniser(shape, classes, mixer, convolutions)
-
-    return recipe
+def _lsh(num_buckets: int, chunk_size: int, rounds: int = 4) -> Settings:
+    return SPEECH | {"mixer": part("lsh", num_buckets=num_buckets, chunk_size=chunk_size, rounds=rounds)}
 
 
 SPEECH_LSH = Member(
@@ -136,27 +104,17 @@ SPEECH_LSH = Member(
     avoid_when="recordings are short: `speech-softmax` is simpler",
     training={"paper": plateau_training()},
     recipes={
-        "tiny": _recipe_of_speech_lsh(ModelShape(32, 2, 2), num_buckets=4, chunk_size=4, rounds=2),
-        "small": _recipe_of_speech_lsh(ModelShape(96, 3, 4), num_buckets=8, chunk_size=16),
-        "benchmark": _recipe_of_speech_lsh(ModelShape(256, 4, 4), num_buckets=64, chunk_size=32, convolutions=0),
-        "paper": _recipe_of_speech_lsh(
-            ModelShape(192, 9, 6), num_buckets=64, chunk_size=32, convolutions=0, classes=43
-        ),
+        "tiny": Recipe(32, 2, 2, _lsh(4, 4, rounds=2)),
+        "small": Recipe(96, 3, 4, _lsh(8, 16)),
+        "benchmark": Recipe(256, 4, 4, _lsh(64, 32), _EVERY_FRAME),
+        "paper": Recipe(192, 9, 6, _lsh(64, 32), _PAPER),
     },
 )
 
 
 # Speech by an LSTM in both directions: the baseline that has no attention.
 
-
-def _recipe_of_speech_lstm(shape: ModelShape, convolutions: int = 2, classes: int = 29) -> Recipe:
-    def recipe(vocab: int | None) -> Encoder.Config:
-        from kinformer.mixers.recurrent import BidirectionalLSTM
-
-        return recogniser(shape, classes, BidirectionalLSTM.Config(), convolutions, bare=True)
-
-    return recipe
-
+_LSTM: Settings = SPEECH | {"layer": "bare", "mixer": "lstm", "position": "none", "norm": None}
 
 SPEECH_LSTM = Member(
     name="speech-lstm",
@@ -180,9 +138,12 @@ SPEECH_LSTM = Member(
     avoid_when="training must be parallel over time",
     training={"paper": plateau_training(optimizer="adamw", lr=1e-3)},
     recipes={
-        "tiny": _recipe_of_speech_lstm(ModelShape(32, 2, 1)),
-        "small": _recipe_of_speech_lstm(ModelShape(128, 3, 1)),
-        "benchmark": _recipe_of_speech_lstm(ModelShape(256, 4, 1), convolutions=0),
-        "paper": _recipe_of_speech_lstm(ModelShape(640, 3, 1), convolutions=0, classes=43),
+        "tiny": Recipe(32, 2, 1, _LSTM),
+        "small": Recipe(128, 3, 1, _LSTM),
+        "benchmark": Recipe(256, 4, 1, _LSTM, _EVERY_FRAME),
+        "paper": Recipe(640, 3, 1, _LSTM, _PAPER),
     },
 )
+
+
+MEMBERS = (SPEECH_SOFTMAX, SPEECH_LINEAR, SPEECH_LSH, SPEECH_LSTM)

@@ -1,4 +1,13 @@
-"""Speculative decoding: drafts guess the next tokens, and a session checks several guesses in one chunk."""
+"""Speculative decoding: drafts guess the next tokens, and a session checks several guesses in one chunk.
+
+A pass absorbs the pending tokens and the guesses, and draws each token from the model's logits with the random number
+that this token has without a draft. It accepts guesses until one differs. The guesses are deterministic, so this is the
+accept-and-resample rule of Leviathan, Kalman and Matias 2023, and the text equals the text without a draft.
+
+After a wrong guess, a state of keys and values is cropped. Any other state returns to its mark, and the next pass
+absorbs the accepted guesses again. Every pass has the same number of tokens (more pending tokens, fewer guesses), so it
+can be recorded like a step of one token.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from torch import Tensor, nn
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.reserved import cropped
 from kinformer.core.state import State
-from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_ways, recordings_of
+from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
 from kinformer.runtime.errors import KinformerError, require
@@ -166,7 +175,7 @@ class AheadDraft:
         if hidden is None:
             return None
         last = torch.tensor([[ord(text[-1])] for text in texts], device=device_of(self.model))
-        return self.model.guesses(hidden, last, limit)
+        return self.model.ahead.guesses(hidden, last, limit, self.model.input, self.model.head)
 
     def fork(self, copies: int) -> AheadDraft:
         return self
@@ -377,7 +386,7 @@ class Passes:
                 self._made += 1
                 running = self._recorded(tokens, state)
                 if running is not None:
-                    logits, hidden = running.go(tokens, 0)
+                    logits, hidden = running.outputs(tokens)
                     return logits, hidden, running.release()
             (logits, hidden), state = self._pass(tokens, state, valid)
             return logits, hidden, state
@@ -393,7 +402,7 @@ class Passes:
                 return running
         if self._made > self._record_at:
             try:
-                recording = record_ways([self._pass], [self.model], tokens, state)
+                recording = record_step(self._pass, self.model, tokens, state)
                 recordings_of(self.model).keep(recording)
                 return recording.begin(state, self.time)
             except UnrecordableError as refused:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, count
 from operator import is_
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core.model import CausalModel, Model
 from kinformer.core.reserved import ReservedSlots
-from kinformer.core.stack import ModelConfig, Stack
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.runtime.autograd import autocast_dtype
 
@@ -394,73 +393,67 @@ class Unchanged:
 
 # One step of generation, recorded once and then run without Python.
 #
-# A step of one token for each row calls some thousand Python functions and a few hundred small operators, which on a
-# CPU take longer than the products where batches and models are small. :func:`record` writes the operators down while
-# the model makes a step (``generation.recording``; nothing is compiled), and PyTorch's interpreter runs that list from
-# then on. Recordings stay with the model and end where it changes (``generation.recording``).
+# A step of one token for each row calls some thousand Python functions and a few hundred small operators. On a CPU
+# these take longer than the products where batches and models are small. :func:`record` notes the operators while the
+# model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores its
+# recordings, which end when it changes.
 #
-# Whatever a list cannot hold is detected beforehand, and the model is then stepped in Python:
+# :func:`record` refuses a step that a list cannot hold, and the model is then stepped in Python:
 #
-# * what the host reads of the data (exits, searches, hashing) or draws at random, and hooks of modules;
-# * leaves of the state that change their shape, or host numbers other than the bounds of reserved slots;
-# * what depends on the length: past slots enter as views of growing length, and the list written down with one of them
-#   must equal that at the most the buffers can hold, except for numbers that count slots. Where the steps of a short
-# past
-#   differ, the list begins at the length of now.
+# * the host reads the data (early exits, searches, hashing), the step draws random numbers, or modules have hooks;
+# * leaves of the state change their shape, or the host counts other numbers than the bounds of reserved slots;
+# * the operators depend on the length: past slots enter as views of growing length, and the list that was noted with
+#   one past slot must equal the list with the most slots that the buffers hold, except for numbers that count slots.
+#   Where the steps of a short past differ, the list begins at the present length.
 #
-# The first recorded step must also agree with the model's.
+# The first recorded step must also agree with the model's step.
 #
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.65 to 0.71 of the time
 # of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
 # graph is as slow as Python, and AOTInductor's step needs 22 to 68 s and a C++ compiler to make, where a recording
 # takes the time of seven steps. AOTInductor replaces it when it makes a step in 0.1 s that is no slower. If PyTorch
-# drops TorchScript's interpreter earlier, sessions step in Python (:func:`_recorded`).
+# drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
 
 _NEAR = 1e-4
-"""How far the logits of a recorded step may be from the model's, relative to the largest: operators are the same."""
+"""The largest difference between the logits of a recorded step and the model's, relative to the largest logit."""
 
 
-class Run(NamedTuple):
-    """A list of operators: a ``function`` of a step's tensors and of those of the model, ``captured``."""
-
-    function: Callable[..., tuple[Tensor, ...]]
-    captured: Sequence[Tensor]
-
-
-Way = Callable[[Tensor, State], tuple[tuple[Tensor, ...], State]]
-"""(values of a step, state) -> (what comes out, the state after)."""
+Step = Callable[[Tensor, State], tuple[tuple[Tensor, ...], State]]
+"""(tokens [batch, time] of a step, state) -> (the step's outputs, the state after)."""
 
 
 def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return logits [batch, vocab] behind the last of ``tokens`` [batch, time], and the state there."""
+    """Return logits [batch, vocab] after the last of ``tokens`` [batch, time], and the state there."""
     inputs, state = model.head_inputs(tokens, state)
     return model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
 
 class Recording:
-    """The recorded step of a model or of a part of one, in one or more ways; :meth:`begin` steps a state by it.
+    """The recorded step of a model; :meth:`begin` steps a state by it.
 
-    Each of ``runs`` takes the step's values, views of the reserved slots and all other leaves of the state, and depends
-    on ``parts`` of the model. Each reservation has ``least`` past slots or more and retains ``retained`` of them, None
-    for all. Of ``state``, from which it was made, only the sizes are stored. A step absorbs ``time`` tokens.
+    ``function`` is the list of operators, of ``tokens`` [batch, time], views of the reserved slots, all other leaves of
+    the state and the model's tensors ``captured``. Each reservation has ``least`` past slots or more and retains
+    ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was recorded from, are stored.
     """
 
     def __init__(
         self,
-        runs: Sequence[Run],
-        parts: Sequence[Model | nn.Module],
+        function: Function,
+        captured: Sequence[Tensor],
+        model: Model | nn.Module,
         state: State,
         least: Sequence[int],
         retained: Sequence[int | None],
         time: int = 1,
     ) -> None:
-        self.runs, self.least, self.retained, self.time = runs, least, retained, time
+        self.function, self.captured = function, captured
+        self.least, self.retained, self.time = least, retained, time
         self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
-        self.holds = Unchanged(parts).holds
+        self.holds = Unchanged([model]).holds
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
-        """Return steps of ``time`` tokens from ``state`` on; None where the time or the sizes of ``state`` are others
-        than it was checked for."""
+        """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes, than
+        the recording was checked for."""
         narrow = autocast_dtype(next(tensors(state)).device) is not None
         if narrow or time != self.time or _form(state) != self._form:
             return None
@@ -482,30 +475,31 @@ class RecordedStep:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the buffers hold another token and the model is unchanged."""
+        """Return whether the buffers have room for another step and the model is unchanged."""
         ends = (stop + self.recording.time for _, stop in self._bounds)
         room = all(end <= part.capacity for part, end in zip(self._parts, ends, strict=True))
         return room and self.recording.holds()
 
     def step(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
-        return self.go(tokens, 0)[0]
+        return self.outputs(tokens)[0]
 
-    def go(self, values: Tensor, way: int) -> Sequence[Tensor]:
-        """Return the outputs of a step of ``values`` by a ``way``, which the state absorbs."""
+    def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
+        """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
+        recording = self.recording
         views: list[Tensor] = []
         after = []
-        for part, (start, stop), retained in zip(self._parts, self._bounds, self.recording.retained, strict=True):
-            end = stop + self.recording.time
-            views += part.views(start, stop, self.recording.time)
+        for part, (start, stop), retained in zip(self._parts, self._bounds, recording.retained, strict=True):
+            end = stop + recording.time
+            views += part.views(start, stop, recording.time)
             after.append((start if retained is None else max(start, end - retained), end))
         self._bounds = after
-        with torch.jit.optimized_execution(False):  # it runs the first steps slowly, to no gain afterwards
-            function, captured = self.recording.runs[way]
-            outputs = function(values, *views, *self._leaves, *captured)
-        views_count = len(outputs) - len(self._leaves)
-        self._leaves = list(outputs[views_count:])
-        return outputs[:views_count]
+        # Optimised execution makes the first steps slow and the others no faster.
+        with torch.jit.optimized_execution(False):
+            outputs = recording.function(tokens, *views, *self._leaves, *recording.captured)
+        count = len(outputs) - len(self._leaves)
+        self._leaves = list(outputs[count:])
+        return outputs[:count]
 
     def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
@@ -514,9 +508,9 @@ class RecordedStep:
 
 
 def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded step of ``model`` from ``state`` on, which is not stepped yet.
+    """Return the recorded step of ``model`` that absorbs ``tokens`` [batch, 1] after ``state``.
 
-    ``tokens`` [batch, 1] are those that come next; the slots behind the past are written to in passing.
+    The state is not stepped, but slots after its past are written to.
 
     Errors: :class:`UnrecordableError` with the reason.
     """
@@ -525,74 +519,54 @@ def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
         logits, after = logits_after(model, tokens, state)
         return (logits,), after
 
-    return record_ways([step], [model], tokens, state)
+    return record_step(step, model, tokens, state)
 
 
-def record_ways(ways: Sequence[Way], parts: Sequence[Model | nn.Module], values: Tensor, state: State) -> Recording:
-    """Return the recorded ``ways`` of a step of ``values`` from ``state`` on, all by the same ``parts`` of a
-    model; otherwise like :func:`record`."""
-    reserved, time = _parts(state), values.shape[1]
-    if any(part.slots.stop + time > part.capacity for part in reserved):
+def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
+    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``;
+    otherwise like :func:`record`."""
+    parts, time = _parts(state), tokens.shape[1]
+    if any(part.slots.stop + time > part.capacity for part in parts):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
-    if any(module._forward_hooks or module._forward_pre_hooks for part in parts for module in part.modules()):
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnrecordableError("a module has hooks, which run in Python")
-    if autocast_dtype(values.device) is not None:
+    if autocast_dtype(tokens.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
-    recorded = [_recorded(way, values, state) for way in ways]
-    if any(item.retained != recorded[0].retained for item in recorded):
-        raise UnrecordableError("the ways keep unlike pasts")
-    least = [max(slots) for slots in zip(*(item.least for item in recorded), strict=True)]
-    recording = Recording([item.run for item in recorded], parts, state, least, recorded[0].retained, time)
-    for way, item in enumerate(recorded):
-        trial = RecordedStep(recording, state)
-        _compare([*trial.go(values, way), *trial._leaves], item.results)
-    return recording
-
-
-class Recorded(NamedTuple):
-    """A recorded way: its run, how many past slots each reservation has at least and how many it retains, and the
-    outputs and leaves of the state."""
-
-    run: Run
-    least: list[int]
-    retained: list[int | None]
-    results: list[Tensor]
-
-
-def _recorded(way: Way, values: Tensor, state: State) -> Recorded:
-    """Return a recorded ``way`` of a step of ``values`` from ``state`` on."""
-    parts, time = _parts(state), values.shape[1]
     now = [(part.slots.start, part.slots.stop) for part in parts]
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
     random = torch.get_rng_state()
-    taped = _taped(way, values, _opened(state, one_slot, time))
+    taped = _taped(step, tokens, _opened(state, one_slot, time))
     if not torch.equal(random, torch.get_rng_state()):
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
         raise UnrecordableError("a leaf of the state changes its shape")
     calls, bounds = taped.tape.calls, now
-    results = [*taped.outputs, *taped.leaves]
+    expected = [*taped.outputs, *taped.leaves]
     if parts:
-        outputs, after = way(values, _opened(state, now, time))
-        results = [*outputs, *_leaves(after)]
+        outputs, after = step(tokens, _opened(state, now, time))
+        expected = [*outputs, *_leaves(after)]
         longest = [_longest(part, retained, time) for part, retained in zip(parts, taped.retained, strict=True)]
-        then = _taped(way, values, _opened(state, longest, time))
+        then = _taped(step, tokens, _opened(state, longest, time))
         try:
             bounds, calls = one_slot, _at_any_length(state, taped, then)
         except UnrecordableError:
-            bounds, taped = now, _taped(way, values, _opened(state, now, time))
+            bounds, taped = now, _taped(step, tokens, _opened(state, now, time))
             try:
                 calls = _at_any_length(state, taped, then)
             except UnrecordableError as refused:
-                ahead = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
-                raise UnrecordableError(str(refused), ahead // 2 + 1) from None
+                room = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
+                raise UnrecordableError(str(refused), room // 2 + 1) from None
     refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
+    captured = taped.tape.captured
     try:
-        function = compiled(calls, taped.inputs, len(taped.tape.captured), refs)
+        function = compiled(calls, taped.inputs, len(captured), refs)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]
-    return Recorded(Run(function, taped.tape.captured), least, taped.retained, results)
+    recording = Recording(function, captured, model, state, least, taped.retained, time)
+    trial = RecordedStep(recording, state)
+    _compare([*trial.outputs(tokens), *trial._leaves], expected)
+    return recording
 
 
 class _Taped(NamedTuple):
@@ -607,14 +581,14 @@ class _Taped(NamedTuple):
     retained: list[int | None]
 
 
-def _taped(way: Way, values: Tensor, opened: object) -> _Taped:
-    """Return a step of ``values`` from the state ``opened`` on tape."""
+def _taped(step: Step, tokens: Tensor, opened: object) -> _Taped:
+    """Return a step of ``tokens`` from the state ``opened`` on tape."""
     parts = _parts(opened)
     views = [view for part in parts for view in part.buffers]
-    inputs = (values, *views, *_leaves(opened))
+    inputs = (tokens, *views, *_leaves(opened))
     tape = Tape(inputs)
     with tape.watching():
-        outputs, after = way(values, opened)
+        outputs, after = step(tokens, opened)
     return _Taped(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
@@ -676,118 +650,3 @@ def _leaves(state: State) -> list[Tensor]:
 def _opened(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
     return _mapped(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
-
-
-# A step of a model with early exits, recorded in segments from exit to exit.
-#
-# Behind each piece the host reads whether the token goes on. Every piece is recorded in two ways: the token runs
-# through it, or it left before and the piece's layers only absorb it (``stacks.exits``). One sequence at a time, for
-# the tokens of several leave by unlike exits.
-
-RUNS, HAS_LEFT = 0, 1
-
-
-class ExitsStack(Protocol):
-    """A stack with early exits (``stacks.exits``)."""
-
-    layers: nn.ModuleList
-    order: tuple[int, ...]
-    exits: tuple[int, ...]
-    rule: nn.Module
-    left: nn.Module
-
-    def asks(self, number: int) -> bool: ...
-
-    def leads(self, number: int) -> range: ...
-
-
-class SegmentedModel(CausalModel, Protocol):
-    """A causal model that can be stepped from exit to exit."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def stack(self) -> ExitsStack: ...
-
-    def until_exit(self, number: int, values: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]: ...
-
-    def past_exit(self, number: int, hidden: Tensor, state: State) -> tuple[tuple[()], State]: ...
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-
-def leaves_early(model: CausalModel) -> TypeGuard[SegmentedModel]:
-    """Return whether tokens of ``model`` may leave by an exit before the last,
-    and it can be stepped from exit to exit."""
-    stack = getattr(model, "stack", None)
-    return isinstance(stack, Stack) and stack.leaves_early and hasattr(model, "until_exit")
-
-
-class ExitsRecording:
-    """A :class:`Recording` per segment; ``pieces`` step the states of the layers before each exit."""
-
-    def __init__(self, stack: ExitsStack, pieces: Sequence[Recording]) -> None:
-        self._stack, self.pieces = stack, pieces
-
-    def holds(self) -> bool:
-        """Return whether the model is unchanged since the recording."""
-        return all(piece.holds() for piece in self.pieces)
-
-    def begin(self, state: State) -> RecordedExits | None:
-        """Return steps from ``state`` on; None where that has other sizes, for which it was not checked."""
-        steps = [piece.begin(part) for piece, part in zip(self.pieces, _split(self._stack, state), strict=True)]
-        return None if None in steps else RecordedExits(self._stack, [step for step in steps if step is not None])
-
-
-class RecordedExits:
-    """An :class:`ExitsRecording` at work, and the state that it steps."""
-
-    def __init__(self, stack: ExitsStack, pieces: Sequence[RecordedStep]) -> None:
-        self._stack, self._pieces = stack, pieces
-        self._asks = [stack.asks(number) for number in range(len(pieces))]
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether the buffers hold another token and the model is unchanged."""
-        return all(piece.goes_on for piece in self._pieces)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
-        leaves, hidden, logits = len(self._pieces) - 1, tokens, tokens
-        for number, (piece, asks) in enumerate(zip(self._pieces, self._asks, strict=True)):
-            if number > leaves:
-                piece.go(hidden, HAS_LEFT)
-                continue
-            hidden, logits, by = piece.go(hidden, RUNS)
-            leaves = int(by) if asks else leaves
-        if self._stack.left._forward_hooks:
-            self._stack.left(torch.full_like(tokens, leaves), None)
-        return logits[:, 0]
-
-    def release(self) -> State:
-        """Return the state, for steps in Python; this object must not be used any more."""
-        states = [piece.release() for piece in self._pieces]
-        return states[-1]._replace(layers=tuple(layer for state in states for layer in state.layers))
-
-
-def record_exits(model: SegmentedModel, tokens: Tensor, state: State) -> ExitsRecording:
-    """Return the recorded step of ``model``, whose tokens may leave early; otherwise like ``recorded.record``."""
-    stack = model.stack
-    if len(tokens) > 1:
-        raise UnrecordableError("tokens of unlike rows leave by unlike exits")
-    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    hidden = torch.randn(1, 1, model.config.dim, generator=torch.Generator().manual_seed(0)).to(weight)
-    pieces = []
-    for number, piece_state in enumerate(_split(stack, state)):
-        used = [stack.layers[stack.order[use]] for use in stack.leads(number)]
-        parts = [*used, *(part for name, part in model.named_children() if name != "stack"), stack.rule]
-        ways: list[Way] = [partial(model.until_exit, number), partial(model.past_exit, number)]
-        pieces.append(record_ways(ways if number else ways[:1], parts, hidden if number else tokens, piece_state))
-    return ExitsRecording(stack, pieces)
-
-
-def _split(stack: ExitsStack, state: State) -> Iterator[State]:
-    """Yield the states of the layers before each exit."""
-    for number in range(len(stack.exits)):
-        yield state._replace(layers=tuple(state.layers[use] for use in stack.leads(number)))

@@ -1,4 +1,10 @@
-"""A session: a model, the state of some sequences, and the next token of each."""
+"""A session: a model, the state of some sequences, and the next token of each.
+
+A session that can rewind keeps the state at a *mark* and the text since the mark. The tensors of a state do not change,
+and later steps of a reserved state write behind its slots, so the earlier state is still valid. After a rewind, the
+text that stays is absorbed with the next chunk. By partition invariance, the result is the same as if the removed text
+had never been read, for every mechanism.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +21,8 @@ from kinformer.generation.recording import (
     RunningSteps,
     StepRecording,
     UnrecordableError,
-    leaves_early,
     logits_after,
     record,
-    record_exits,
     recordings_of,
 )
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
@@ -275,11 +279,8 @@ class Steps:
                 return running
         if self.made > self.record_at:
             try:
-                model = self.model
-                self._recording = (
-                    record_exits(model, tokens, state) if leaves_early(model) else record(model, tokens, state)
-                )
-                recordings_of(model).keep(self._recording)
+                self._recording = record(self.model, tokens, state)
+                recordings_of(self.model).keep(self._recording)
                 return self._recording.begin(state)
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1

@@ -31,7 +31,7 @@ class PoolingHead(nn.Module):
         self.gate = GatedWeights(dim, dropout) if pooling == "gated" else None
 
     def pooled(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return [batch, dim] of hidden_states [batch, time, dim], from those that are ``valid`` [batch, time]."""
+        """Return [batch, dim] of the ``valid`` [batch, time] hidden_states [batch, time, dim]."""
         if self.gate is not None:
             return (self.gate(hidden_states, valid)[:, None] @ select_valid(hidden_states, valid))[:, 0]
         if self.pooling == "first":
@@ -252,7 +252,7 @@ LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 
 
 class DiscreteActions(nn.Module):
-    """The head of actions that are numbered: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
+    """The head of discrete actions: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -356,3 +356,16 @@ class PolicyAndValue(nn.Module):
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         return torch.cat([self.policy(hidden_states, input, valid), self.value(hidden_states)], dim=-1)
+
+
+PARTS = {
+    "CTCHead": CTCHead.Config,
+    "DiscreteActionsHead": DiscreteActions.Config,
+    "ContinuousActionsHead": ContinuousActions.Config,
+    "PolicyAndValueHead": PolicyAndValue.Config,
+    "ClassificationHead": ClassificationHead.Config,
+    "LinearClassificationHead": LinearClassificationHead.Config,
+    "DistilledHead": DistilledHead.Config,
+    "PooledHead": PooledHead.Config,
+    "TokenClassificationHead": TokenClassificationHead.Config,
+}

@@ -33,15 +33,15 @@ class LogisticMixture(Likelihood):
 
         p(v) = sum_i w_i [F((x + h - m_i) / s_i) - F((x - h - m_i) / s_i)],    x = 2 v / (L - 1) - 1,  h = 1 / (L - 1)
 
-    F is the logistic function, L the number of levels; the bins of the lowest and the highest level have no outer
-    end. Where a position holds three channels, all take the same component, the means of green and blue moving with
-    the values that stand before them: m_g + a r, m_b + b r + c g, each coefficient the tanh of an output.
+    F is the logistic function, L the number of levels; the bins of the lowest and the highest level are unbounded
+    outside. If a position holds three channels, all use the same component, and the means of green and blue depend on
+    the values before them: m_g + a r, m_b + b r + c g, each coefficient the tanh of an output.
 
     The mass of a bin is computed as F(u) F(-l) (1 - exp(l - u)), which is exact however small. The authors' code
     takes the density at the middle of the bin times its width where the mass is below 1e-5; that sums to less than
     one.
 
-    The head hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures of three
+    The head hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures for three
     channels.
 
     ``floor``: the least logarithm of a scale.
@@ -142,16 +142,16 @@ BASE = 10_000.0
 
 
 class MaskedPatchesHead(nn.Module):
-    """The head that predicts the pixels of patches which the encoder did not see (He et al. 2022, MAE, section 3).
+    """The head that predicts the pixels of patches hidden from the encoder (He et al. 2022, MAE, section 3).
 
         x = [W h_i, i seen; m, i masked] + P;    x = norm(layers(x));    pixels of patch i = V x_i + b
 
-    It is a small encoder of its own, over all patches: those that were seen, projected to its width, and a learned
-    mask token m in place of each of the others. P are the fixed sinusoids of a patch's row and column.
+    The head is a small encoder over all patches: the seen patches, projected to its width, and a learned mask token m
+    in place of each masked patch. P are the fixed sinusoids of a patch's row and column.
 
     The head hidden_states [batch, tokens + seen patches, width] -> pixels [batch, patches, channels * patch^2].
 
-    Its ``layers`` are ``dim`` wide. Pixels are those that ``Patches.cut`` gives, normalised as the input's.
+    Its ``layers`` are ``dim`` wide. Pixels are cut by ``Patches.cut`` and normalised like the input.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -197,10 +197,10 @@ class MaskedPatchesHead(nn.Module):
         chosen: Tensor | None = None,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """Return the pixels of all patches of an image of ``grid`` (None: that of the input's size).
+        """Return the pixels of all patches of an image of ``grid`` (None: the grid of the input's size).
 
-        chosen: int64 [batch, time], at which positions the hidden states stand, the tokens before the patches among
-        them; None where all are there.
+        chosen: int64 [batch, time], the positions of the hidden states, tokens before the patches included; None for
+        all positions.
         """
         grid = grid or self.of_size
         x, count = self.entrance(hidden_states), self.before + prod(grid)
@@ -236,16 +236,14 @@ MOST_BITS = 16
 
 
 class PatchColoursHead(nn.Module):
-    """The head that predicts the mean colour of patches that were corrupted (Dosovitskiy et al. 2020, ViT, appendix
-    B.1.2).
+    """The head that predicts the mean colour of corrupted patches (Dosovitskiy et al. 2020, ViT, appendix B.1.2).
 
         logits of patch i = W h_i + b,    one for each colour: 512 with 3 bits for each of 3 channels
 
-    It also holds the vector that stands in place of a masked patch.
 
     The head hidden_states [batch, tokens + patches, width] -> logits [batch, patches, colours].
 
-    ``bits``: of each channel of a colour. ``mask`` [width] is what the encoder gets in place of a masked patch.
+    ``bits``: bits for each channel of a colour. ``mask`` [width]: the encoder's vector in place of a masked patch.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -282,3 +280,10 @@ class PatchColoursHead(nn.Module):
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         """Return the logits of all patches; the tokens before them have none."""
         return self.output(hidden_states[:, self.before :])
+
+
+PARTS = {
+    "LogisticMixtureHead": LogisticMixture.Config,
+    "MaskedPatchesHead": MaskedPatchesHead.Config,
+    "PatchColoursHead": PatchColoursHead.Config,
+}

@@ -66,7 +66,7 @@ class LanguageModelHead(OutputProduct):
 
 
 class AdjustedHead(nn.Module):
-    """The head ``inner`` of ``scale`` times the hidden states; ``softcap`` bounds its logits, which are no product."""
+    """The head ``inner`` of ``scale`` times the hidden states; ``softcap`` bounds its logits."""
 
     def __init__(self, inner: LanguageModelHead, scale: float | None, softcap: float | None) -> None:
         super().__init__()
@@ -123,17 +123,16 @@ STD, PROJECTION_STD = 0.02, 0.01
 class AdaptiveSoftmax(nn.Module):
     """Adaptive softmax (Grave et al. 2017, Efficient Softmax Approximation for GPUs), as Transformer-XL has it.
 
-        log p(token of the first cluster) = log softmax([E_0; C] P_0' h + b_0)[token]
-        log p(token of cluster i > 0)     = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h +
-        b_i)[token]
+        log p(token of the first cluster) = log softmax([E_0; C] P_0' h + b_0)[token] log p(token of cluster i > 0)
+        = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
 
-    The clusters' own columns C are read from the last one on, as the authors' code does, so cluster 1 has the last.
-    What comes out are log-probabilities, which are logits too: their softmax is what they are the logarithms of.
+    The columns C of the clusters are read from the last column backwards, as in the authors' code, so cluster 1 has the
+    last column. The results are log-probabilities, which are also valid logits.
 
     The head hidden_states [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
 
-    ``tied``: tables, and the projections of all clusters but the first, are those of the token embedding: an
-    ``adaptive`` one with the same clusters, or (``divisor = 1``) one table of the model's width.
+    ``tied``: tables, and the projections of all clusters but the first, are shared with the token embedding: an
+    ``adaptive`` embedding with the same clusters, or (``divisor = 1``) one table of the model's width.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -276,8 +275,8 @@ ABSENT = -10000.0
 class KnnMixture(nn.Module):
     """The mixture (logits [n, vocab], queries [n, key width]) -> log-probabilities [n, vocab], float32 at least.
 
-    ``searcher`` is only read, and owns no weight. Without it, with ``weight`` 0, and for a query without neighbours,
-    the logits come back as they are.
+    ``searcher`` is read-only and does not own weights. Without a searcher, with ``weight`` 0, and for a query without
+    neighbours, the logits are returned unchanged.
     """
 
     def __init__(
@@ -326,15 +325,15 @@ class SpalmHead(nn.Module):
         g = sigmoid(w . h)
         z = (1 - g) m + g h                                            logits = E z + b, E the token embedding
 
-    Neighbours are entries of a store whose frozen keys were near; their distances are not used. y_i are rows of E,
+    Neighbours are the entries of a store with the nearest frozen keys; their distances are not used. y_i are rows of E,
     so gradients flow through them into the table. A gate of 1 ignores the memory.
 
     The head (hidden_states [batch, time, dim], input, neighbours= [batch, time, k] int64) -> logits [batch, time,
     vocab].
 
-    ``neighbours`` are the tokens that followed, -1 where there is none. A token with no neighbour at all, and every
-    one where ``neighbours`` is None (no store), gets the tied language-model head's logits of h exactly.
-    ``elementwise`` gives every feature a gate of its own, w then being a matrix.
+    ``neighbours`` are the tokens that followed, -1 for a missing neighbour. A token without neighbours, and every token
+    if ``neighbours`` is None (no store), gets exactly the logits of the tied language-model head for h. ``elementwise``
+    gives every feature a separate gate; w is then a matrix.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -374,3 +373,12 @@ class SpalmHead(nn.Module):
         memory = (shares[..., None, :] @ following)[..., 0, :]
         gate = self.gate(hidden).sigmoid()
         return torch.where(some, (1 - gate) * memory + gate * hidden, hidden)
+
+
+PARTS = {
+    "AdaptiveSoftmaxHead": AdaptiveSoftmax.Config,
+    "LanguageModelHead": LanguageModelHead.Config,
+    "ModulusHead": ModulusHead.Config,
+    "SpalmHead": SpalmHead.Config,
+    "MaskedLanguageHead": MaskedLanguageHead.Config,
+}

@@ -3,8 +3,8 @@
     mel(f) = 2595 log10(1 + f / 700)
     x(t, m) = log max(floor, sum over f of w(m, f) |DFT(hann * samples of frame t)(f)|^2)
 
-w(m, .) are triangles between frequencies that are evenly spaced in mel; a frame is 25 ms long and begins 10 ms after
-the last one. Nothing looks beyond a frame, so that sound can come piece by piece.
+w(m, .) are triangles between frequencies evenly spaced in mel; a frame is 25 ms long and begins 10 ms after the frame
+before. A feature depends on one frame only, so sound can arrive piece by piece.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
 
 
 CHARACTERS = "characters"
-"""The unit of transcripts that are spelled: a symbol is a character, not a word."""
+"""The unit of spelled transcripts: a symbol is a character, not a word."""
 
 
 class Filterbank:
@@ -63,7 +63,8 @@ def mel_filters(rate: int, points: int, mels: int) -> Tensor:
     filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
     if not bool((filters > 0).any(0).all()):
         raise KinformerError(
-            f"`set` input.mels={mels}: some filter holds no frequency at {plural(rate, 'sample')} a second; give fewer."
+            f"`set` input.mels={mels}: some filter does not contain a frequency at {plural(rate, 'sample')} a second; "
+            "give fewer."
         )
     return filters.float()
 
@@ -97,7 +98,7 @@ class RunningNorm:
 
 
 def normalised_features(samples: Tensor, bank: Filterbank, causal: bool) -> Tensor:
-    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model normalised by what was heard so
+    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model, normalised by the frames so
     far."""
     features = bank(samples)
     return RunningNorm()(features) if causal else normalised(features)

@@ -1,4 +1,4 @@
-"""Images as the input of a model: pixels in raster order, patches, and tiles that a model of their own encodes."""
+"""Images as the input of a model: pixels in raster order, patches, and tiles encoded by a nested model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _BASE = 10000.0
 class Pixels(Input):
     """Pixels: the intensities of an image as a sequence, with embeddings of row, column and channel.
 
-    Position t of a sequence is the cell that is going to be predicted there: values are shifted by one, so that
-    position 0 holds START and position t the value of the cell before, and the vectors of row, column and channel
-    are those of cell t itself (Parmar et al. 2018, whose code adds positions after the shift).
+    Position t of a sequence is the cell predicted there. Values are shifted by one: position 0 holds START, and
+    position t holds the value of the cell before. The vectors of row, column and channel belong to cell t itself
+    (Parmar et al. 2018, whose code adds positions after the shift).
 
     A cell is one value: a colour pixel is three cells side by side, red, green, blue. With ``joint`` a cell is a
     pixel and holds the values of all channels.
@@ -39,16 +39,16 @@ class Pixels(Input):
     Sequences are images of ``height`` x ``width`` pixels, one after the other, in raster order or in blocks of
     ``block_height`` x ``block_width`` cells (see :class:`kinformer.core.pattern.Raster`).
 
-    ``places``: what says where a cell is. ``learned``, a vector of its row, one of its column and one of its
-    channel; ``sinusoid_2d``, tensor2tensor's timing signals, half of the features of the row and half of the cell in
-    the row; ``sinusoid``, sines of the position in the sequence; ``none``. They are added to the vector of the
+    ``places``: the encoding of a cell's place. ``learned``: one vector for the row, one for the column and one for the
+    channel. ``sinusoid_2d``: tensor2tensor's timing signals, half of the features for the row and half for the cell in
+    the row. ``sinusoid``: sines of the position in the sequence. ``none``. The place is added to the vector of the
     value; with ``concatenate`` each has half of the features (the Linear Transformer's code). ``per_channel``: a
     table of values for each channel. ``scale``: values times the root of their width. ``restart``: the first cell of
-    every block sees START, and the last value of a block is seen by none (the Image Transformer's code in 2D, which
-    shifts every block by itself). ``shifted``: position t holds the value before cell t, which is predicted there;
-    False, in an encoder: that of cell t itself, and there is no START. ``classes``: how many classes images have,
-    each a vector that is added at every position (Parmar et al. 2018, section 5.2); every position holds the class,
-    so that chunks remain those of any sequence. 0: none.
+    every block sees START, and no cell sees the last value of a block (the Image Transformer's code in 2D, which shifts
+    every block separately). ``shifted``: position t holds the value before cell t, which is predicted there; False, in
+    an encoder: position t holds the value of cell t, without START. ``classes``: the number of image classes, 0 for
+    none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), so chunks work as for
+    any sequence.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class Pixels(Input):
             if self.joint:
                 check_unused(self, "where pixels are joint, as each channel has a table then", "per_channel")
             if (self.block_height is None) != (self.block_width is None):
-                raise KinformerError("block_height and block_width belong together; give both, or none of them.")
+                raise KinformerError("block_height and block_width belong together; give both or neither.")
             if self.block_height is None:
-                check_unused(self, "in raster order, which has no blocks", "restart")
+                check_unused(self, "in raster order, without blocks", "restart")
             if not self.shifted:
                 check_unused(self, "where values are not shifted", "restart")
             if self.places == "none":
@@ -97,7 +97,7 @@ class Pixels(Input):
 
         @property
         def numbers(self) -> int | None:
-            """Return how many numbers a position holds, None where it is one that has no axis of its own."""
+            """Return the number of values at a position, or None for a single value without an axis."""
             values = self.channels if self.joint else 1
             return values + 1 if self.classes else values if self.joint else None
 
@@ -159,7 +159,7 @@ class Pixels(Input):
         shape = "[batch, time]" if numbers is None else f"[batch, time, {numbers}]"
         fits = values.dim() == (2 if numbers is None else 3) and values.shape[1] >= 1
         if not fits or (numbers is not None and values.shape[2] != numbers):
-            last = ", the last of which is the class" if self.config.classes else ""
+            last = ", the class last" if self.config.classes else ""
             raise KinformerError(
                 f"pixels must be {shape} with time >= 1{last}, but have the shape {tuple(values.shape)}."
             )
@@ -213,7 +213,7 @@ class Pixels(Input):
         return placed if self.channels is None else placed + self.channels(x % config.channels)
 
     def _check_range(self, values: Tensor, limit: int, what: str) -> None:
-        """Refuse values that are no intensities, or no classes; on a GPU looking at them would wait for the device."""
+        """Refuse values that are not intensities or classes; on a GPU, reading them would wait for the device."""
         if (
             type(values) is not Tensor
             or values.device.type != "cpu"
@@ -259,17 +259,17 @@ class Patches(Input):
 
         z_0 = [x_class; x_1 E; ...; x_N E] + E_pos
 
-    E is a convolution whose stride is its kernel, so a product of every patch, which is flattened as [channels,
-    rows, columns]. The positions are one learned vector per patch of an image of ``size``, row by row, and one per
-    token that stands before them; an image of another size has them interpolated over its own grid of patches.
+    E is a convolution whose stride equals its kernel: a product with every patch, flattened as [channels, rows,
+    columns]. The positions are one learned vector for each patch of an image of ``size``, row by row, and one for each
+    token before the patches. For an image of another size, they are interpolated over its grid of patches.
 
     The input values [batch, channels, height, width] -> [batch, tokens + patches, dim].
 
     Values are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is subtracted and ``std``
-    divided by, channel by channel, where they are set. An image whose sides are no multiples of ``patch`` is
-    continued to the right and below with zeros.
+    divided by, channel by channel, where they are set. An image whose sides are not multiples of ``patch`` is padded on
+    the right and below with zeros.
 
-    ``size``: rows and columns of the images that positions are learned for. ``class_token`` and
+    ``size``: rows and columns of the images for which positions are learned. ``class_token`` and
     ``distillation_token`` (Touvron et al. 2020, DeiT) stand before the patches, in this order. ``resize``: how
     positions are interpolated: ``bilinear`` from corner to corner as ViT's authors do it, ``bicubic`` as DeiT's.
     ``activation``: behind the product.
@@ -426,28 +426,27 @@ def grid_of(size: Sequence[int], patch: int) -> tuple[int, int]:
 
 
 AT_ONCE = 1 << 21
-"""Pixels, times channels, of the tiles that are read together, which bounds the memory."""
+"""Pixels, times channels, of the tiles encoded together; this bounds the memory."""
 
 
 class Tiles(Input):
-    """Tiles of an image, encoded by a model of their own, whose vectors are the tokens (Chen et al. 2022, HIPT, section
-    3).
+    """Tiles of an image, encoded by a nested model, whose vectors are the tokens (Chen et al. 2022, HIPT, section 3).
 
         t_i = f(tile_i),   z_0 = [x_class; g(t_1 E); ...; g(t_N E)] + E_pos
 
-    f is a whole encoder below a head ``pooled``; g an activation. As f may read tiles itself, levels stand on each
-    other: patches of 16 pixels make a vector of each tile of 256, these one of each region of 4,096, these the
-    tokens of a slide.
+    f is a whole encoder with a head ``pooled``; g is an activation. f may read tiles itself, so levels can be stacked:
+    patches of 16 pixels give a vector for each tile of 256 pixels, tiles give a vector for each region of 4,096 pixels,
+    and regions are the tokens of a slide.
 
     The input values [batch, channels, height, width] -> [batch, token + tiles, dim].
 
-    Values are images as the ``encoder`` takes them, cut into tiles of the size that it was made for; one whose sides
-    are no multiples of that is continued to the right and below with zeros. They may also be the result of
-    :meth:`features`, [batch, the encoder's width, rows, columns]: a map of features that was computed before.
+    Values are images as the ``encoder`` takes them, cut into tiles of the encoder's size; an image whose sides are not
+    multiples of this size is padded on the right and below with zeros. Values may also be the result of
+    :meth:`features`, [batch, the encoder's width, rows, columns]: a map of features computed before.
 
-    ``size``: rows and columns of pixels of the images that positions are learned for; ``class_token``,
+    ``size``: rows and columns of pixels of the images for which positions are learned; ``class_token``,
     ``positions``, ``resize`` and ``activation`` as of ``patches``, whose patches are here the vectors of tiles.
-    ``frozen``: the encoder stays as it is, without gradients and in eval mode.
+    ``frozen``: the encoder is not trained and stays in eval mode.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -470,7 +469,9 @@ class Tiles(Input):
                     f"has the input {local.input.kind!r} and the head {local.head.kind!r}."
                 )
             if local.input.size[0] != local.input.size[1]:
-                raise KinformerError(f"encoder.input.size must be that of a square tile, but is {local.input.size}.")
+                raise KinformerError(
+                    f"encoder.input.size must be the size of a square tile, but is {local.input.size}."
+                )
             if local.width == self.channels:
                 raise KinformerError(
                     f"the encoder's width is {local.width}, as many as channels, so that features would be taken for "
@@ -585,3 +586,10 @@ class Tiles(Input):
 
     def _are_features(self, values: Tensor) -> bool:
         return values.dim() == 4 and values.shape[1] == self.patches.config.channels
+
+
+PARTS = {
+    "PixelInput": Pixels.Config,
+    "PatchInput": Patches.Config,
+    "TileInput": Tiles.Config,
+}

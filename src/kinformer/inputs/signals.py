@@ -22,9 +22,9 @@ MOST = 6
 class Frames(Input):
     """Frames of sound, sub-sampled by convolutions (as Dong et al. 2018, Speech-Transformer, in front of the encoder).
 
-    A position is a window of frames, just what its vector depends on: ``convolutions`` of three frames and stride 2,
-    one upon the other, make one vector of 2^(n + 1) - 1 frames, of which 2^n are new and the others are the last
-    ones before them. So a position depends on no other, chunks and padding are those of any input, and sound can be
+    A position is the window of frames on which its vector depends: n stacked ``convolutions`` of three frames and
+    stride 2 make one vector from 2^(n + 1) - 1 frames. 2^n frames are new; the others overlap the window before.
+    Positions are therefore independent of each other, chunks and padding work as for any input, and sound can be
     streamed.
 
     The input features [batch, time, width, mels] float -> [batch, time, dim]; ``stride`` frames of ``width`` are
@@ -173,12 +173,12 @@ class Steps(Input):
     The input values [batch, time, 2 + max(1, state_dim, action_dim)] float -> [batch, time, dim].
 
     A position is its kind (``RETURN``, ``STATE`` or ``ACTION``), its timestep in the environment, and its values,
-    filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on are the
-    last one, as in the authors' code. Returns are divided by ``return_scale``; states are shifted by ``state_mean``
-    and divided by ``state_std``, a number for each feature, or taken as they are. With ``image`` (channels, height,
-    width) they are intensities from 0 to 255, read by ``convolutions``: filters, side and stride of each.
-    ``timestep``: whose vector a position has, that of each step, or of the first in the row, from which rows hold
-    every position.
+    filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on count as the
+    last timestep, as in the authors' code. Returns are divided by ``return_scale``. States are shifted by
+    ``state_mean`` and divided by ``state_std`` (one number for each feature) if these are set. With ``image``
+    (channels, height, width) states are intensities from 0 to 255, read by ``convolutions`` (filters, side and stride
+    of each). ``timestep``: a position has the vector of its step, or of the first step in the row; rows then hold every
+    position.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ class Steps(Input):
 
         def _check_image(self) -> None:
             if not self.image:
-                check_unused(self, "for states that are no images (`set` input.image)", "convolutions")
+                check_unused(self, "for states that are not images (`set` input.image)", "convolutions")
                 return
             if len(self.image) != 3 or min(self.image) < 1:
                 raise KinformerError(
@@ -336,9 +336,9 @@ class ImageStates(nn.Module):
 
 
 def features_of(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the height and width of what the last of ``convolutions`` gives.
+    """Return the height and width of the last convolution's output.
 
-    Errors: ``KinformerError`` for lists that say no convolution, and images smaller than a filter.
+    Errors: ``KinformerError`` for an invalid list of convolutions, and for images smaller than a filter.
     """
     _, height, width = image
     for item in convolutions:
@@ -349,8 +349,15 @@ def features_of(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> 
         _, side, stride = item
         if side > min(height, width):
             raise KinformerError(
-                f"convolutions: a filter of side {side} is larger than what it reads, {height} x {width}; give smaller "
+                f"convolutions: a filter of side {side} is larger than its input, {height} x {width}; give smaller "
                 "ones, or fewer, by `set` input.convolutions."
             )
         height, width = (height - side) // stride + 1, (width - side) // stride + 1
     return height, width
+
+
+PARTS = {
+    "StepInput": Steps.Config,
+    "ObservationInput": Observations.Config,
+    "FrameInput": Frames.Config,
+}

@@ -35,10 +35,10 @@ class Lookup(nn.Embedding):
 class Tokens(Input):
     """The input tokens [batch, time] int64 -> [batch, time, dim]: embedding (times sqrt(dim) with ``scale``) + type.
 
-    ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: how many token types (segments) there are, as BERT's;
-    tokens are of type 0 where the caller gives none. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token``
-    ([SEP]): the ids of a mask and of a sequence's ends; data is prepared with them, the model treats them as any
-    other. What a decoder continues ends with an ``eos_token``, of which it may have several.
+    ``scale``: as Vaswani et al. 2017, section 3.4. ``types``: the number of token types (segments, as in BERT); tokens
+    are of type 0 by default. ``mask_token``, ``bos_token`` ([CLS]) and ``eos_token`` ([SEP]): the ids of a mask and of
+    a sequence's ends. Data is prepared with them; the model treats them like other ids. A decoder's continuation ends
+    with an ``eos_token``; there may be several.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Tokens(Input):
         low, high = tokens.aminmax()
         if low < 0 or high >= self.vocab_size:
             raise KinformerError(
-                f"token {int(low) if low < 0 else int(high)} is no id of this model, whose ids are 0 to "
+                f"token {int(low) if low < 0 else int(high)} is not an id of this model, whose ids are 0 to "
                 f"{self.vocab_size - 1}; encode with the tokenizer that it was trained with."
             )
 
@@ -182,7 +182,7 @@ def check_clusters(cutoffs: tuple[int, ...], divisor: int, width: int | None) ->
     if divisor < 1:
         raise KinformerError(f"divisor must be 1 (all clusters of one width) or more, but is {divisor}.")
     if width is not None and width < 1:
-        raise KinformerError(f"width must be 1 or more, or none (that of the model), but is {width}.")
+        raise KinformerError(f"width must be 1 or more, or none (the model's width), but is {width}.")
 
 
 PROJECTION_STD = 0.01
@@ -242,3 +242,10 @@ class AdaptiveEmbedding(nn.Module):
             )
         assert vectors_so_far is not None
         return vectors_so_far
+
+
+PARTS = {
+    "TokenInput": Tokens.Config,
+    "LookupEmbedding": Lookup.Config,
+    "AdaptiveEmbedding": AdaptiveEmbedding.Config,
+}

@@ -1,283 +1,112 @@
-"""A causal architecture of the library transformers: a map of its config and a map of its tensors."""
+"""One architecture of the library transformers: how its configs and its tensors are read and written."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, head_rows
+from kinformer.interop.settings import CONFIG, DEPTH, GENERATION, Settings, complete, optional_table
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import read_json
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Settings of a ``config.json``, each checked: a wrong one is one sentence that names the file and the setting.
+Tensors: TypeAlias = Mapping[str, "Tensor"]
+"""Tensors by their names, ours or those in a folder."""
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+"""The activations of transformers to ours."""
+ACTIVATION_NAMES = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
+BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
+"""The ranges of whole numbers that old checkpoints hold among the weights."""
+MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
+"""The causal masks that old checkpoints of decoders hold among the weights, in any dtype."""
 
 
-Settings: TypeAlias = JsonObject
-"""The settings of a ``config.json``, with the defaults of those that it leaves out."""
+@dataclass(frozen=True)
+class Padding:
+    """The token that a tokenizer pads with: its ``id``, and its ``text`` where the tokenizer has a text for it."""
 
-EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
-CAUSAL: Mapping[str, object] = {
-    "is_causal": True,
-    "layer_types": None,
-    "sliding_window": None,
-    "attention_chunk_size": None,
-    "kv_sharing_modes": None,
-}
-"""Settings that transformers reads in every architecture, and in every one that generates, with the only values that
-can be imported where an architecture here does not read them itself."""
-FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-"""What the setting ``layer_types`` calls the kinds of layers."""
-
-
-def complete(
-    config: Mapping[str, object],
-    place: Path,
-    defaults: Mapping[str, object],
-    required: Mapping[str, object] | None = None,
-    names: Mapping[str, str] | None = None,
-    causal: bool = True,
-) -> Settings:
-    """Return the settings of the ``config.json`` at ``place``, with ``defaults`` for settings that it leaves out.
-
-    Every setting that transformers reads must be a default here, which the caller reads, or have its only value in
-    ``required``. ``names``: further names of settings, which transformers prefers. ``causal``: whether the model
-    generates.
-    """
-    full = {**defaults, **config}
-    full |= {ours: config[theirs] for theirs, ours in (names or {}).items() if config.get(theirs) is not None}
-    shared = {**EVERYWHERE, **(CAUSAL if causal else {})}
-    require(full, place, {name: value for name, value in shared.items() if name not in defaults} | dict(required or {}))
-    return full
-
-
-def integer(config: Mapping[str, object], place: Path, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-    """Return a whole number between ``minimum`` and ``maximum``."""
-    value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise KinformerError(
-            f"{place}: {name} is {excerpt(value)}, but must be a whole number from {minimum} to {maximum}."
-        )
-    return value
-
-
-def number(config: Mapping[str, object], place: Path, name: str) -> float:
-    """Return a number of 0 or more and below 1."""
-    value = config.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a number of 0 or more and below 1.")
-    return float(value)
-
-
-def choice(config: Mapping[str, object], place: Path, name: str, names: Iterable[str]) -> str:
-    """Return the setting ``name``, which must be one of ``names``."""
-    value, names = config.get(name), list(names)
-    if value not in names:
-        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but only {', '.join(names)} can be imported.")
-    return str(value)
-
-
-def require(config: Mapping[str, object], place: Path, values: Mapping[str, object]) -> None:
-    """Raise an error if a setting differs from its value in ``values``.
-
-    A setting that ``config`` leaves out has this value, and null equals false.
-    """
-    for name, value in values.items():
-        setting = config.get(name, value)
-        if setting != value and (setting is not None or value):
-            raise KinformerError(f"{place}: {name} is {excerpt(config[name])}, but only {value!r} can be imported.")
-
-
-def positive(config: Mapping[str, object], place: Path, name: str) -> float:
-    """Return a number above 0 that is finite."""
-    value = config.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
-        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be a number above 0.")
-    return float(value)
-
-
-def switch(config: Mapping[str, object], place: Path, name: str) -> bool:
-    """Return a setting that is true or false."""
-    value = config.get(name)
-    if not isinstance(value, bool):
-        raise KinformerError(f"{place}: {name} is {excerpt(value)}, but must be true or false.")
-    return value
-
-
-# Rotary positions as configs of the library transformers name them: ``rope_parameters`` today, ``rope_theta`` and
-# ``rope_scaling`` in older files.
-
-SCALINGS: dict[str, dict[str, str]] = {
-    "linear": {},
-    "yarn": {
-        "original_length": "original_max_position_embeddings",
-        **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
-    },
-    "llama3": {
-        "original_length": "original_max_position_embeddings",
-        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
-    },
-}
-"""The type of scaled rotary positions to what its settings are called here and in ``rope_parameters``."""
-READERS: dict[str, Callable[[Mapping[str, object], Path, str], float]] = {
-    "original_length": integer,
-    "truncate": switch,
-}
-"""The settings that are no numbers above 0."""
-
-
-def rope(
-    full: Mapping[str, object], place: Path | str, kind: str | None = None, base: float = 10000.0, partial: bool = False
-) -> ConfigData:
-    """Return the config, as data, of the rotary positions of the config ``full``, which stands at ``place``.
-
-    ``kind``: the kind of layer, where they differ between kinds; ``base``: where a file has none; ``partial``: whether
-    the model heeds ``partial_rotary_factor``, which most do not.
-    """
-    place = Path(place)
-    table = parameters(full, place, kind)
-    outside = {name: full[name] for name in ("rope_theta", "partial_rotary_factor") if name in full}
-    settings = {"rope_theta": base, **outside, **table, "max_position_embeddings": full.get("max_position_embeddings")}
-    if kind is None and "original_max_position_embeddings" in full:
-        settings["original_max_position_embeddings"] = full["original_max_position_embeddings"]
-    position: ConfigData = {"kind": "rope", "base": positive(settings, place, "rope_theta")}
-    if partial and settings.get("partial_rotary_factor", 1.0) != 1:
-        position["fraction"] = positive(settings, place, "partial_rotary_factor")
-    scaling = settings.get("rope_type", settings.get("type", "default"))
-    if scaling in ("default", None):
-        return position
-    if not isinstance(scaling, str) or scaling not in SCALINGS:
-        raise KinformerError(
-            f"{place}: rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' does not "
-            f"have"
-            f"{', as they follow the length of the text' if scaling in ('dynamic', 'longrope') else ''}; what it has: "
-            f"default, {', '.join(SCALINGS)}."
-        )
-    return position | _scaled(settings, place, scaling)
-
-
-def parameters_of(position: ConfigView) -> Settings:
-    """Return the ``rope_parameters`` of the config ``position``, as data: the inverse of :func:`rope`; with no base for
-    no positions.
-
-    Errors: ``KeyError`` for positions that are not rotary, or scaled in a way that transformers does not know.
-    """
-    if position["kind"] == "none":
-        return {"rope_type": "default", "rope_theta": None}
-    scaling = position["scaling"]
-    parameters = {"rope_type": "default" if scaling == "none" else scaling, "rope_theta": position["base"]}
-    if scaling == "none":
-        return parameters
-    named = {theirs: position[ours] for ours, theirs in SCALINGS[scaling].items()}
-    return (
-        parameters
-        | {"factor": position["factor"]}
-        | {name: value for name, value in named.items() if value is not None}
-    )
-
-
-def _scaled(settings: Mapping[str, object], place: Path, scaling: str) -> ConfigData:
-    """Return the settings of positions that are scaled; none where a factor of 1 leaves them as they are."""
-    scaled = {
-        ours: READERS.get(ours, positive)(settings, place, theirs)
-        for ours, theirs in SCALINGS[scaling].items()
-        if settings.get(theirs) is not None
-    }
-    if "original_length" in SCALINGS[scaling] and "original_length" not in scaled:
-        scaled["original_length"] = integer(settings, place, "max_position_embeddings")
-    if settings.get("factor") is None and "original_length" in scaled:
-        factor = integer(settings, place, "max_position_embeddings") / scaled["original_length"]
-    else:
-        factor = positive(settings, place, "factor")
-    if scaling == "yarn" and "attention_factor" not in scaled:
-        scaled |= _attention_factor(settings, place, factor)
-    if factor == 1 and scaled.get("attention_factor", 1.0) == 1:
-        return {}
-    return {"scaling": scaling, "factor": factor} | scaled
-
-
-def _attention_factor(settings: Mapping[str, object], place: Path, factor: float) -> dict[str, float]:
-    """Return what multiplies cosines and sines with YaRN where DeepSeek's ``mscale`` and ``mscale_all_dim`` say it."""
-    names = ("mscale", "mscale_all_dim")
-    if not all(settings.get(name) for name in names) or factor <= 1:
-        return {}
-    above, below = (magnitude(settings, place, name, factor) for name in names)
-    return {"attention_factor": above / below}
-
-
-def magnitude(settings: Mapping[str, object], place: Path, name: str, factor: float) -> float:
-    """Return YaRN's magnitude, 0.1 m ln(factor) + 1, for m the setting ``name``; 1 where nothing is stretched."""
-    return 0.1 * positive(settings, place, name) * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def parameters(full: Mapping[str, object], place: Path, kind: str | None = None) -> Mapping[str, object]:
-    """Return the table of rotary settings, empty where there is none.
-
-    ``rope_scaling`` replaces ``rope_parameters``, as in transformers; where each ``kind`` of layer has its own table,
-    ``rope_scaling`` adds to it.
-    """
-    tables: list[Mapping[str, object]] = []
-    for name in ("rope_parameters", "rope_scaling"):
-        table = full.get(name) or {}
-        if not isinstance(table, Mapping):
-            raise KinformerError(f"{place}: {name} is not a table of settings; restore the file from a copy.")
-        tables.append(table)
-    parameters, scaling = tables
-    if kind is None:
-        return scaling or parameters
-    of_kind = parameters.get(kind)
-    return {**(of_kind if isinstance(of_kind, Mapping) else {}), **scaling}
-
-
-GENERATION = "generation_config.json"
-DEPTH = 10_000
-"""More layers than any model has; a config that names more is damaged."""
+    id: int
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One ``model_type``: ``title`` in messages, and the ``member`` here.
+    """One ``model_type``: the conversion of its ``config.json`` and of its tensors, in both directions.
 
-    ``defaults``: transformers' values of settings that a config leaves out; ``required``: the only values of settings
-    with which our model computes the same; ``names``: a further name of a setting to its name in ``defaults``;
-    ``causal``: whether the model generates; :func:`complete` takes all four. ``model`` returns our model config, as
-    data, of the full settings; ``keys`` maps tensors.
+    ``title``: the name in messages. ``member``: the member of the family that a folder is imported as.
+    ``kind`` and ``reads``: the kinds of our model config and of its input.
+    ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it.
+    ``defaults``: the values of missing settings; ``required``: the only values with which our model computes the same;
+    ``names``: further names of settings; ``causal``: whether the model is causal (see :func:`complete`).
+    ``read`` returns our model config, as data, of complete settings.
+    ``write`` is its inverse, which may raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model of another
+    architecture.
+    ``keys`` maps tensors in both directions; it may depend on our model config.
+    A subclass may override the methods in place of these three.
+    ``buffers``: the names of tensors beside the weights. ``processor``: the class that prepares images.
+    ``exported``: whether our models are written as this architecture.
     """
 
     title: str
     member: str
-    defaults: Mapping[str, object]
-    model: Callable[[Settings, Path], ConfigData]
-    keys: KeyMap | Callable[[ConfigView], KeyMap]
+    kind: str = "decoder"
+    reads: str = "tokens"
+    model_class: str = ""
+    auto_class: str = "AutoModelForCausalLM"
+    defaults: Mapping[str, object] = field(default_factory=dict)
     required: Mapping[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     causal: bool = True
+    read: Callable[[Settings], ConfigData] | None = None
+    write: Callable[[ConfigView], JsonObject] | None = None
+    keys: KeyMap | Callable[[ConfigView], KeyMap] | None = None
+    buffers: re.Pattern[str] = BUFFERS
+    processor: str | None = None
+    exported: bool = True
+    of: ClassVar[str] = " language model"
+    """What follows the title in messages about tensors."""
+    reordered: ClassVar[str] = ""
+    """What :meth:`reorder` changes, for the user."""
 
-    def model_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
-        """Return our model config, as data, of the ``config.json`` at ``place``."""
+    # From a folder to our model.
+
+    def complete(self, config: Mapping[str, object], place: Path) -> Settings:
+        """Return the checked settings of the ``config.json`` at ``place``."""
         full = complete(config, place, self.defaults, self.required, self.names, self.causal)
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:
-                integer(full, place, name, maximum=DEPTH)
-        return self.model(full, place)
+                full.integer(name, maximum=DEPTH)
+        return full
 
-    def key_map(self, model: Mapping[str, object]) -> KeyMap:
-        """Return the key map of a ``model`` config, as data."""
-        return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
+    def read_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
+        """Return our model config, as data, of the ``config.json`` at ``place``."""
+        assert self.read is not None
+        return self.read(self.complete(config, place))
 
-    def convert(self, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path) -> dict[str, Tensor]:
-        """Return the weights under our names; a tensor that such a language model does not have is an error."""
+    def with_tensors(
+        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
+    ) -> ConfigData:
+        """Return our ``model`` config with the settings that follow from ``tensors`` and other files in ``folder``."""
+        return model
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the weights of our ``model``; ``config``: the ``config.json``.
+
+        Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
+        """
         import torch
 
-        weights = self.key_map(model).read(tensors, model, folder, f"{self.title} language model") | _slopes(model)
-        if not model["head"]["tied"]:
+        weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
+        if not model["head"].get("tied"):
             return weights
         output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
         table = weights.get("input.embedding.weight")
@@ -288,14 +117,53 @@ class Architecture:
             )
         return weights
 
-    def write(self, weights: Mapping[str, Tensor], model: Mapping[str, object]) -> dict[str, Tensor]:
-        """Return our ``weights`` under their names: the inverse of :meth:`convert`."""
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        """Return notes for the user on tensors that the import left out or added."""
+        return ()
+
+    # From our model to a folder.
+
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        """Return the ``config.json`` of our ``model``.
+
+        ``length``: the longest text of training, for positions that do not end; ``padding``: the padding token.
+        """
+        assert self.write is not None
+        return self.write(model)
+
+    def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
+        """Return the config of our ``model`` as the import reads it from the written ``settings``."""
+        return self.read_config(settings, Path(CONFIG))
+
+    def write_tensors(self, weights: Tensors, model: ConfigView, settings: JsonObject) -> dict[str, Tensor]:
+        """Return the ``weights`` of our ``model`` under their names and in their layouts."""
         stored = _slopes(model)
         return self.key_map(model).write({name: one for name, one in weights.items() if name not in stored}, model)
 
+    def classes(self, model: ConfigView) -> tuple[str, str]:
+        """Return the class of transformers for our ``model``, and the class that loads it."""
+        return self.model_class, self.auto_class
+
+    def order(self, model: ConfigView) -> ConfigView:
+        """Return our ``model`` with features in the order of transformers; the same object where the order is equal."""
+        return model
+
+    def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
+        """Return the ``weights`` of our ``model`` for the config that :meth:`order` returns."""
+        return dict(weights)
+
+    def differences(self, model: ConfigView) -> list[str]:
+        """Return sentences on what transformers does otherwise than our ``model``."""
+        return []
+
+    def key_map(self, model: ConfigView) -> KeyMap:
+        """Return the key map of our ``model``."""
+        assert self.keys is not None
+        return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
+
 
 def _slopes(model: ConfigView) -> dict[str, Tensor]:
-    """Return what the layers with ALiBi store beside their weights."""
+    """Return the slopes that our layers with ALiBi store and transformers computes."""
     from kinformer.nn import AlibiBias
 
     stored: dict[str, Tensor] = {}
@@ -309,15 +177,95 @@ def _slopes(model: ConfigView) -> dict[str, Tensor]:
     return stored
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Architecture):
+    """A decoder of tokens.
+
+    Rotary positions of transformers pair feature i of a head with feature i + width / 2. Our layout "interleaved" pairs
+    2i with 2i + 1, so the export changes the order of the rows of queries and keys.
+    """
+
+    buffers: re.Pattern[str] = MASKS
+    reordered = "the rows of queries and keys change their order"
+
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        settings = super().write_config(model, length, padding)
+        return {**settings, **ends_of(model), "pad_token_id": None, **_longest(model, length)}
+
+    def order(self, model: ConfigView) -> ConfigView:
+        layers = [_with_half_layout(layer) for layer in model["layers"]]
+        same = all(a is b for a, b in zip(layers, model["layers"], strict=True))
+        return model if same else {**model, "layers": layers}
+
+    def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
+        import torch
+
+        changed = dict(weights)
+        for number, layer in enumerate(model["layers"]):
+            if _with_half_layout(layer) is layer:
+                continue
+            rows = head_rows({"dim": model["dim"], **layer})
+            head_dim = rows[0] // layer["mixer"]["num_heads"]
+            width = int(layer["mixer"]["position"]["fraction"] * head_dim)
+            order = torch.cat([torch.arange(0, width, 2), torch.arange(1, width, 2), torch.arange(width, head_dim)])
+            for kind in ("weight", "bias"):
+                name = f"stack.layers.{number}.mixer.projection.qkv.{kind}"
+                if name in changed:
+                    q, k, v = changed[name].split(list(rows))
+                    q, k = (part.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1) for part in (q, k))
+                    changed[name] = torch.cat([q, k, v])
+        return changed
+
+
+def _with_half_layout(layer: ConfigView) -> ConfigView:
+    """Return ``layer`` with rotary pairs half a head apart; the same object where they are, or where there are none."""
+    mixer = layer.get("mixer", {})
+    position = mixer.get("position") or {}
+    if position.get("kind") != "rope" or position["layout"] != "interleaved":
+        return layer
+    if mixer.get("projection", {}).get("kind") not in ("multi_head", "grouped"):
+        return layer
+    return {**layer, "mixer": {**mixer, "position": {**position, "layout": "half"}}}
+
+
+def decoder_of(full: Settings, dim: int, layers: list[ConfigData], norm: ConfigView) -> ConfigData:
+    """Return our config, as data, of a decoder of tokens with these ``layers`` and without absolute positions."""
+    return {
+        "kind": "decoder",
+        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
+        "dim": dim,
+        "layers": layers,
+        "position": "none",
+        "norm": norm,
+        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
+    }
+
+
+def ends_of(model: ConfigView) -> JsonObject:
+    """Return the ids that begin and end a text, None included, as transformers has defaults for them."""
+    return {"bos_token_id": model["input"]["bos_token"], "eos_token_id": model["input"]["eos_token"]}
+
+
+def _longest(model: ConfigView, length: int | None) -> JsonObject:
+    """Return the setting of the longest text of a model with rotary positions, which do not end."""
+    positions = [layer["mixer"].get("position", {}) for layer in model["layers"]]
+    position = next((one for one in positions if one.get("kind") == "rope"), None)
+    if position is None:
+        return {}
+    if position["original_length"] is not None:
+        return {"max_position_embeddings": int(position["original_length"] * position["factor"])}
+    return {"max_position_embeddings": length or 2048}
+
+
 def add_ends(tokens: ConfigData, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
-    """Add the ids that end a text to the ``tokens`` of a decoder, as ``generation_config.json`` or else ``config.json``
-    names them; return notes on what was left out."""
+    """Add the ids that end a text to the input ``tokens`` of a decoder; return notes on the ids it leaves out.
+
+    ``generation_config.json`` names the ids; without it, or without the setting, ``config.json`` does.
+    """
     place = folder / GENERATION
-    named = read_json(place) if place.is_file() else {}
-    if not isinstance(named, dict):
-        raise KinformerError(f"{place}: is no table of settings; restore it from a copy, or remove it.")
+    named: Mapping[str, object] = optional_table(place)
     if "eos_token_id" not in named:
-        place, named = folder / "config.json", dict(config)
+        place, named = folder / CONFIG, config
     value = named.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
@@ -328,11 +276,3 @@ def add_ends(tokens: ConfigData, config: Mapping[str, object], folder: Path) -> 
     if len(ends) == len(set(ids)):
         return ()
     return (f"eos_token_id is {excerpt(value)} in {place.name}; ids outside the vocabulary end no text",)
-
-
-def context_length(model: Mapping[str, object], config: Mapping[str, object], place: Path) -> int | None:
-    """Return the longest text that the model of ``config`` was trained on; None where its positions end there."""
-    for name in ("max_position_embeddings", "max_seq_len"):
-        if model["position"] == "none" and config.get(name) is not None:
-            return integer(config, place, name)
-    return None

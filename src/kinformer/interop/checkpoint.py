@@ -1,47 +1,66 @@
 """Hugging Face checkpoint folders: ``config.json``, safetensors in one file or several, ``tokenizer.json``.
 
-Only JSON and safetensors are read, which hold data and no code; a pickled ``pytorch_model.bin`` is never opened.
+Only JSON and safetensors are read, which hold data and no code; a pickled ``pytorch_model.bin`` is never opened. Each
+architecture has one file, which ends with its ``ARCHITECTURES``; this file collects them and reads folders.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kinformer.interop import (
     decision,
-    decoders,
     deepseek,
-    deit,
     encoder_decoders,
+    encoders,
     experts,
     fla,
     gpt2,
     hybrids,
-    images,
     llama,
-    marian,
     modernbert,
     swin,
     vit,
 )
-from kinformer.interop import encoders as encoder_keys
-from kinformer.interop.architecture import Settings, add_ends, context_length
-from kinformer.interop.encoders import BERT, BIG_BIRD, LONGFORMER, ROBERTA, Family, has_no_types, plainly
-from kinformer.interop.hybrids import PARTS, settings, tensors_of
-from kinformer.interop.key_map import ConfigData, ConfigView
+from kinformer.interop.architecture import Architecture, Tensors, add_ends
+from kinformer.interop.key_map import ConfigView
+from kinformer.interop.settings import CONFIG, INDEX, TOKENIZER, WEIGHTS, Settings, class_names, read_table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
+from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PAGES = (
+    llama,
+    hybrids,
+    gpt2,
+    experts,
+    deepseek,
+    encoders,
+    vit,
+    swin,
+    encoder_decoders,
+    decision,
+    modernbert,
+    fla,
+)
+"""The files of architectures, in the order in which the export tries them."""
+ARCHITECTURES: dict[str, Architecture] = {kind: one for page in PAGES for kind, one in page.ARCHITECTURES.items()}
+"""The architectures by ``model_type``."""
 OURS = "kinformer"
-"""The ``model_type`` of folders whose model is no architecture of transformers."""
-CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
+"""The ``model_type`` of folders whose model is not an architecture of transformers."""
+PARTS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
+"""The ``model_type`` of a folder that also reads images, to the ``model_type`` of its language model."""
+PART_PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+OF_IMAGES = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+OUTSIDE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Settings of the language model that may stand beside its table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,160 +80,78 @@ class Imported:
     length: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Format:
-    """The conversion of checkpoints of one ``model_type``: config to model config, weights to our weights.
-
-    ``with_tensors`` changes what follows from tensors. ``family`` is that of an encoder, whose head follows from its
-    tensors. ``images``: whether the model reads images. ``untied``: whether tensors have an output matrix of their own
-    although the config does not say so. ``notes``: notes for the user on the tensors. ``buffers`` names the tensors
-    that are no weights, which old checkpoints hold in any dtype.
-    """
-
-    member: str
-    model_config: Callable[[Settings, Path], ConfigData]
-    convert: Callable[[Mapping[str, Tensor], ConfigView, Path], dict[str, Tensor]] | None = None
-    with_tensors: Callable[[ConfigView, Mapping[str, Tensor]], ConfigData] = lambda model, _: dict(model)
-    family: Family | None = None
-    images: bool = False
-    untied: Callable[[Mapping[str, Tensor]], bool] = lambda tensors: False
-    notes: Callable[[Mapping[str, Tensor]], tuple[str, ...]] = lambda tensors: ()
-    buffers: re.Pattern[str] = encoder_keys.BUFFERS
-
-
-MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
-"""Masks of old checkpoints of decoders, which may be no numbers at all."""
-FAMILIES = {
-    "bert": BERT,
-    "roberta": ROBERTA,
-    "longformer": LONGFORMER,
-    "big_bird": BIG_BIRD,
-}
-"""Encoders of texts, by ``model_type``."""
-FORMATS = {
-    **{
-        kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, buffers=MASKS)
-        for part in (gpt2, llama, decoders, experts, deepseek, fla)
-        for kind, one in part.ARCHITECTURES.items()
-    },
-    **{
-        kind: _Format(member=one.member, model_config=one.model_config, convert=one.convert, notes=hybrids.notes)
-        for kind, one in hybrids.ARCHITECTURES.items()
-    },
-    **{
-        kind: _Format(member=family.member, model_config=family.model_config, family=family)
-        for kind, family in FAMILIES.items()
-    },
-    "modernbert": _Format(
-        member=modernbert.MODERNBERT.member,
-        model_config=modernbert.MODERNBERT.model_config,
-        convert=modernbert.convert,
-        notes=modernbert.notes,
-    ),
-    "marian": _Format(
-        member="vanilla", model_config=marian.model_config, convert=marian.convert, with_tensors=marian.with_bias
-    ),
-    **{
-        kind: _Format(
-            member="vanilla",
-            model_config=model_config,
-            convert=encoder_decoders.convert,
-            untied=encoder_decoders.untied,
-        )
-        for kind, model_config in (("t5", encoder_decoders.t5_config), ("mt5", encoder_decoders.mt5_config))
-    },
-    "bart": _Format(member="vanilla", model_config=encoder_decoders.bart_config, convert=encoder_decoders.convert),
-    "decision_transformer": _Format(
-        member=decision.DECISION.member,
-        model_config=decision.DECISION.model_config,
-        convert=decision.convert,
-        notes=decision.notes,
-        buffers=MASKS,
-    ),
-    "vit": _Format(member="vit", model_config=vit.model_config, convert=vit.convert, images=True),
-    "deit": _Format(member="deit", model_config=deit.model_config, convert=deit.convert, images=True),
-    **dict.fromkeys(
-        ("swin", "swinv2"),
-        _Format(member="swin", model_config=swin.model_config, convert=swin.convert, images=True, buffers=swin.BUFFERS),
-    ),
-}
-
-
 def read_checkpoint(folder: str | Path) -> Imported:
     """Read a checkpoint folder.
 
-    Errors: ``KinformerError`` for anything that is missing, damaged, of an unknown kind, or that our model would
-    compute otherwise; nothing is skipped in silence.
+    Errors: ``KinformerError`` for anything missing, damaged, of an unknown kind, or that our model would compute
+    otherwise; nothing is skipped in silence.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise KinformerError(f"{folder}: is no folder; give the folder that holds the checkpoint's {CONFIG}.")
-    with reading(folder, "cannot be imported: its settings or tensors are not what they should be"):
+        raise KinformerError(f"{folder}: is not a folder; give the folder that holds the checkpoint's {CONFIG}.")
+    with reading(folder, "cannot be imported: its settings or tensors do not have the values they should have"):
         return _imported(folder)
 
 
 def _imported(folder: Path) -> Imported:
-    config = read_json(folder / CONFIG)
-    if not isinstance(config, dict):
-        raise KinformerError(f"{folder / CONFIG}: is no table of settings; restore it from a copy.")
-    kind = config.get("model_type")
-    importable = (*FORMATS, *PARTS, OURS)
+    place = folder / CONFIG
+    config = read_table(place)
+    kind, importable = config.get("model_type"), (*ARCHITECTURES, *PARTS, OURS)
     if not isinstance(kind, str) or kind not in importable:
-        raise KinformerError(
-            f"{folder / CONFIG}: the model_type {kind!r} cannot be imported; what can: {', '.join(importable)}."
-        )
-    is_part = kind in PARTS
-    if is_part:
-        config = settings(config, folder / CONFIG)
-        kind = config["model_type"]
+        raise KinformerError(f"{place}: the model_type {kind!r} cannot be imported; what can: {', '.join(importable)}.")
+    if kind in PARTS:
+        config = _language_settings(config, place)
     if config.get("quantization_config") is not None:
-        raise KinformerError(
-            f"{folder / CONFIG}: the weights are quantised; import the checkpoint they were made from."
-        )
+        raise KinformerError(f"{place}: the weights are quantised; import the checkpoint they were made from.")
     if kind == OURS:
         return _ours(config, folder)
-    form = FORMATS[kind]
-    model, notes = form.model_config(config, folder / CONFIG), tuple[str, ...]()
-    tensors, left_out = _weights(_tensors(folder), form.buffers, folder), tuple[str, ...]()
-    if is_part:
-        tensors, left_out = tensors_of(tensors)
-    if form.family is not None:
-        model, weights, notes = _text_encoder(form.family, tensors, config, folder)
-    else:
-        assert form.convert is not None
-        if form.untied(tensors):
-            model["head"]["tied"] = False
-        model = form.with_tensors(model, tensors)
-        weights, notes = form.convert(tensors, model, folder), left_out + form.notes(tensors)
+    form = ARCHITECTURES[PARTS.get(kind, kind)]
+    model, left_out = form.read_config(config, place), tuple[str, ...]()
+    tensors = _weights(_tensors(folder), form.buffers, folder)
+    if kind in PARTS:
+        tensors, left_out = _language_tensors(tensors)
+    model = form.with_tensors(model, tensors, config, folder)
+    weights = form.read_tensors(tensors, model, folder, config)
+    notes = left_out + form.notes(tensors, model, folder)
     if model["kind"] == "decoder" and "vocab_size" in model["input"]:
         notes += add_ends(model["input"], config, folder)
-    if form.images:
-        model["input"] |= images.normalisation(folder, model["input"]["channels"])
-        notes = images.notes(folder)
-    tokenizer = folder / TOKENIZER
+    lengths = [name for name in ("max_position_embeddings", "max_seq_len") if config.get(name) is not None]
     return Imported(
         member=form.member,
         model=model,
         weights=weights,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=_tokenizer(folder),
         notes=notes,
         classes=_classes(config, model, folder),
-        length=context_length(model, config, folder / CONFIG),
+        length=Settings(config, place).integer(lengths[0]) if lengths and model["position"] == "none" else None,
     )
 
 
-def _text_encoder(
-    family: Family, tensors: Mapping[str, Tensor], config: Mapping[str, object], folder: Path
-) -> tuple[ConfigData, dict[str, Tensor], tuple[str, ...]]:
-    """Return an encoder's model config, its weights and notes for the user; the head follows from its tensors."""
-    place, tensors = folder / CONFIG, plainly(tensors)
-    model = family.model_config(config, place) | family.head(config, place, tensors)
-    model["input"] = model["input"] | family.special_tokens(config, place)
-    if has_no_types(tensors):
-        model["input"]["types"] = 0
-    keys = family.key_map(config, place, model["head"]["kind"])
-    weights = encoder_keys.read(keys, tensors, model, folder, family.title)
-    return model, weights, encoder_keys.notes(keys, tensors, model) + family.notes(model)
+def _tokenizer(folder: Path) -> Path | None:
+    """Return the path of the folder's tokenizer.json; None without one."""
+    return folder / TOKENIZER if (folder / TOKENIZER).is_file() else None
+
+
+def _language_settings(config: JsonObject, place: Path) -> JsonObject:
+    """Return the settings of the language model of a folder that also reads images; they are a table in ``config``."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise KinformerError(f"{place}: text_config is not a table of settings; restore the file from a copy.")
+    outside = {name: config[name] for name in OUTSIDE if config.get(name) is not None}
+    return {**inner, **outside, "model_type": PARTS[config["model_type"]]}
+
+
+def _language_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return the language model's ``tensors`` without their prefix, and a note on the tensors it leaves out."""
+    part, left_out = {}, set()
+    for name, tensor in tensors.items():
+        if match := OF_IMAGES.fullmatch(name):
+            left_out.add(match[1])
+            continue
+        plain = PART_PREFIX.sub("", name, count=1) if PART_PREFIX.match(name) else name
+        part[plain if plain == name or plain.startswith("lm_head.") else f"model.{plain}"] = tensor
+    notes = (f"{', '.join(sorted(left_out))} left out: the run reads tokens alone",) if left_out else ()
+    return part, notes
 
 
 def _ours(config: Mapping[str, object], folder: Path) -> Imported:
@@ -223,18 +160,17 @@ def _ours(config: Mapping[str, object], folder: Path) -> Imported:
 
     member, model = config.get("member"), config.get("composition")
     if not isinstance(member, str) or not isinstance(model, Mapping):
-        raise KinformerError(f"{folder / CONFIG}: names no member or no composition; restore it from a copy.")
+        raise KinformerError(f"{folder / CONFIG}: does not name a member and a composition; restore it from a copy.")
     halves = (torch.bfloat16, torch.float16)
     weights = {
         name.removeprefix("model."): one.float() if one.dtype in halves else one
         for name, one in _tensors(folder).items()
     }
-    tokenizer = folder / TOKENIZER
     return Imported(
         member=member,
         model=model,
         weights=weights,
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=_tokenizer(folder),
         classes=_classes(config, model, folder),
     )
 
@@ -244,7 +180,7 @@ def _classes(config: Mapping[str, object], model: ConfigView, folder: Path) -> t
     count = (model.get("head") or {}).get("classes")
     if count is None:
         return ()
-    names = images.classes(config, folder / CONFIG)
+    names = class_names(config, folder / CONFIG)
     return names if len(names) == count else tuple(f"LABEL_{number}" for number in range(count))
 
 
@@ -267,11 +203,11 @@ def _shards(folder: Path) -> dict[str, Tensor]:
     index = read_json(folder / INDEX)
     file_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(file_of, dict) or not file_of:
-        raise KinformerError(f"{folder / INDEX}: has no weight_map; restore it from a copy.")
+        raise KinformerError(f"{folder / INDEX}: does not have a weight_map; restore it from a copy.")
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(map(str, file_of.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise KinformerError(f"{folder / INDEX}: names {file!r}, which is no safetensors file of this folder.")
+            raise KinformerError(f"{folder / INDEX}: names {file!r}, which is not a safetensors file of this folder.")
         shard = load_tensors(folder / file)[0]
         wanted = [name for name, holder in file_of.items() if holder == file]
         if missing := [name for name in wanted if name not in shard]:

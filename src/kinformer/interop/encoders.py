@@ -1,31 +1,33 @@
-"""The tensors of the encoders of texts of the library transformers, and ours: key maps that are read both ways.
+"""BERT, RoBERTa, Longformer and Big Bird of the library transformers, with their heads.
 
-Queries, keys and values are three products there and one here. The masked-language head is tied to the embedding. Old
-files have other names of norms, buffers among the weights, and a pooler that nothing here reads.
+All have post-norm layers, learned positions, types of tokens and a norm behind the embedding. Queries, keys and values
+are three products there and one product here. The head for masked tokens is tied to the embedding. A config need not
+name the head, but the tensors of the head do. Old files have other names of norms, buffers among the weights, and a
+pooler that no model here reads.
+
+RoBERTa and Longformer count positions from behind the number of the padding token. There a padding token within a text
+does not have a position; here ``valid`` alone says which tokens are padding.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop import images
-from kinformer.interop.architecture import Settings, choice, complete, integer, number, require
+from kinformer.interop.architecture import ACTIVATION_NAMES, ACTIVATIONS, Architecture, Padding, Tensors, ends_of
 from kinformer.interop.key_map import QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
+from kinformer.interop.settings import CONFIG, Settings, class_names, count_classes, labels
+from kinformer.interop.tokenizer_files import special_tokens
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import read_json
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 PREFIX = re.compile(r"(bert|roberta|longformer)\.")
-BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
-"""Ranges of whole numbers, which old checkpoints keep among the weights."""
 PRODUCTS = ("query", "key", "value")
 LAYER = (
     key("mixer.projection.qkv", *(f"attention.self.{name}" for name in PRODUCTS), layout=QKV),
@@ -48,7 +50,10 @@ POOLER, NEXT_SENTENCE = r"pooler\b.*", r"cls\.seq_relationship\b.*"
 
 @dataclass(frozen=True)
 class HeadKeys:
-    """The keys of the heads of one family: for masked tokens, and for classes of texts (those of tokens are alike)."""
+    """The keys of the heads of one architecture: for masked tokens, and for classes of texts.
+
+    The head for classes of tokens has the same keys everywhere.
+    """
 
     language: tuple[Key, ...]
     classes: tuple[Key, ...]
@@ -59,13 +64,13 @@ class HeadKeys:
         return {"masked_language": self.language, "classification": self.classes}.get(kind, per_token)
 
     def left_out(self, kind: str) -> re.Pattern[str]:
-        """Return the names of what guesses the next sentence, which no model here does."""
+        """Return the names of the tensors that predict the next sentence, which no model here does."""
         reads_pooler = any(name.startswith("pooler.") for one in self.of(kind) for name in one.theirs)
         return re.compile(NEXT_SENTENCE if reads_pooler else f"{POOLER}|{NEXT_SENTENCE}")
 
 
 def _language(dense: str, norm: str, of_all: str) -> tuple[Key, ...]:
-    """Return the keys of a head for masked tokens; ``of_all`` is before the names of the output and of its bias."""
+    """Return the keys of a head for masked tokens; ``of_all``: the module of the output and of its bias."""
     bias = key("head.bias", f"{of_all}.bias", tensors=("",))
     return (key("head.dense", dense), key("head.norm", norm), key("head.output", f"{of_all}.decoder"), bias)
 
@@ -76,67 +81,52 @@ POOLED = (key("head.dense", "pooler.dense"), key("head.output", "classifier"))
 CLASSIFIER = (key("head.dense", "classifier.dense"), key("head.output", "classifier.out_proj"))
 
 
-def plain(name: str) -> str:
-    """Return a tensor's name without that of the model before it, and with the names that norms have today."""
-    name = PREFIX.sub("", name, count=1)
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+def _plainly(tensors: Tensors) -> dict[str, Tensor]:
+    """Return ``tensors`` by their names without the prefix, and with the names that norms have today."""
+    norms = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    plain = {}
+    for name, tensor in tensors.items():
+        name = PREFIX.sub("", name, count=1)
+        for before, after in norms.items():
+            name = name.replace(before, after)
+        plain[name] = tensor
+    return plain
 
 
-def has_language_head(names: Collection[str]) -> bool:
-    """Return whether ``names``, made plain, hold a masked-language head."""
+def _has_language_head(names: Collection[str]) -> bool:
+    """Return whether the plain ``names`` hold a head for masked tokens."""
     return bool({"cls.predictions.transform.dense.weight", "lm_head.dense.weight"} & set(names))
 
 
-def key_map(heads: HeadKeys, prefix: str, kind: str, skipped: int) -> KeyMap:
-    """Return the key map of an encoder with the head ``kind``.
-
-    ``skipped``: how many rows of their table of positions stand before that of the first token.
-    """
-    position = key("position.table", POSITIONS, layout=Behind(skipped), tensors=("",))
-    return KeyMap(
-        model=(*EMBEDDINGS, position, *heads.of(kind)),
-        layer=LAYER,
-        layers="encoder.layer",
-        prefix=prefix,
-        left_out=heads.left_out(kind),
-    )
-
-
-def read(keys: KeyMap, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path, title: str) -> dict[str, Tensor]:
-    """Return the weights, by their plain names, under ours; an unknown one is an error, one left out is named by
-    ``notes``."""
-    kind = model["head"]["kind"]
-    if not model["input"]["types"]:
-        tensors = {name: tensor for name, tensor in tensors.items() if name != TYPES}
-    weights = keys.read(tensors, model, folder, f"{title} with the head {kind!r}")
-    return _with_head(weights, model, tensors, folder)
+REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
+DEFAULTS: Mapping[str, object] = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+"""The values that transformers has for missing settings."""
+HEAD_CLASSES = {
+    "masked_language": "MaskedLM",
+    "classification": "SequenceClassification",
+    "token_classification": "TokenClassification",
+}
+"""Our kinds of heads to the ends of the names of classes."""
 
 
-def write(keys: KeyMap, weights: Mapping[str, Tensor], model: ConfigView) -> dict[str, Tensor]:
-    """Return our ``weights`` under their names: the inverse of :func:`read`.
-
-    Theirs always add a vector of a type; for a model without types that is zero.
-    """
-    import torch
-
-    full = dict(weights)
-    if not model["input"]["types"]:
-        full["input.types.weight"] = torch.zeros(1, model["dim"])
-    if "head.output.weight" in full and "head.bias" in full:
-        full["head.output.bias"] = full["head.bias"].clone()
-    return keys.write(full, model)
-
-
-def _with_head(
+def _with_language_head(
     weights: dict[str, Tensor], model: ConfigView, names: Collection[str], folder: Path
 ) -> dict[str, Tensor]:
-    """Return ``weights`` with one bias of the masked-language head, and no
-    output matrix where that is the embedding."""
+    """Return ``weights`` with one bias of the head for masked tokens, and without an output matrix if it is tied."""
     import torch
 
-    if model["head"]["kind"] != "masked_language":
-        return weights
-    if not has_language_head(names):
+    if not _has_language_head(names):
         return weights | new_head(model)
     tied = model["head"]["tied"]
     bias = weights.pop("head.output.bias", None)
@@ -154,11 +144,11 @@ def _with_head(
     return weights
 
 
-NEW_HEAD = "it has no head, so the masked-language head is a new one; hidden states are as they were"
+NEW_HEAD = "it does not have a head, so the masked-language head is a new one; hidden states do not change"
 
 
 def new_head(model: ConfigView) -> dict[str, Tensor]:
-    """Return a masked-language head that passes hidden states on: norm(gelu(hidden)) times the embedding."""
+    """Return a head for masked tokens without products: norm(gelu(hidden)) times the embedding."""
     import torch
 
     dim = model["dim"]
@@ -168,99 +158,51 @@ def new_head(model: ConfigView) -> dict[str, Tensor]:
     return weights | {"head.bias": torch.zeros(model["input"]["vocab_size"])}
 
 
-def notes(keys: KeyMap, names: Collection[str], model: ConfigView) -> tuple[str, ...]:
-    """Return notes for the user on what was left out of the checkpoint with the plain ``names``, or added to it."""
-    kind, notes_ = model["head"]["kind"], []
-    if out := sorted(name for name in names if keys.left_out.fullmatch(name)):
-        notes_.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
-    if kind == "masked_language" and not has_language_head(names):
-        notes_.append(NEW_HEAD)
-    if kind == "masked_language" and model["input"].get("mask_token") is None:
-        notes_.append("no file of its tokenizer has the mask's id; to train it give `set` input.mask_token=ID")
-    return tuple(notes_)
-
-
-# The settings that all encoder configs of the library transformers share (BERT, RoBERTa, Longformer, Big Bird).
-#
-# All have post-norm layers, learned positions, token types and a norm after the embedding. A config need not name the
-# head; its tensors do.
-
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
-DEFAULTS: Mapping[str, object] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
-"""The defaults of transformers for what a config leaves out."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """One family of encoders, ``title`` in messages, and the ``member`` here.
+class TextEncoder(Architecture):
+    """An encoder of texts.
 
-    ``defaults`` of the config's settings; ``mixers``: the special settings of each layer's mixer; ``prefix`` and
-    ``heads``: the names of tensors; ``shifted``: positions are counted from behind the padding token's number;
-    ``activated``: the kinds of heads with the activation of the layers; ``first_is_global``: for a classifier of texts
-    the first token is global; ``tokens``: the roles of special tokens that settings tell where no tokenizer does;
-    ``notes``: notes for the user on a model, as data.
+    ``prefix`` and ``heads``: the names of tensors.
+    ``shifted``: positions are counted from behind the padding token's number; ``activated``: the kinds of heads with
+    the activation of the layers; ``first_is_global``: the first token is global where a text is classified;
+    ``tokens``: our roles of special tokens to the settings of their ids, for folders without a tokenizer.
     """
 
-    title: str
-    member: str
+    kind: str = "encoder"
+    causal: bool = False
+    required: Mapping[str, object] = field(default_factory=REQUIRED.copy)
     prefix: str
     heads: HeadKeys
-    mixers: Callable[[Settings, Path], list[ConfigData]]
-    defaults: Mapping[str, object]
     shifted: bool = False
     activated: Collection[str] = ()
     first_is_global: bool = False
     tokens: Mapping[str, str] = field(default_factory=dict)
-    notes: Callable[[ConfigView], tuple[str, ...]] = lambda model: ()
 
-    def settings(self, config: Mapping[str, object], place: Path) -> Settings:
-        """Return ``config`` with its defaults; settings that our model cannot reproduce are an error."""
-        full = complete(config, place, {**DEFAULTS, **self.defaults}, REQUIRED, causal=False)
+    def mixers(self, full: Settings) -> list[ConfigData]:
+        """Return the settings of each layer's mixer that not all encoders share."""
+        return [{}] * full["num_hidden_layers"]
+
+    def write_mixers(self, model: ConfigView) -> JsonObject:
+        """Return the settings of the mixers of our ``model``: the inverse of :meth:`mixers`."""
+        return {}
+
+    def complete(self, config: Mapping[str, object], place: Path) -> Settings:
+        full = super().complete(config, place)
         if config.get("pruned_heads"):
-            raise KinformerError(f"{place}: heads are pruned; import the checkpoint before pruning.")
-        integer(full, place, "num_hidden_layers", maximum=10_000)
-        choice(full, place, "hidden_act", ACTIVATIONS)
+            raise full.error("heads are pruned; import the checkpoint before pruning.")
+        full.choice("hidden_act", *ACTIVATIONS)
         return full
 
-    def model_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
-        """Return the model config, as data and without its head, of a ``config.json``."""
-        full = self.settings(config, place)
-        return self.model(full, place, self.mixers(full, place))
-
-    def special_tokens(self, config: Mapping[str, object], place: Path) -> dict[str, int]:
-        """Return the ids of special tokens, by files beside the ``config.json`` at ``place``, or by its settings."""
-        return special_tokens(place.parent, self.settings(config, place), self.tokens)
-
-    def key_map(self, config: Mapping[str, object], place: Path, kind: str) -> KeyMap:
-        """Return the key map of a model of ``config`` with the head ``kind``."""
-        return key_map(self.heads, self.prefix, kind, self.skipped(self.settings(config, place), place))
-
-    def skipped(self, full: Mapping[str, object], place: Path) -> int:
-        """Return how many rows of the position table stand before that of the first token."""
-        return 1 + integer(full, place, "pad_token_id", minimum=0) if self.shifted else 0
-
-    def model(self, full: Settings, place: Path, mixers: Sequence[ConfigView]) -> ConfigData:
-        """Return the model config, as data, without its head; ``mixers`` are the
-        special settings of each layer's mixer."""
-        dropout = number(full, place, "hidden_dropout_prob")
-        norm = {"kind": "layer_norm", "eps": number(full, place, "layer_norm_eps"), "bias": True}
-        hidden_dim = integer(full, place, "intermediate_size")
+    def read_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
+        """Return our model config, as data and without its head, of the ``config.json`` at ``place``."""
+        full = self.complete(config, place)
+        mixers, dropout = self.mixers(full), full.number("hidden_dropout_prob")
+        norm = {"kind": "layer_norm", "eps": full.number("layer_norm_eps"), "bias": True}
+        hidden_dim = full.integer("intermediate_size")
         mixer = {
             "kind": "bidirectional",
-            "num_heads": integer(full, place, "num_attention_heads"),
-            "dropout": number(full, place, "attention_probs_dropout_prob"),
+            "num_heads": full.integer("num_attention_heads"),
+            "dropout": full.number("attention_probs_dropout_prob"),
         }
         layer = {
             "kind": "encoder",
@@ -269,251 +211,330 @@ class Family:
             "residual": "post",
             "dropout": dropout,
         }
-        skipped = self.skipped(full, place)
-        length = integer(full, place, "max_position_embeddings", minimum=skipped + 1) - skipped
+        skipped = self._skipped(full)
+        length = full.integer("max_position_embeddings", minimum=skipped + 1) - skipped
         return {
             "kind": "encoder",
             "input": {
                 "kind": "tokens",
-                "vocab_size": integer(full, place, "vocab_size"),
-                "types": integer(full, place, "type_vocab_size", minimum=0),
+                "vocab_size": full.integer("vocab_size"),
+                "types": full.integer("type_vocab_size", minimum=0),
             },
-            "dim": integer(full, place, "hidden_size"),
+            "dim": full.integer("hidden_size"),
             "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
             "position": {"kind": "learned", "max_length": length},
             "embedding_norm": norm,
             "dropout": dropout,
         }
 
+    def with_tensors(
+        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
+    ) -> ConfigData:
+        """Return our ``model`` with its head, its special tokens and its types.
+
+        One type whose vector is zero stands for no types, as in RoBERTa.
+        """
+        tensors, place = _plainly(tensors), folder / CONFIG
+        full = self.complete(config, place)
+        model = model | self.head(config, place, tensors)
+        model["input"] = model["input"] | special_tokens(folder, full, self.tokens)
+        types = tensors.get(TYPES)
+        if types is not None and len(types) == 1 and not bool(types.any()):
+            model["input"]["types"] = 0
+        return model
+
     def head(self, config: Mapping[str, object], place: Path, names: Collection[str]) -> ConfigData:
-        """Return the settings that depend on the head: that of the plain ``names``;
-        one for masked tokens if there is none."""
-        full = self.settings(config, place)
+        """Return the head of a model with tensors of the plain ``names``, and the settings that depend on the head.
+
+        A model without a head gets a head for masked tokens.
+        """
+        full = self.complete(config, place)
         architectures = " ".join(map(str, full.get("architectures") or ()))
         activation = ACTIVATIONS[full["hidden_act"]]
         if any(name.startswith("qa_") for name in names):
-            raise KinformerError(f"{place}: the head is one for question answering, which no model here has.")
+            raise full.error("the head is one for question answering, which no model here has.")
         if "classifier.weight" in names or "classifier.out_proj.weight" in names:
             kind = "token_classification" if "TokenClassification" in architectures else "classification"
             if kind == "classification" and "classifier.weight" in names and "SequenceCl" not in architectures:
-                raise KinformerError(
-                    f"{place}: the head is a classifier, but architectures ({architectures or 'none'}) does not say "
+                raise full.error(
+                    f"the head is a classifier, but architectures ({architectures or 'none'}) does not say "
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
-            count = images.count(full, place) if kind == "classification" else len(images.classes(full, place))
-            chosen = {"kind": kind, "classes": count, "dropout": _head_dropout(full, place)}
-            extra = {"activation": activation} if kind in self.activated else {}
-            return {"head": chosen | extra, "global_tokens": self._global_tokens(full, place, kind)}
-        like_layers = "masked_language" in self.activated
-        if like_layers and activation == "relu":
-            raise KinformerError(f"{place}: hidden_act is 'relu', which the head for masked tokens cannot have here.")
-        tied = not has_language_head(names) or bool(full.get("tie_word_embeddings", True))
-        tanh_gelu = like_layers and activation == "gelu_tanh"
-        eps = number(full, place, "layer_norm_eps")
-        head = {"kind": "masked_language", "tied": tied, "eps": eps, "tanh_gelu": tanh_gelu}
-        return {"head": head, "global_tokens": self._global_tokens(full, place, "masked_language")}
+            count = count_classes(full) if kind == "classification" else len(class_names(full, place))
+            dropout = "hidden_dropout_prob" if full.get("classifier_dropout") is None else "classifier_dropout"
+            head: ConfigData = {"kind": kind, "classes": count, "dropout": full.number(dropout)}
+            if kind in self.activated:
+                head["activation"] = activation
+        else:
+            kind, like_layers = "masked_language", "masked_language" in self.activated
+            if like_layers and activation == "relu":
+                raise full.error("hidden_act is 'relu', which the head for masked tokens cannot have here.")
+            tied = not _has_language_head(names) or bool(full.get("tie_word_embeddings", True))
+            tanh_gelu = like_layers and activation == "gelu_tanh"
+            head = {"kind": kind, "tied": tied, "eps": full.number("layer_norm_eps"), "tanh_gelu": tanh_gelu}
+        count = int(self.first_is_global and kind == "classification")
+        if "global_tokens" in full:  # which our exports alone have
+            count = full.integer("global_tokens", minimum=0)
+        return {"head": head, "global_tokens": count}
 
-    def _global_tokens(self, full: Mapping[str, object], place: Path, kind: str) -> int:
-        """Return how many tokens at the beginning are global; ``global_tokens`` is a setting of our exports alone."""
-        if "global_tokens" in full:
-            return integer(full, place, "global_tokens", minimum=0)
-        return int(self.first_is_global and kind == "classification")
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        assert config is not None
+        tensors, kind = _plainly(tensors), model["head"]["kind"]
+        if not model["input"]["types"]:
+            tensors = {name: tensor for name, tensor in tensors.items() if name != TYPES}
+        keys = self._keys(model, self.complete(config, folder / CONFIG))
+        weights = keys.read(tensors, model, folder, f"{self.title} with the head {kind!r}")
+        return _with_language_head(weights, model, tensors, folder) if kind == "masked_language" else weights
 
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        names, kind = _plainly(tensors), model["head"]["kind"]
+        notes, left_out = [], self.heads.left_out(kind)
+        if out := sorted(name for name in names if left_out.fullmatch(name)):
+            notes.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
+        if kind == "masked_language" and not _has_language_head(names):
+            notes.append(NEW_HEAD)
+        if kind == "masked_language" and model["input"].get("mask_token") is None:
+            notes.append("no file of its tokenizer has the mask's id; to train it give `set` input.mask_token=ID")
+        return tuple(notes)
 
-def has_no_types(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether there is one type, whose vector is zero: RoBERTa's, which has none."""
-    types = tensors.get(TYPES)
-    return types is not None and len(types) == 1 and not bool(types.any())
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        head, pad_token = model["head"], None if padding is None else padding.id
+        if self.shifted and pad_token is None:
+            raise KeyError("pad_token")
+        skipped = 1 + (pad_token or 0) if self.shifted else 0
+        settings = {
+            "vocab_size": model["input"]["vocab_size"],
+            **write_sizes(model),
+            **write_sublayers(model),
+            "max_position_embeddings": model["position"]["max_length"] + skipped,
+            "type_vocab_size": model["input"]["types"] or 1,
+            "pad_token_id": pad_token,
+            "tie_word_embeddings": head.get("tied", True),
+        }
+        if "classes" in head:
+            settings |= labels(head["classes"]) | {"classifier_dropout": head["dropout"]}
+        settings |= self.write_mixers(model)
+        return {**settings, **ends_of(model), "architectures": [self.classes(model)[0]]}
 
+    def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
+        (name,), place = settings["architectures"], Path(CONFIG)
+        kind = next(kind for kind, end in HEAD_CLASSES.items() if name.endswith(f"For{end}"))
+        head = "lm_head.dense.weight" if kind == "masked_language" else "classifier.weight"
+        read = self.read_config(settings, place) | self.head(settings, place, [head])
+        if settings["type_vocab_size"] == 1 and not model["input"]["types"]:
+            read["input"]["types"] = 0  # the vector of the only type is written as zero
+        return read
 
-def plainly(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by their plain names."""
-    return {plain(name): tensor for name, tensor in tensors.items()}
+    def write_tensors(self, weights: Tensors, model: ConfigView, settings: JsonObject) -> dict[str, Tensor]:
+        """Return the ``weights`` of our ``model`` under their names.
 
+        A model of transformers always adds the vector of a type, which is zero for a model without types.
+        """
+        import torch
 
-def _head_dropout(full: Mapping[str, object], place: Path) -> float:
-    has_dropout = full.get("classifier_dropout") is not None
-    return number(full, place, "classifier_dropout" if has_dropout else "hidden_dropout_prob")
+        full = dict(weights)
+        if not model["input"]["types"]:
+            full["input.types.weight"] = torch.zeros(1, model["dim"])
+        if "head.output.weight" in full and "head.bias" in full:
+            full["head.output.bias"] = full["head.bias"].clone()
+        return self._keys(model, self.complete(settings, Path(CONFIG))).write(full, model)
 
+    def classes(self, model: ConfigView) -> tuple[str, str]:
+        end = HEAD_CLASSES[model["head"]["kind"]]
+        return f"{self.model_class}For{end}", f"AutoModelFor{end}"
 
-ROLES = {
-    "mask_token": (("mask_token",), ("[MASK]", "<mask>")),
-    "bos_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
-    "eos_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
-}
-"""Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
+    def differences(self, model: ConfigView) -> list[str]:
+        return ["padding is known there by its id, which may stand nowhere else in a text"] if self.shifted else []
 
+    def _skipped(self, full: Settings) -> int:
+        """Return how many rows of the table of positions stand before the row of the first token."""
+        return 1 + full.integer("pad_token_id", minimum=0) if self.shifted else 0
 
-def special_tokens(folder: Path, config: Settings, settings: Mapping[str, str]) -> dict[str, int]:
-    """Return the ids of a mask and of a sequence's two ends (ROLES) in ``tokenizer.json`` and its neighbours in
-    ``folder``, else by ``settings`` of the config.
-
-    ``settings``: role to the name of the setting of ``config.json`` that holds its id.
-    """
-    ids = ids_of(_table(folder / "tokenizer.json"))
-    named = {**_table(folder / "tokenizer_config.json"), **_table(folder / "special_tokens_map.json")}
-    tokens = {}
-    for role, (names, usual) in ROLES.items():
-        texts = [_text(named[name]) for name in names if named.get(name) is not None] or list(usual)
-        present = [ids[text] for text in texts if text in ids]
-        setting = config.get(settings.get(role, ""))
-        if present:
-            tokens[role] = present[0]
-        elif isinstance(setting, int) and 0 <= setting < config["vocab_size"]:
-            tokens[role] = setting
-    return tokens
-
-
-def ids_of(data: Mapping[str, object]) -> dict[str, int]:
-    """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
-    table, or a list of tokens and costs."""
-    model = data.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids: dict[str, int] = {}
-    if isinstance(vocabulary, dict):
-        ids |= vocabulary
-    elif isinstance(vocabulary, list):
-        ids |= {str(entry[0]): number for number, entry in enumerate(vocabulary) if entry}
-    added = data.get("added_tokens")
-    if isinstance(added, list):
-        ids |= {str(one.get("content")): one["id"] for one in added if isinstance(one, dict) and "id" in one}
-    return {text: number for text, number in ids.items() if isinstance(number, int)}
-
-
-def _table(path: Path) -> JsonObject:
-    data = read_json(path) if path.is_file() else {}
-    return data if isinstance(data, dict) else {}
-
-
-def _text(token: object) -> str:
-    """Return the text of a token as the files have it: its text, or a table that holds it."""
-    return str(token.get("content") if isinstance(token, dict) else token)
-
-
-# BERT (Devlin et al. 2018) and RoBERTa (Liu et al. 2019) as the library transformers saves them, as our ``bert``.
-#
-# RoBERTa counts positions from behind the padding token's number and has an exact gelu in its head. There a padding
-# token in the middle of a text has no position of its own; here ``valid`` alone says what is padding.
-
-
-def _mixers(full: Settings, place: Path) -> list[ConfigData]:
-    return [{}] * full["num_hidden_layers"]
-
-
-BERT = Family(
-    title="BERT",
-    member="bert",
-    prefix="bert.",
-    heads=HeadKeys(CLS, POOLED),
-    mixers=_mixers,
-    defaults={"vocab_size": 30522, "pad_token_id": 0},
-    activated=("masked_language",),
-)
-ROBERTA = Family(
-    title="RoBERTa",
-    member="bert",
-    prefix="roberta.",
-    heads=HeadKeys(LM_HEAD, CLASSIFIER),
-    mixers=_mixers,
-    defaults={"vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
-    shifted=True,
-    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
-)
+    def _keys(self, model: ConfigView, full: Settings) -> KeyMap:
+        """Return the key map of our ``model`` with these settings."""
+        position = key("position.table", POSITIONS, layout=Behind(self._skipped(full)), tensors=("",))
+        kind = model["head"]["kind"]
+        return KeyMap(
+            model=(*EMBEDDINGS, position, *self.heads.of(kind)),
+            layer=LAYER,
+            layers="encoder.layer",
+            prefix=self.prefix,
+            left_out=self.heads.left_out(kind),
+        )
 
 
-# Big Bird as the library transformers saves it, as our member ``big-bird`` (Zaheer et al. 2020).
-#
-# The random blocks are those that transformers draws while it trains, the layer's number being the seed, as in the
-# paper; when it does not train it takes block 0 for all of them. It counts a block that is listed twice twice, ours
-# once, and it has the table of its own lengths, 1024, 3072 and 4096, for 2048 too, as in the paper. There the last
-# block of a padded batch is global, here that of each text. Like theirs, block-sparse attention has no dropout.
-
-
-def _mixers_of_big_bird(full: Settings, place: Path) -> list[ConfigData]:
-    require(full, place, {"rescale_embeddings": False})
-    projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
-    depth = full["num_hidden_layers"]
-    if choice(full, place, "attention_type", ("block_sparse", "original_full")) == "original_full":
-        return [projection] * depth
-    pattern = {
-        "kind": "big_bird",
-        "block": integer(full, place, "block_size"),
-        "random": integer(full, place, "num_random_blocks", minimum=0),
-        "num_heads": integer(full, place, "num_attention_heads"),
+def write_sizes(model: ConfigView) -> JsonObject:
+    """Return the sizes of an encoder whose layers are alike."""
+    layer = model["layers"][0]
+    return {
+        "hidden_size": model["dim"],
+        "num_hidden_layers": len(model["layers"]),
+        "num_attention_heads": layer["mixer"]["num_heads"],
+        "intermediate_size": layer["feed_forward"]["hidden_dim"],
     }
-    return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
 
 
-def _notes(model: ConfigView) -> tuple[str, ...]:
-    if not model["layers"][0]["mixer"].get("pattern", {}).get("random"):
-        return ()
-    return (
-        "each query reads random blocks, here in training and in evaluation; transformers reads them in training "
-        "alone, and the first block in their place in evaluation, so its evaluated outputs differ",
-    )
+def write_sublayers(model: ConfigView) -> JsonObject:
+    """Return the settings of layers that all encoders share."""
+    layer = model["layers"][0]
+    return {
+        "hidden_act": ACTIVATION_NAMES[layer["feed_forward"]["activation"]],
+        "hidden_dropout_prob": layer["dropout"],
+        "attention_probs_dropout_prob": layer["mixer"]["dropout"],
+        "layer_norm_eps": layer["norm"]["eps"],
+    }
 
 
-BIG_BIRD = Family(
-    title="Big Bird",
-    member="big-bird",
-    prefix="bert.",
-    heads=HeadKeys(CLS, CLASSIFIER),
-    mixers=_mixers_of_big_bird,
-    defaults={
-        "vocab_size": 50358,
-        "hidden_act": "gelu_new",
-        "max_position_embeddings": 4096,
-        "pad_token_id": 0,
-        "sep_token_id": 66,
-        "attention_type": "block_sparse",
-        "use_bias": True,
-        "block_size": 64,
-        "num_random_blocks": 3,
-    },
-    activated=("masked_language", "classification"),
-    notes=_notes,
-    tokens={"eos_token": "sep_token_id"},
-)
+class Longformer(TextEncoder):
+    """Longformer (Beltagy et al. 2020), our member ``longformer``.
+
+    Its ``attention_window`` counts both sides. A token is global if ``kinds`` mark it, or if it
+    is the first token of a text to classify.
+    """
+
+    def mixers(self, full: Settings) -> list[ConfigData]:
+        return [
+            {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
+            for sides in _windows(full)
+        ]
+
+    def write_mixers(self, model: ConfigView) -> JsonObject:
+        windows = {"attention_window": [2 * layer["mixer"]["pattern"]["window"] for layer in model["layers"]]}
+        usual = model["global_tokens"] == (model["head"]["kind"] == "classification")
+        return windows if usual else windows | {"global_tokens": model["global_tokens"]}
+
+    def differences(self, model: ConfigView) -> list[str]:
+        notes = super().differences(model)
+        if model["global_tokens"] and model["head"]["kind"] != "classification":
+            notes.append("give it a global_attention_mask that is 1 at the first token, which is global here")
+        return notes
 
 
-# Longformer as the library transformers saves it, as our member ``longformer`` (Beltagy et al. 2020).
-#
-# Its ``attention_window`` counts both sides. No token is global unless ``kinds`` mark it, except for the first one of
-# a classifier of texts.
-
-
-def _mixers_of_longformer(full: Settings, place: Path) -> list[ConfigData]:
-    return [
-        {"projection": {"kind": "multi_head_global"}, "pattern": {"kind": "window", "window": sides // 2}}
-        for sides in _windows(full, place)
-    ]
-
-
-def _windows(full: Settings, place: Path) -> list[int]:
+def _windows(full: Settings) -> list[int]:
     windows, depth = full["attention_window"], full["num_hidden_layers"]
     windows = [windows] * depth if isinstance(windows, int) else windows
     if not isinstance(windows, list) or len(windows) != depth:
-        raise KinformerError(f"{place}: attention_window is {windows!r}, but must be one number or one per layer.")
+        raise full.error(f"attention_window is {windows!r}, but must be one number or one per layer.")
     for window in windows:
         if not isinstance(window, int) or isinstance(window, bool) or window < 2 or window % 2:
-            raise KinformerError(f"{place}: attention_window has {window!r}, but must be even numbers of 2 or more.")
+            raise full.error(f"attention_window has {window!r}, but must be even numbers of 2 or more.")
     return windows
 
 
-LONGFORMER = Family(
-    title="Longformer",
-    member="longformer",
-    prefix="longformer.",
-    heads=HeadKeys(LM_HEAD, CLASSIFIER),
-    mixers=_mixers_of_longformer,
-    defaults={
-        "vocab_size": 30522,
-        "attention_window": 512,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    },
-    shifted=True,
-    first_is_global=True,
-    tokens={"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
-)
+class BigBird(TextEncoder):
+    """Big Bird (Zaheer et al. 2020), our member ``big-bird``.
+
+    The random blocks are the blocks that transformers draws while it trains, where the layer's number is the seed, as
+    in the paper. In evaluation transformers reads block 0 in their place. Transformers counts a block twice if it is
+    listed twice, ours once. Its table of lengths (1024, 3072 and 4096) also holds for 2048, as in the paper. The last
+    block of a padded batch is global there, the last block of each text here. Block-sparse attention does not have
+    dropout.
+    """
+
+    def mixers(self, full: Settings) -> list[ConfigData]:
+        full.require({"rescale_embeddings": False})
+        projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
+        depth = full["num_hidden_layers"]
+        if full.choice("attention_type", "block_sparse", "original_full") == "original_full":
+            return [projection] * depth
+        pattern = {
+            "kind": "big_bird",
+            "block": full.integer("block_size"),
+            "random": full.integer("num_random_blocks", minimum=0),
+            "num_heads": full.integer("num_attention_heads"),
+        }
+        return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
+
+    def write_mixers(self, model: ConfigView) -> JsonObject:
+        mixer, end = model["layers"][0]["mixer"], model["input"]["eos_token"]
+        settings = {"use_bias": mixer["projection"]["bias"]} | ({} if end is None else {"sep_token_id": end})
+        if mixer["pattern"]["kind"] == "full":
+            return settings | {"attention_type": "original_full"}
+        sizes = {"block_size": mixer["pattern"]["block"], "num_random_blocks": mixer["pattern"]["random"]}
+        return settings | {"attention_type": "block_sparse", **sizes}
+
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        return super().write_config(model, length, padding or Padding(0))
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        notes = super().notes(tensors, model, folder)
+        if not model["layers"][0]["mixer"].get("pattern", {}).get("random"):
+            return notes
+        return (
+            *notes,
+            "each query reads random blocks, here in training and in evaluation; transformers reads them in training "
+            "alone, and the first block in their place in evaluation, so its evaluated outputs differ",
+        )
+
+    def differences(self, model: ConfigView) -> list[str]:
+        if model["layers"][0]["mixer"]["pattern"]["kind"] == "full":
+            return []
+        return [
+            "transformers draws its random blocks only while it trains (train()) and reads the first block instead "
+            "where it does not, and it lets padding of a batch be global"
+        ]
+
+
+ENDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+ARCHITECTURES = {
+    "bert": TextEncoder(
+        title="BERT",
+        member="bert",
+        model_class="Bert",
+        prefix="bert.",
+        heads=HeadKeys(CLS, POOLED),
+        defaults={**DEFAULTS, "vocab_size": 30522, "pad_token_id": 0},
+        activated=("masked_language",),
+    ),
+    "roberta": TextEncoder(
+        title="RoBERTa",
+        member="bert",
+        model_class="Roberta",
+        prefix="roberta.",
+        heads=HeadKeys(LM_HEAD, CLASSIFIER),
+        defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+        shifted=True,
+        tokens=ENDS,
+    ),
+    "longformer": Longformer(
+        title="Longformer",
+        member="longformer",
+        model_class="Longformer",
+        prefix="longformer.",
+        heads=HeadKeys(LM_HEAD, CLASSIFIER),
+        defaults={
+            **DEFAULTS,
+            "vocab_size": 30522,
+            "attention_window": 512,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        shifted=True,
+        first_is_global=True,
+        tokens=ENDS,
+    ),
+    "big_bird": BigBird(
+        title="Big Bird",
+        member="big-bird",
+        model_class="BigBird",
+        prefix="bert.",
+        heads=HeadKeys(CLS, CLASSIFIER),
+        defaults={
+            **DEFAULTS,
+            "vocab_size": 50358,
+            "hidden_act": "gelu_new",
+            "max_position_embeddings": 4096,
+            "pad_token_id": 0,
+            "sep_token_id": 66,
+            "attention_type": "block_sparse",
+            "use_bias": True,
+            "block_size": 64,
+            "num_random_blocks": 3,
+        },
+        activated=("masked_language", "classification"),
+        tokens={"eos_token": "sep_token_id"},
+    ),
+}

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import Architecture, Settings, choice, integer, number, switch
+from kinformer.interop.architecture import Decoder
 from kinformer.interop.key_map import GATED, Blocks, ConfigData, ConfigView, Key, KeyMap, Layout, Product, key
-from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama, write_llama, write_qwen
+from kinformer.interop.settings import FULL, WINDOW, Settings
+from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class OfAllExperts(Layout):
 
 
 def _shared(layer: ConfigView) -> tuple[int, dict[str, int]]:
-    """The gate of the shared expert's first product, and what it multiplies (``u``)."""
+    """The gate (``g``) of the shared expert's first product, and the rows that it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
     return 1, {"g": width, "u": width}
 
@@ -68,7 +68,7 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @cache
 def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[Key, ...]:
-    """Return the keys of ``count`` experts: ``inside`` is their module, ``names`` those of gate, up and down."""
+    """Return the keys of ``count`` experts: ``inside``: their module; ``names``: the names of gate, up and down."""
     gate, up, down = names
     first = [f"{inside}.experts.{one}.{name}.weight" for one in range(count) for name in (gate, up)]
     second = [f"{inside}.experts.{one}.{down}.weight" for one in range(count)]
@@ -98,22 +98,22 @@ def feed_forward_keys(config: ConfigView, shared: str = "mlp.shared_expert") -> 
     return tuple(mixture)
 
 
-def experts_of(full: Mapping[str, object], place: Path, count: str, width: str) -> ConfigData:
+def experts_of(full: Settings, count: str, width: str) -> ConfigData:
     """Return the config, as data, of a mixture: ``count`` and ``width`` name the settings of experts and of one's
     hidden layer."""
     return {
         "kind": "experts",
-        "num_experts": integer(full, place, count, maximum=MOST),
-        "topk": integer(full, place, "num_experts_per_tok"),
-        "hidden_dim": integer(full, place, width),
+        "num_experts": full.integer(count, maximum=MOST),
+        "topk": full.integer("num_experts_per_tok"),
+        "hidden_dim": full.integer(width),
     }
 
 
-def sparse_layers(full: Settings, place: Path) -> list[bool]:
+def sparse_layers(full: Settings) -> list[bool]:
     """Return of each layer whether it has a mixture, by the settings of Qwen's models."""
-    step, dense = integer(full, place, "decoder_sparse_step"), full["mlp_only_layers"] or []
+    step, dense = full.integer("decoder_sparse_step"), full["mlp_only_layers"] or []
     if not isinstance(dense, list) or not all(isinstance(one, int) for one in dense):
-        raise KinformerError(f"{place}: mlp_only_layers must be a list of numbers of layers, or null.")
+        raise full.error("mlp_only_layers must be a list of numbers of layers, or null.")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(full["num_hidden_layers"])]
 
 
@@ -141,7 +141,7 @@ QWEN_MOE: Mapping[str, object] = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 
 
 def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
@@ -157,51 +157,101 @@ def _qwen_keys(model: Mapping[str, object]) -> KeyMap:
     return keys(model, feed_forward=feed_forward_keys)
 
 
-def _mixtral(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
+def _mixtral(full: Settings) -> ConfigData:
     windowed = full["sliding_window"] is not None
-    kinds = ["sliding_attention" if windowed else "full_attention"] * full["num_hidden_layers"]
-    model = like_llama(full, place, kinds=kinds)
-    experts = experts_of(full, place, "num_local_experts", "intermediate_size")
-    experts["balance"] = number(full, place, "router_aux_loss_coef")
+    kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
+    model = like_llama(full, kinds, biases=(False, False))
+    experts = experts_of(full, "num_local_experts", "intermediate_size")
+    experts["balance"] = full.number("router_aux_loss_coef")
     return model | {"layers": [layer | {"feed_forward": experts} for layer in model["layers"]]}
 
 
-def _qwen3_moe(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    biases = switch(full, place, "attention_bias")
-    windowed = switch(full, place, "use_sliding_window") and full["sliding_window"] is not None
-    kinds = ["sliding_attention" if windowed else "full_attention"] * full["num_hidden_layers"]
-    model = like_llama(full, place, kinds=kinds, biases=(biases, biases), normed=True)
-    experts = experts_of(full, place, "num_experts", "moe_intermediate_size")
+def _qwen3_moe(full: Settings) -> ConfigData:
+    windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
+    kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
+    model = like_llama(full, kinds, normed=True)
+    experts = experts_of(full, "num_experts", "moe_intermediate_size")
     experts |= {
-        "normalise": switch(full, place, "norm_topk_prob"),
-        "balance": number(full, place, "router_aux_loss_coef"),
+        "normalise": full.switch("norm_topk_prob"),
+        "balance": full.number("router_aux_loss_coef"),
     }
     layers = [
         layer | {"feed_forward": experts} if sparse else layer
-        for layer, sparse in zip(model["layers"], sparse_layers(full, place), strict=True)
+        for layer, sparse in zip(model["layers"], sparse_layers(full), strict=True)
     ]
     return model | {"layers": layers}
 
 
+# From our model to settings.
+
+
+def mixture_of(model: ConfigView) -> tuple[ConfigView, list[int]]:
+    """Return the config of the first mixture and the numbers of the layers without a mixture."""
+    feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
+    dense = [number for number, one in enumerate(feed_forwards) if one["kind"] != "experts"]
+    if len(dense) == len(feed_forwards):
+        raise KeyError("experts")
+    return next(one for one in feed_forwards if one["kind"] == "experts"), dense
+
+
+def write_mixture(model: ConfigView) -> JsonObject:
+    """Return the settings of a mixture that Qwen's models share."""
+    experts, dense = mixture_of(model)
+    return {
+        "intermediate_size": dense_width(model),
+        "num_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["topk"],
+        "moe_intermediate_size": experts["hidden_dim"],
+        "norm_topk_prob": experts["normalise"],
+        "router_aux_loss_coef": experts["balance"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+
+
+def dense_width(model: ConfigView) -> int:
+    """Return the width of a feed-forward of all tokens; the width of an expert where every layer is a mixture."""
+    feed_forwards = [layer["feed_forward"] for layer in model["layers"]]
+    one = next((one for one in feed_forwards if one["kind"] != "experts"), feed_forwards[0])
+    return int(one["hidden_dim"])
+
+
+def _write_mixtral(model: ConfigView) -> JsonObject:
+    experts, _ = mixture_of(model)
+    return write_llama(model, "mlp_bias", "attention_bias", "layer_types") | {
+        "intermediate_size": experts["hidden_dim"],
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["topk"],
+        "router_aux_loss_coef": experts["balance"],
+        "router_jitter_noise": 0.0,
+    }
+
+
+def _write_qwen3_moe(model: ConfigView) -> JsonObject:
+    return write_qwen(model, "layer_types") | write_mixture(model)
+
+
 ARCHITECTURES = {
-    "mixtral": Architecture(
+    "mixtral": Decoder(
         title="Mixtral",
         member="mixtral",
         defaults=MIXTRAL,
         required={"router_jitter_noise": 0.0, "layer_types": None},
         names={"num_experts": "num_local_experts"},
-        model=_mixtral,
+        model_class="MixtralForCausalLM",
+        read=_mixtral,
+        write=_write_mixtral,
         keys=_mixtral_keys,
     ),
-    "qwen3_moe": Architecture(
+    "qwen3_moe": Decoder(
         title="Qwen3-MoE",
         member="mixtral",
         defaults=QWEN_MOE,
         required={"layer_types": None},
         names={"num_local_experts": "num_experts"},
-        model=_qwen3_moe,
+        model_class="Qwen3MoeForCausalLM",
+        read=_qwen3_moe,
+        write=_write_qwen3_moe,
         keys=_qwen_keys,
     ),
 }

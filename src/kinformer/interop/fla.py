@@ -7,13 +7,12 @@ softmax attention with rotary positions. Read in flash-linear-attention 0.6.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from reprlib import repr as excerpt
 
-from kinformer.interop.architecture import Architecture, Settings, choice, integer, number, positive, switch
+from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import DELTA, GATED, KERNEL_QKV, QKV, TAPS, ConfigData, ConfigView, Key, KeyMap, key
 from kinformer.interop.llama import attention
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.settings import Settings
 
 DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32000,
@@ -59,145 +58,130 @@ GLA: Mapping[str, object] = {
 RETNET: Mapping[str, object] = {**DEFAULTS, "hidden_ratio": 2, "num_heads": 8, "expand_v": 2.0, "use_output_gate": True}
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 UNUSED: Mapping[str, object] = {"attnres_block_size": None}
-"""What all of them must not have: attention over the outputs of layers."""
+"""Attention over the outputs of layers, which no model here computes."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 """The only values of settings with which the mixers here compute the same."""
 
 
-def _mixer(full: Settings, place: Path, gate: str, **more: object) -> ConfigData:
+def _mixer(full: Settings, gate: str, **more: object) -> ConfigData:
     """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
-    heads = integer(full, place, "num_heads")
+    heads = full.integer("num_heads")
     mixer = {
         "kind": "linear",
         "num_heads": heads,
         "normaliser": "none",
         "scale": True,
         "head_norm": "rms",
-        "norm_eps": number(full, place, "norm_eps"),
-        "gate": switch(full, place, gate),
+        "norm_eps": full.number("norm_eps"),
+        "gate": full.switch(gate),
         "bias": False,
     }
     return mixer | more
 
 
-def _widths(full: Settings, place: Path) -> dict[str, int]:
+def _widths(full: Settings) -> dict[str, int]:
     """Return the widths of a head whose keys and values are shares of ``hidden_size``."""
-    dim, heads = integer(full, place, "hidden_size"), integer(full, place, "num_heads")
+    dim, heads = full.integer("hidden_size"), full.integer("num_heads")
     if full["num_kv_heads"] not in (None, heads):
-        raise KinformerError(
-            f"{place}: num_kv_heads is {excerpt(full['num_kv_heads'])}, but only as many as num_heads, {heads}, can be "
-            "imported."
+        raise full.error(
+            f"num_kv_heads is {excerpt(full['num_kv_heads'])}, but only as many as num_heads, {heads}, can be imported."
         )
     return {
-        ours: _share(full, place, theirs, dim, heads)
-        for ours, theirs in (("head_dim", "expand_k"), ("value_dim", "expand_v"))
+        ours: _share(full, theirs, dim, heads) for ours, theirs in (("head_dim", "expand_k"), ("value_dim", "expand_v"))
     }
 
 
-def _share(full: Settings, place: Path, name: str, of: int, heads: int = 1) -> int:
+def _share(full: Settings, name: str, of: int, heads: int = 1) -> int:
     """Return how wide a head is whose ``heads`` are together the share ``name`` ``of`` a width."""
-    width = of * positive(full, place, name)
+    width = of * full.positive(name)
     if width < heads or round(width) % heads or abs(width - round(width)) > 1e-5 * width:
         parts = f", a multiple of {heads} heads" if heads > 1 else ""
-        raise KinformerError(
-            f"{place}: {name} is {excerpt(full[name])}, but {of} times it must be a whole number{parts}."
-        )
+        raise full.error(f"{name} is {excerpt(full[name])}, but {of} times it must be a whole number{parts}.")
     return round(width) // heads
 
 
-def _delta(full: Settings, place: Path, **more: object) -> ConfigData:
+def _delta(full: Settings, **more: object) -> ConfigData:
     """Return kernel attention with the delta rule behind short convolutions."""
     rule = {
         "feature_map": {"kind": "unit"},
         "rule": "delta",
-        "negative_eigenvalues": switch(full, place, "allow_neg_eigval"),
-        "convolution": integer(full, place, "conv_size", minimum=2),
+        "negative_eigenvalues": full.switch("allow_neg_eigval"),
+        "convolution": full.integer("conv_size", minimum=2),
     }
-    return _mixer(full, place, "use_gate", **rule, **more)
+    return _mixer(full, "use_gate", **rule, **more)
 
 
-def _gated_deltanet(full: Settings, place: Path) -> ConfigData:
-    mixer = _delta(full, place, decay={"kind": "softplus"}, head_dim=integer(full, place, "head_dim"))
+def _gated_deltanet(full: Settings) -> ConfigData:
+    mixer = _delta(full, decay={"kind": "softplus"}, head_dim=full.integer("head_dim"))
     keys = mixer["num_heads"]
-    heads = keys if full["num_v_heads"] is None else integer(full, place, "num_v_heads")
+    heads = keys if full["num_v_heads"] is None else full.integer("num_v_heads")
     if heads % keys:
-        raise KinformerError(f"{place}: num_v_heads is {heads}, but must be a multiple of num_heads, {keys}.")
+        raise full.error(f"num_v_heads is {heads}, but must be a multiple of num_heads, {keys}.")
     mixer |= {"num_heads": heads, "key_heads": None if heads == keys else keys}
-    mixer["value_dim"] = _share(full, place, "expand_v", mixer["head_dim"])
+    mixer["value_dim"] = _share(full, "expand_v", mixer["head_dim"])
     if mixer["gate"]:
-        mixer["gate_activation"] = GATES[choice(full, place, "output_gate_activation", GATES)]
+        mixer["gate_activation"] = GATES[full.choice("output_gate_activation", *GATES)]
     return mixer
 
 
-def _delta_net(full: Settings, place: Path) -> ConfigData:
-    return _delta(full, place, **_widths(full, place))
+def _delta_net(full: Settings) -> ConfigData:
+    return _delta(full, **_widths(full))
 
 
-def _gla(full: Settings, place: Path) -> ConfigData:
-    width = integer(full, place, "conv_size", minimum=2) if switch(full, place, "use_short_conv") else 0
+def _gla(full: Settings) -> ConfigData:
+    width = full.integer("conv_size", minimum=2) if full.switch("use_short_conv") else 0
     parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "low_rank"}, "convolution": width}
-    return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
+    return _mixer(full, "use_output_gate", **parts, **_widths(full))
 
 
-def _retnet(full: Settings, place: Path) -> ConfigData:
+def _retnet(full: Settings) -> ConfigData:
     parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "fixed"}, "position": {"kind": "rope"}}
-    return _mixer(full, place, "use_output_gate", **parts, **_widths(full, place))
+    return _mixer(full, "use_output_gate", **parts, **_widths(full))
 
 
-def _model(mixer: Callable[[Settings, Path], ConfigData]) -> Callable[[Settings, Path], ConfigData]:
+def _model(mixer: Callable[[Settings], ConfigData]) -> Callable[[Settings], ConfigData]:
     """Return the function to the model config, as data, of decoders with this ``mixer``."""
 
-    def model(full: Settings, place: Path) -> ConfigData:
-        choice(full, place, "hidden_act", ("swish",))
-        dim = integer(full, place, "hidden_size")
-        norm = {"kind": "rms_norm", "eps": number(full, place, "norm_eps")}
-        feed_forward = {"kind": "swiglu", "hidden_dim": _hidden_dim(full, place, dim), "bias": False}
+    def model(full: Settings) -> ConfigData:
+        full.choice("hidden_act", "swish")
+        dim = full.integer("hidden_size")
+        norm = {"kind": "rms_norm", "eps": full.number("norm_eps")}
+        feed_forward = {"kind": "swiglu", "hidden_dim": _hidden_dim(full, dim), "bias": False}
         layer = {"kind": "decoder", "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
-        recurrent, exact = mixer(full, place), _exact(full, place)
+        recurrent, exact = mixer(full), _exact(full)
         mixers = (exact.get(layer, recurrent) for layer in range(full["num_hidden_layers"]))
-        return {
-            "kind": "decoder",
-            "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
-            "dim": dim,
-            "layers": [layer | {"mixer": one} for one in mixers],
-            "position": "none",
-            "norm": norm,
-            "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
-        }
+        return decoder_of(full, dim, [layer | {"mixer": one} for one in mixers], norm)
 
     return model
 
 
-def _hidden_dim(full: Settings, place: Path, dim: int) -> int:
+def _hidden_dim(full: Settings, dim: int) -> int:
     """Return the feed-forward's width: a share of the model's, up to a multiple of 256, where a file names none."""
     if full["intermediate_size"] is not None:
-        return integer(full, place, "intermediate_size")
-    ratio = 4 if full["hidden_ratio"] is None else positive(full, place, "hidden_ratio")
+        return full.integer("intermediate_size")
+    ratio = 4 if full["hidden_ratio"] is None else full.positive("hidden_ratio")
     return -(-int(dim * ratio * 2 / 3) // 256) * 256
 
 
-def _exact(full: Settings, place: Path) -> dict[int, ConfigData]:
-    """Return softmax attention by the numbers of the layers that have it."""
+def _exact(full: Settings) -> dict[int, ConfigData]:
+    """Return the softmax attention of layers by the layers' numbers."""
     groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
     exact: dict[int, ConfigData] = {}
-    for group in groups:
-        if not isinstance(group, Mapping) or not isinstance(group.get("layers"), list):
-            raise KinformerError(f"{place}: attn names no list of layers with softmax attention; restore the file.")
-        group = {"window_size": None, "rope_theta": 10000.0, "qkv_bias": False, **group}
-        theirs = {
-            "num_attention_heads": group.get("num_heads"),
-            "num_key_value_heads": group.get("num_kv_heads"),
-            "attention_dropout": 0.0,
-        }
-        dim = integer(full, place, "hidden_size")
-        mixer = attention(theirs, place, dim, (switch(group, place, "qkv_bias"), False))
-        mixer["position"] = {"kind": "rope", "base": positive(group, place, "rope_theta")}
+    for one in groups:
+        if not isinstance(one, Mapping) or not isinstance(one.get("layers"), list):
+            raise full.error("attn does not name a list of layers with softmax attention; restore the file.")
+        group = Settings({"window_size": None, "rope_theta": 10000.0, "qkv_bias": False, **one}, full.place)
+        heads = {"num_attention_heads": group.get("num_heads"), "num_key_value_heads": group.get("num_kv_heads")}
+        theirs = Settings({**heads, "attention_dropout": 0.0}, full.place)
+        mixer = attention(theirs, full.integer("hidden_size"), (group.switch("qkv_bias"), False))
+        mixer["position"] = {"kind": "rope", "base": group.positive("rope_theta")}
         if group["window_size"] is not None:
-            mixer["pattern"] = {"kind": "local", "window": integer(group, place, "window_size")}
+            mixer["pattern"] = {"kind": "local", "window": group.integer("window_size")}
         last = full["num_hidden_layers"] - 1
         for layer in group["layers"]:
-            exact[integer({"layers of attn": layer}, place, "layers of attn", minimum=0, maximum=last)] = mixer
+            number = Settings({"layers of attn": layer}, full.place).integer("layers of attn", minimum=0, maximum=last)
+            exact[number] = mixer
     return exact
 
 
@@ -232,12 +216,13 @@ KEYS = KeyMap(
     layer=_layer_keys,
 )
 ARCHITECTURES = {
-    kind: Architecture(
+    kind: Decoder(
         title=title,
         member=member,
         defaults=defaults,
         required={**UNUSED, **required},
-        model=_model(mixer),
+        exported=False,
+        read=_model(mixer),
         keys=KEYS,
     )
     for kind, title, member, defaults, required, mixer in (

@@ -4,31 +4,18 @@ and OLMo Hybrid.
 Most layers are Gated DeltaNet's, whose heads of keys may each serve several heads of values; every fourth is softmax
 attention with normed queries and keys. Qwen's softmax layers turn a quarter of each head by its position and gate the
 heads' outputs, and its norms multiply by 1 + w. OLMo's softmax layers stand before their norms, norm all heads of
-queries together and may have no positions. Layers of Qwen3-Next may be mixtures of experts.
+queries together and may be without positions. Layers of Qwen3-Next may be mixtures of experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import (
-    FULL,
-    LINEAR,
-    Architecture,
-    Settings,
-    choice,
-    integer,
-    number,
-    parameters,
-    require,
-    rope,
-    switch,
-)
-from kinformer.interop.experts import experts_of, feed_forward_keys, sparse_layers
+from kinformer.interop.architecture import Decoder, Tensors
+from kinformer.interop.experts import experts_of, feed_forward_keys, mixture_of, sparse_layers, write_mixture
 from kinformer.interop.key_map import (
     DELTA,
     DELTA_FUSED,
@@ -46,15 +33,12 @@ from kinformer.interop.key_map import (
     Layout,
     key,
 )
-from kinformer.interop.llama import DEFAULTS, layer_types, like_llama
-from kinformer.runtime.errors import KinformerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from kinformer.interop.llama import DEFAULTS, like_llama, write_llama
+from kinformer.interop.settings import FULL, LINEAR, Settings, rope, rope_table
+from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-"""A layer's residual to what the norms of its mixer and of its feed-forward are called, in files of any version."""
+"""A layer's residual to the names of the norms of its mixer and of its feed-forward, in files of any version."""
 QWEN35: Mapping[str, object] = {
     **DEFAULTS,
     "vocab_size": 248320,
@@ -105,26 +89,26 @@ MTP = "mtp."
 LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
 
 
-def delta(full: Settings, place: Path, eps: float) -> ConfigData:
+def delta(full: Settings, eps: float) -> ConfigData:
     """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
-    heads, key_heads = (integer(full, place, f"linear_num_{one}_heads") for one in ("value", "key"))
+    heads, key_heads = (full.integer(f"linear_num_{one}_heads") for one in ("value", "key"))
     if heads % key_heads:
-        raise KinformerError(
-            f"{place}: linear_num_value_heads is {heads}, but must be a multiple of linear_num_key_heads, {key_heads}, "
+        raise full.error(
+            f"linear_num_value_heads is {heads}, but must be a multiple of linear_num_key_heads, {key_heads}, "
             "as each head of keys serves as many heads of values."
         )
     return {
         "kind": "linear",
         "num_heads": heads,
-        "head_dim": integer(full, place, "linear_key_head_dim"),
-        "value_dim": integer(full, place, "linear_value_head_dim"),
+        "head_dim": full.integer("linear_key_head_dim"),
+        "value_dim": full.integer("linear_value_head_dim"),
         "key_heads": None if key_heads == heads else key_heads,
         "feature_map": {"kind": "unit"},
         "rule": "delta",
         "decay": {"kind": "softplus"},
         "normaliser": "none",
         "scale": True,
-        "convolution": integer(full, place, "linear_conv_kernel_dim", minimum=2),
+        "convolution": full.integer("linear_conv_kernel_dim", minimum=2),
         "head_norm": "rms",
         "norm_eps": eps,
         "gate": True,
@@ -132,19 +116,19 @@ def delta(full: Settings, place: Path, eps: float) -> ConfigData:
     }
 
 
-def _kinds(full: Settings, place: Path, interval: int) -> list[str]:
+def _kinds(full: Settings, interval: int) -> list[str]:
     """Return each layer's kind: softmax attention where the number of the layer is a multiple of ``interval``."""
     if full.get("layer_types") is not None:
-        return layer_types(full, place, (FULL, LINEAR))
+        return full.layer_types(FULL, LINEAR)
     return [LINEAR if number % interval else FULL for number in range(1, full["num_hidden_layers"] + 1)]
 
 
-def _qwen(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    require(full, place, {"attention_bias": False})
-    kinds = _kinds(full, place, integer(full, place, "full_attention_interval"))
-    model = like_llama(full, place, normed=True, positions={FULL: rope(full, place, partial=True)})
-    linear = delta(full, place, model["norm"]["eps"])
+def _qwen(full: Settings) -> ConfigData:
+    full.require({"attention_bias": False})
+    kinds = _kinds(full, full.integer("full_attention_interval"))
+    positions = {FULL: rope(full, partial=True)}
+    model = like_llama(full, normed=True, biases=(False, False), positions=positions)
+    linear = delta(full, model["norm"]["eps"])
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == LINEAR:
             layer["mixer"] = linear
@@ -153,32 +137,30 @@ def _qwen(full: Settings, place: Path) -> ConfigData:
     return model
 
 
-def _qwen3_next(full: Settings, place: Path) -> ConfigData:
-    model = _qwen(full, place)
-    if not integer(full, place, "num_experts", minimum=0):
+def _qwen3_next(full: Settings) -> ConfigData:
+    model = _qwen(full)
+    if not full.integer("num_experts", minimum=0):
         return model
-    experts = experts_of(full, place, "num_experts", "moe_intermediate_size") | {
-        "normalise": switch(full, place, "norm_topk_prob"),
-        "shared_dim": integer(full, place, "shared_expert_intermediate_size"),
+    experts = experts_of(full, "num_experts", "moe_intermediate_size") | {
+        "normalise": full.switch("norm_topk_prob"),
+        "shared_dim": full.integer("shared_expert_intermediate_size"),
         "shared_gate": True,
-        "balance": number(full, place, "router_aux_loss_coef"),
+        "balance": full.number("router_aux_loss_coef"),
     }
-    for layer, sparse in zip(model["layers"], sparse_layers(full, place), strict=True):
+    for layer, sparse in zip(model["layers"], sparse_layers(full), strict=True):
         if sparse:
             layer["feed_forward"] = experts
     return model
 
 
-def _olmo(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    kinds = _kinds(full, place, 4)
+def _olmo(full: Settings) -> ConfigData:
+    kinds = _kinds(full, 4)
     if FULL not in kinds and full.get("layer_types") is None:
         kinds[-1] = FULL
-    biases, position = (switch(full, place, "attention_bias"),) * 2, _olmo_position(full, place)
-    full = _olmo_sizes(full, place)
-    model = like_llama(full, place, biases=biases, normed=True, positions={FULL: position})
-    linear = delta(full, place, OLMO_NORM_EPS)
-    linear["negative_eigenvalues"] = switch(full, place, "linear_allow_neg_eigval")
+    position, full = _olmo_position(full), _olmo_sizes(full)
+    model = like_llama(full, normed=True, positions={FULL: position})
+    linear = delta(full, OLMO_NORM_EPS)
+    linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == LINEAR:
             layer["mixer"] = linear
@@ -188,20 +170,20 @@ def _olmo(full: Settings, place: Path) -> ConfigData:
     return model
 
 
-def _olmo_sizes(full: Settings, place: Path) -> Settings:
-    """Return the settings that are not null, with those sizes that follow from others where a file has none."""
-    heads = integer(full, place, "num_attention_heads")
-    full = {name: value for name, value in full.items() if value is not None}
-    full = {"linear_num_key_heads": heads, "linear_num_value_heads": heads} | full
-    keys = integer(full, place, "linear_num_key_heads")
-    full = {"linear_key_head_dim": int(0.75 * integer(full, place, "hidden_size") / keys)} | full
-    return {"linear_value_head_dim": 2 * integer(full, place, "linear_key_head_dim")} | full
+def _olmo_sizes(full: Settings) -> Settings:
+    """Return the settings other than null, with the sizes that follow from others where a file has none."""
+    heads, place = full.integer("num_attention_heads"), full.place
+    present = {name: value for name, value in full.items() if value is not None}
+    full = Settings({"linear_num_key_heads": heads, "linear_num_value_heads": heads} | present, place)
+    keys = full.integer("linear_num_key_heads")
+    full = Settings({"linear_key_head_dim": int(0.75 * full.integer("hidden_size") / keys)} | full, place)
+    return Settings({"linear_value_head_dim": 2 * full.integer("linear_key_head_dim")} | full, place)
 
 
-def _olmo_position(full: Settings, place: Path) -> ConfigData:
-    """Return the positions of softmax layers: none where a file says that their base is null."""
-    settings = {"rope_theta": 10000.0, **full, **parameters(full, place)}
-    return {"kind": "none"} if settings["rope_theta"] is None else rope(full, place)
+def _olmo_position(full: Settings) -> ConfigData:
+    """Return the positions of softmax layers: none where a file gives null as their base."""
+    base = {"rope_theta": 10000.0, **full, **rope_table(full)}["rope_theta"]
+    return {"kind": "none"} if base is None else rope(full)
 
 
 def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names: Norms) -> KeyMap:
@@ -237,106 +219,122 @@ def _softmax_keys(norm: Layout, gated: bool) -> tuple[Key, ...]:
     )
 
 
-def notes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on what was left out of the tensors of these ``names``."""
-    if not any(name.startswith(MTP) for name in names):
-        return ()
-    return (f"{MTP}* left out: what predicts further tokens here has no attention",)
-
-
 QWEN_NORMS: Norms = {"pre": (("input_layernorm",), ("post_attention_layernorm",))}
 OLMO_NORMS: Norms = {
     "pre": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
     "res_post": (("post_attention_layernorm", "feedforward_layer_norm"), ("post_feedforward_layernorm",)),
 }
-RATES = (
-    key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
-    key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+
+
+def _linear_keys(norm: str, out: str, *others: Key) -> tuple[Key, ...]:
+    """Return the keys of Gated DeltaNet: the ``norm`` of heads, the product ``out``, and ``others``."""
+    return (
+        *others,
+        key("mixer.norm", f"linear_attn.{norm}"),
+        key("mixer.out", f"linear_attn.{out}"),
+        key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED),
+        key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
+        key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+    )
+
+
+PRODUCTS = ("mixer.qkv", "mixer.gate", "mixer.decay.gate")
+FUSED = _linear_keys(
+    "norm", "out_proj", key(PRODUCTS, "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", layout=DELTA_FUSED)
 )
-CONVOLUTION = key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED)
-FUSED = (
-    key(
-        ("mixer.qkv", "mixer.gate", "mixer.decay.gate"),
-        "linear_attn.in_proj_qkvz",
-        "linear_attn.in_proj_ba",
-        layout=DELTA_FUSED,
-    ),
-    key("mixer.norm", "linear_attn.norm"),
-    key("mixer.out", "linear_attn.out_proj"),
-    CONVOLUTION,
-    *RATES,
-)
-JOINED = (
+JOINED = _linear_keys(
+    "norm",
+    "out_proj",
     key("mixer.qkv", "linear_attn.in_proj_qkv", "linear_attn.in_proj_b", layout=DELTA_JOINED),
     key("mixer.gate", "linear_attn.in_proj_z"),
     key("mixer.decay.gate", "linear_attn.in_proj_a"),
-    key("mixer.norm", "linear_attn.norm"),
-    key("mixer.out", "linear_attn.out_proj"),
-    CONVOLUTION,
-    *RATES,
 )
-APART = (
+APART = _linear_keys(
+    "o_norm",
+    "o_proj",
     key("mixer.qkv", *(f"linear_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
     key("mixer.gate", "linear_attn.g_proj"),
     key("mixer.decay.gate", "linear_attn.a_proj"),
-    key("mixer.norm", "linear_attn.o_norm"),
-    key("mixer.out", "linear_attn.o_proj"),
     key("mixer.convolution", *(f"linear_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
-    CONVOLUTION,
-    *RATES,
 )
 _qwen_keys = partial(_keys, ONE_PLUS, softmax=_softmax_keys(ONE_PLUS, gated=True), names=QWEN_NORMS)
+
+# From our model to settings.
+
+
+def _write_hybrid(model: ConfigView) -> JsonObject:
+    """Return the settings of a hybrid, which has layers of both kinds."""
+    softmax = [layer for layer in model["layers"] if layer["mixer"]["kind"] == "softmax"]
+    linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
+    if not softmax or not linear:
+        raise KeyError("softmax" if linear else "linear")
+    settings = write_llama({**model, "layers": softmax}, "mlp_bias", "sliding_window")
+    return settings | {
+        "num_hidden_layers": len(model["layers"]),
+        "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
+        "linear_num_key_heads": linear[0]["key_heads"] or linear[0]["num_heads"],
+        "linear_num_value_heads": linear[0]["num_heads"],
+        "linear_key_head_dim": linear[0]["head_dim"],
+        "linear_value_head_dim": linear[0]["value_dim"],
+        "linear_conv_kernel_dim": linear[0]["convolution"],
+    }
+
+
+def _write_qwen35(model: ConfigView) -> JsonObject:
+    """Return the settings of Qwen3.5."""
+    settings = _write_hybrid(model)
+    position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
+    settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
+    return settings
+
+
+def _write_olmo(model: ConfigView) -> JsonObject:
+    settings = _write_hybrid(model)
+    linear = next(layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear")
+    del settings["head_dim"]
+    return settings | {"linear_allow_neg_eigval": linear["negative_eigenvalues"]}
+
+
+def _write_qwen3_next(model: ConfigView) -> JsonObject:
+    experts, _ = mixture_of(model)
+    return _write_qwen35(model) | write_mixture(model) | {"shared_expert_intermediate_size": experts["shared_dim"]}
+
+
+class Hybrid(Decoder):
+    """A hybrid. Its files may hold weights that predict several tokens at once, which transformers also ignores."""
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        if not any(name.startswith(MTP) for name in tensors):
+            return ()
+        return (f"{MTP}* left out: the parts that predict further tokens here are without attention",)
+
+
 ARCHITECTURES = {
-    "qwen3_next": Architecture(
-        title="Qwen3-Next",
+    "qwen3_5_text": Hybrid(
+        title="Qwen3.5",
         member="gated-deltanet",
-        defaults=QWEN3_NEXT,
-        model=_qwen3_next,
-        keys=_qwen_keys(linear=FUSED),
+        model_class="Qwen3_5ForCausalLM",
+        defaults=QWEN35,
+        read=_qwen,
+        write=_write_qwen35,
+        keys=_qwen_keys(linear=JOINED),
     ),
-    "qwen3_5_text": Architecture(
-        title="Qwen3.5", member="gated-deltanet", defaults=QWEN35, model=_qwen, keys=_qwen_keys(linear=JOINED)
-    ),
-    "olmo_hybrid": Architecture(
+    "olmo_hybrid": Hybrid(
         title="OLMo Hybrid",
         member="gated-deltanet",
+        model_class="OlmoHybridForCausalLM",
         defaults=OLMO,
-        model=_olmo,
+        read=_olmo,
+        write=_write_olmo,
         keys=_keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS),
     ),
+    "qwen3_next": Hybrid(
+        title="Qwen3-Next",
+        member="gated-deltanet",
+        model_class="Qwen3NextForCausalLM",
+        defaults=QWEN3_NEXT,
+        read=_qwen3_next,
+        write=_write_qwen3_next,
+        keys=_qwen_keys(linear=FUSED),
+    ),
 }
-
-
-# The language model of a folder that also reads images, as the library transformers saves it: Qwen3.5 and Gemma 3.
-#
-# Its settings are a table within ``config.json``, its tensors stand under a prefix, and all others are left out.
-
-PARTS = {"qwen3_5": "qwen3_5_text", "gemma3": "gemma3_text"}
-"""The ``model_type`` of a folder to that of its language model."""
-PREFIX = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
-IMAGES = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\..*")
-"""What only images pass through."""
-OUTSIDE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
-"""Settings of the language model that may stand beside the table."""
-
-
-def settings(config: Settings, place: Path) -> Settings:
-    """Return the settings of the language model within ``config``, which stands at ``place``."""
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
-        raise KinformerError(f"{place}: text_config is no table of settings; restore the file from a copy.")
-    outside = {name: config[name] for name in OUTSIDE if config.get(name) is not None}
-    return {**inner, **outside, "model_type": PARTS[config["model_type"]]}
-
-
-def tensors_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the language model's ``tensors`` under their names there, and a note on those that are left out."""
-    part, left_out = {}, set()
-    for name, tensor in tensors.items():
-        if match := IMAGES.fullmatch(name):
-            left_out.add(match[1])
-            continue
-        plain = PREFIX.sub("", name, count=1) if PREFIX.match(name) else name
-        part[plain if plain == name or plain.startswith("lm_head.") else f"model.{plain}"] = tensor
-    notes = (f"{', '.join(sorted(left_out))} left out: the run reads tokens alone",) if left_out else ()
-    return part, notes

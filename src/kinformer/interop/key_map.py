@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ConfigData: TypeAlias = dict[str, Any]
 """A config of ours, or a part of one, as data, which ``core.config.from_dict`` checks."""
 ConfigView: TypeAlias = Mapping[str, Any]
-"""A config of ours, or a part of one, as data that is only read."""
+"""A config of ours, or a part of one, as data to read only."""
 
 
 class Layout:
@@ -87,8 +87,10 @@ class Behind(Layout):
 
 @dataclass(frozen=True)
 class Product:
-    """A tensor whose rows are those of several ``blocks``, one letter each: one block after the other, or ``by_head``,
-    the blocks' rows of one head after those of another."""
+    """A tensor of the rows of several ``blocks``, one letter each.
+
+    The blocks stand one after the other. With ``by_head`` all blocks' rows of a head stand together.
+    """
 
     blocks: str
     by_head: bool = False
@@ -141,7 +143,7 @@ class Taps(Blocks):
     """Their convolutions of blocks are [channels, 1, width] and end with the token itself, ours is [width, heads,
     channels] and begins with it.
 
-    Theirs may be cut anywhere, as transformers saves those of OLMo Hybrid in equal parts.
+    Theirs may be cut anywhere: transformers saves OLMo Hybrid's in equal parts.
     """
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
@@ -186,7 +188,7 @@ def _cross(layer: ConfigView) -> tuple[int, dict[str, int]]:
 
 
 def _gated(layer: ConfigView) -> tuple[int, dict[str, int]]:
-    """The gate of the feed-forward's first product, and what it multiplies (``u``)."""
+    """The gate (``g``) of the feed-forward's first product, and the rows that it multiplies (``u``)."""
     width = layer["feed_forward"]["hidden_dim"]
     return 1, {"g": width, "u": width}
 
@@ -226,7 +228,7 @@ TAPS, TAPS_JOINED = (Taps(there, (Product("qkv", True),), _kernel) for there in 
 
 @dataclass(frozen=True)
 class Key:
-    """Our modules, ``ours``, and those that hold their tensors elsewhere, ``theirs``, in the order of the layout.
+    """Our modules, ``ours``, and the modules of the same tensors elsewhere, ``theirs``, in the order of the layout.
 
     ``tensors``: the names of tensors in the modules; an empty one means that ``ours`` and ``theirs`` name tensors.
     """
@@ -257,8 +259,8 @@ HEADS = ("lm_head", "embed_out", "cls", "classifier", "cls_classifier", "distill
 class KeyMap:
     """The keys of a ``model`` and of each ``layer``, which may depend on the layer's config.
 
-    ``layers``: what stands before a layer's number there. ``prefix``: what may stand before every name but those of the
-    modules ``beside`` it. ``left_out``: names, without the prefix, of tensors that are no weights.
+    ``layers``: the name before a layer's number there. ``prefix``: the prefix that every name may have, except for the
+    modules ``beside`` it. ``left_out``: the names, without the prefix, of tensors that are not weights.
     """
 
     model: tuple[Key, ...]
@@ -271,7 +273,7 @@ class KeyMap:
     def read(self, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path, title: str) -> dict[str, Tensor]:
         """Return the weights under our names; ``model`` is our config as data.
 
-        Errors: ``KinformerError`` for a tensor that a ``title`` does not have, and for a missing one.
+        Errors: ``KinformerError`` for a tensor that a ``title`` does not have, and for a missing tensor.
         """
         weights: dict[str, Tensor] = {}
         parts: dict[tuple[str, int, Key, str], dict[int, Tensor]] = {}
@@ -332,7 +334,7 @@ class KeyMap:
         return name
 
     def _keys(self, number: int, model: ConfigView) -> tuple[Key, ...]:
-        """Return the keys of the layer ``number``, or of the model (-1); none for a layer that is not there."""
+        """Return the keys of the layer ``number``, or of the model (-1); none for a layer that does not exist."""
         if number < 0:
             return self.model
         if number >= len(model["layers"]):

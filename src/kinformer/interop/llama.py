@@ -9,23 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
-from kinformer.interop.architecture import (
-    FULL,
-    WINDOW,
-    Architecture,
-    Settings,
-    choice,
-    integer,
-    number,
-    positive,
-    rope,
-    switch,
-)
+from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.settings import FULL, WINDOW, Settings, rope, rope_parameters
+from kinformer.runtime.parsing import JsonObject
 
+TANH = "gelu_pytorch_tanh"
+"""Gemma's activation."""
 DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -64,7 +55,7 @@ GEMMA: Mapping[str, object] = {
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
     "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_act": TANH,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
@@ -75,7 +66,7 @@ GEMMA2: Mapping[str, object] = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_activation": TANH,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "layer_types": None,
@@ -89,7 +80,6 @@ GEMMA3: Mapping[str, object] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
-ENCODES = {"use_bidirectional_attention": False}
 
 
 def keys(
@@ -122,158 +112,132 @@ def keys(
     )
 
 
-def _llama(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    biases = switch(full, place, "attention_bias")
-    return like_llama(full, place, biases=(biases, biases))
+# From settings to our model.
 
 
-def _mistral(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
+def _mistral(full: Settings) -> ConfigData:
     kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
-    return like_llama(full, place, kinds if full["layer_types"] is None else layer_types(full, place, (FULL, WINDOW)))
+    kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW)
+    return like_llama(full, kinds, biases=(False, False))
 
 
-def _qwen2(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    return like_llama(full, place, kinds=_kinds(full, place), biases=(True, False))
+def _qwen2(full: Settings) -> ConfigData:
+    return like_llama(full, _kinds(full), biases=(True, False))
 
 
-def _qwen3(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_act", ("silu",))
-    biases = switch(full, place, "attention_bias")
-    return like_llama(full, place, kinds=_kinds(full, place), biases=(biases, biases), normed=True)
+def _qwen3(full: Settings) -> ConfigData:
+    return like_llama(full, _kinds(full), normed=True)
 
 
-def _kinds(full: Settings, place: Path) -> list[str]:
+def _kinds(full: Settings) -> list[str]:
     """Return each layer's kind of attention in a Qwen model."""
     depth = full["num_hidden_layers"]
-    if not switch(full, place, "use_sliding_window") or full["sliding_window"] is None:
+    if not full.switch("use_sliding_window") or full["sliding_window"] is None:
         return [FULL] * depth
     if full["layer_types"] is not None:
-        return layer_types(full, place, (FULL, WINDOW))
-    first = integer(full, place, "max_window_layers", minimum=0)
+        return full.layer_types(FULL, WINDOW)
+    first = full.integer("max_window_layers", minimum=0)
     return [WINDOW if layer >= first else FULL for layer in range(depth)]
 
 
-def _gemma(full: Settings, place: Path) -> ConfigData:
-    activation = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
-    choice(full, place, activation, ("gelu_pytorch_tanh",))
-    return _as_gemma(like_llama(full, place, biases=(switch(full, place, "attention_bias"),) * 2))
+def _gemma(full: Settings) -> ConfigData:
+    name = "hidden_act" if full.get("hidden_activation") is None else "hidden_activation"
+    return _as_gemma(like_llama(full, activation=(name, TANH)), full)
 
 
-def _gemma2(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
-    kinds = _alternating(full, place, 2)
-    model = like_llama(full, place, kinds, biases=(switch(full, place, "attention_bias"),) * 2)
-    return _as_gemma(model, _gemma_score(full, place), full, place)
+def _gemma2(full: Settings) -> ConfigData:
+    model = like_llama(full, _alternating(full, 2), activation=("hidden_activation", TANH))
+    return _as_gemma(model, full, _gemma_score(full))
 
 
-def _gemma3(full: Settings, place: Path) -> ConfigData:
-    choice(full, place, "hidden_activation", ("gelu_pytorch_tanh",))
+def _gemma3(full: Settings) -> ConfigData:
     pattern = full.get("sliding_window_pattern", full.get("_sliding_window_pattern", 6))
-    kinds = _alternating(full, place, integer({"sliding_window_pattern": pattern}, place, "sliding_window_pattern"))
-    local = {**full, "rope_theta": full.get("rope_local_base_freq", 10_000.0), "rope_scaling": None}
-    positions = {FULL: rope(full, place, FULL, base=1e6), WINDOW: rope(local, place, WINDOW)}
-    biases = (switch(full, place, "attention_bias"),) * 2
-    model = like_llama(full, place, kinds, biases, normed=True, positions=positions)
-    return _as_gemma(model, _gemma_score(full, place), full, place)
+    kinds = _alternating(full, full.changed(sliding_window_pattern=pattern).integer("sliding_window_pattern"))
+    local = full.changed(rope_theta=full.get("rope_local_base_freq", 10_000.0), rope_scaling=None)
+    positions = {FULL: rope(full, FULL, base=1e6), WINDOW: rope(local, WINDOW)}
+    model = like_llama(full, kinds, normed=True, positions=positions, activation=("hidden_activation", TANH))
+    return _as_gemma(model, full, _gemma_score(full))
 
 
-def _gemma_score(full: Settings, place: Path) -> ConfigData:
+def _gemma_score(full: Settings) -> ConfigData:
     """Return the settings of the score from Gemma 2 on."""
-    score: ConfigData = {"scale": positive(full, place, "query_pre_attn_scalar") ** -0.5}
+    score: ConfigData = {"scale": full.positive("query_pre_attn_scalar") ** -0.5}
     if full["attn_logit_softcapping"] is None:
         return score
-    return score | {"kind": "capped", "cap": positive(full, place, "attn_logit_softcapping")}
+    return score | {"kind": "capped", "cap": full.positive("attn_logit_softcapping")}
 
 
-def _as_gemma(
-    model: ConfigData, score: Mapping[str, object] | None = None, full: Settings | None = None, place: Path = Path()
-) -> ConfigData:
-    """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward; with a ``score``, as from Gemma 2
-    on, also with a norm on either side of each sublayer."""
+def _as_gemma(model: ConfigData, full: Settings, score: ConfigView | None = None) -> ConfigData:
+    """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward.
+
+    With a ``score``, as from Gemma 2 on, each sublayer also has a norm on either side.
+    """
     model["input"]["scale"] = True
     for layer in model["layers"]:
         layer["feed_forward"] = layer["feed_forward"] | {"kind": "geglu", "activation": "gelu_tanh"}
         if score is not None:
             layer["residual"] = "sandwich"
             layer["mixer"]["score"] = {"kind": "scaled_dot", **score}
-    if full is not None and full["final_logit_softcapping"] is not None:
-        model["head"]["softcap"] = positive(full, place, "final_logit_softcapping")
+    if full.get("final_logit_softcapping") is not None and score is not None:
+        model["head"]["softcap"] = full.positive("final_logit_softcapping")
     return model
 
 
-def _alternating(full: Settings, place: Path, pattern: int) -> list[str]:
+def _alternating(full: Settings, pattern: int) -> list[str]:
     """Return each layer's kind of attention: a window, but in every layer whose number ``pattern`` divides."""
     if full["layer_types"] is not None:
-        return layer_types(full, place, (FULL, WINDOW))
+        return full.layer_types(FULL, WINDOW)
     return [WINDOW if (layer + 1) % pattern else FULL for layer in range(full["num_hidden_layers"])]
-
-
-def layer_types(full: Settings, place: Path, kinds: Sequence[str]) -> list[str]:
-    """Return the setting ``layer_types``, a list of ``kinds``, one for each layer."""
-    value, depth = full["layer_types"], full["num_hidden_layers"]
-    if not isinstance(value, list) or len(value) != depth or not all(one in kinds for one in value):
-        raise KinformerError(
-            f"{place}: layer_types must be a list of {depth} kinds of attention, of which only {', '.join(kinds)} can "
-            "be imported."
-        )
-    return value
 
 
 def like_llama(
     full: Settings,
-    place: Path,
     kinds: Sequence[str] | None = None,
-    biases: tuple[bool, bool] = (False, False),
+    biases: tuple[bool, bool] | None = None,
     normed: bool = False,
-    positions: Mapping[str, Mapping[str, object]] | None = None,
+    positions: Mapping[str, ConfigView] | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> ConfigData:
-    """Return the model config, as data, of a LLaMA-like config with all its settings.
+    """Return our model config, as data, of a LLaMA-like model.
 
-    ``kinds``: each layer's kind of attention, all FULL if not given; ``biases``: whether the products before attention
-    and behind it have one; ``normed``: whether queries and keys are normed; ``positions``: those of each kind of
-    attention, where they differ.
+    ``kinds``: each layer's kind of attention, by default FULL; ``biases``: whether the products before and behind
+    attention have biases, by default ``attention_bias`` of both; ``normed``: whether queries and keys are normed;
+    ``positions``: the positions of each kind of attention, where they differ; ``activation``: the setting of the
+    activation and its only value.
     """
-    depth, dim = full["num_hidden_layers"], integer(full, place, "hidden_size")
-    norm = {"kind": "rms_norm", "eps": number(full, place, "rms_norm_eps")}
-    mixer = attention(full, place, dim, biases) | ({} if positions else {"position": rope(full, place)})
+    full.choice(*activation)
+    biases = (full.switch("attention_bias"),) * 2 if biases is None else biases
+    depth, dim = full["num_hidden_layers"], full.integer("hidden_size")
+    norm = {"kind": "rms_norm", "eps": full.number("rms_norm_eps")}
+    mixer = attention(full, dim, biases) | ({} if positions else {"position": rope(full)})
     if normed:
         mixer["projection"] = {"kind": "normalised", "inner": mixer["projection"], "eps": norm["eps"]}
     layer = {
         "kind": "decoder",
         "feed_forward": {
             "kind": "swiglu",
-            "hidden_dim": integer(full, place, "intermediate_size"),
-            "bias": switch(full, place, "mlp_bias"),
+            "hidden_dim": full.integer("intermediate_size"),
+            "bias": full.switch("mlp_bias"),
         },
         "norm": norm,
         "residual": "pre",
     }
     mixers: dict[str, ConfigData] = {FULL: mixer | {"pattern": {"kind": "causal"}}}
     if kinds is not None and WINDOW in kinds:
-        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": integer(full, place, "sliding_window")}}
+        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": full.integer("sliding_window")}}
     for kind, position in (positions or {}).items():
         if kind in mixers:
             mixers[kind]["position"] = position
-    return {
-        "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")},
-        "dim": dim,
-        "layers": [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth],
-        "position": "none",
-        "norm": norm,
-        "head": {"kind": "language", "tied": switch(full, place, "tie_word_embeddings")},
-    }
+    layers = [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth]
+    return decoder_of(full, dim, layers, norm)
 
 
-def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) -> ConfigData:
+def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData:
     """Return the config, as data, of softmax attention with grouped queries, without its position."""
-    heads = integer(full, place, "num_attention_heads")
+    heads = full.integer("num_attention_heads")
     shared = full.get("num_key_value_heads")
-    kv_heads = heads if shared is None else integer(full, place, "num_key_value_heads")
-    width = dim // heads if full.get("head_dim") is None else integer(full, place, "head_dim")
+    kv_heads = heads if shared is None else full.integer("num_key_value_heads")
+    width = dim // heads if full.get("head_dim") is None else full.integer("head_dim")
     projection: ConfigData = {"kind": "multi_head", "bias": biases[0]}
     if kv_heads != heads:
         projection |= {"kind": "grouped", "num_kv_heads": kv_heads}
@@ -283,28 +247,123 @@ def attention(full: Settings, place: Path, dim: int, biases: tuple[bool, bool]) 
         "head_dim": width,
         "projection": projection,
         "bias": biases[1],
-        "dropout": number(full, place, "attention_dropout"),
+        "dropout": full.number("attention_dropout"),
+    }
+
+
+# From our model to settings.
+
+
+def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObject:
+    """Return the settings of a LLaMA-like model, without the ``left_out`` settings and with the ``added`` ones."""
+    layers, layer = model["layers"], model["layers"][0]
+    mixer, feed_forward = layer["mixer"], layer["feed_forward"]
+    projection = mixer["projection"].get("inner", mixer["projection"])
+    kinds = [WINDOW if one["mixer"]["pattern"]["kind"] == "local" else FULL for one in layers]
+    windows = {one["mixer"]["pattern"]["window"] for one in layers if one["mixer"]["pattern"]["kind"] == "local"}
+    settings = {
+        "vocab_size": model["input"]["vocab_size"],
+        "hidden_size": model["dim"],
+        "intermediate_size": feed_forward["hidden_dim"],
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": mixer["num_heads"],
+        "num_key_value_heads": projection.get("num_kv_heads", mixer["num_heads"]),
+        "head_dim": mixer["head_dim"] or model["dim"] // mixer["num_heads"],
+        "hidden_act": "silu",
+        "rms_norm_eps": layer["norm"]["eps"],
+        "rope_parameters": rope_parameters(mixer["position"]),
+        "attention_bias": projection["bias"],
+        "attention_dropout": mixer["dropout"],
+        "mlp_bias": feed_forward.get("bias", False),
+        "tie_word_embeddings": model["head"]["tied"],
+        "layer_types": kinds,
+        "sliding_window": windows.pop() if len(windows) == 1 else None,
+    }
+    return {name: value for name, value in settings.items() if name not in left_out} | added
+
+
+def write_qwen(model: ConfigView, *left_out: str) -> JsonObject:
+    """Return the settings of Qwen3 without the ``left_out`` settings."""
+    settings = write_llama(model, "mlp_bias", *left_out)
+    return settings | {"use_sliding_window": settings["sliding_window"] is not None, "max_window_layers": 0}
+
+
+def _write_gemma(model: ConfigView) -> JsonObject:
+    return write_llama(model, "mlp_bias", "layer_types", "sliding_window", hidden_act=TANH)
+
+
+def _write_later_gemma(model: ConfigView) -> JsonObject:
+    layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
+    scalar = score["scale"] ** -2
+    scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
+    settings = write_llama(model, "mlp_bias", "hidden_act", hidden_activation=TANH)
+    settings |= {
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": score.get("cap"),
+        "final_logit_softcapping": model["head"]["softcap"],
+        "sliding_window": settings["sliding_window"] or 4096,
+    }
+    if "inner" not in layers[0]["mixer"]["projection"]:
+        return settings
+    positions = {kind: layer["mixer"]["position"] for kind, layer in zip(settings["layer_types"], layers, strict=True)}
+    first = layers[0]["mixer"]["position"]
+    return settings | {
+        "rope_parameters": {kind: rope_parameters(positions.get(kind, first)) for kind in (FULL, WINDOW)}
     }
 
 
 ARCHITECTURES = {
-    "llama": Architecture(title="LLaMA", member="rope", defaults=DEFAULTS, model=_llama, keys=keys),
-    "mistral": Architecture(title="Mistral", member="rope", defaults=MISTRAL, model=_mistral, keys=keys),
-    "qwen2": Architecture(title="Qwen2", member="rope", defaults=QWEN, model=_qwen2, keys=keys),
-    "qwen3": Architecture(title="Qwen3", member="rope", defaults={**QWEN, "head_dim": 128}, model=_qwen3, keys=keys),
+    "llama": Decoder(
+        title="LLaMA",
+        member="rope",
+        model_class="LlamaForCausalLM",
+        defaults=DEFAULTS,
+        read=like_llama,
+        write=lambda model: write_llama(model, "layer_types", "sliding_window"),
+        keys=keys,
+    ),
+    "mistral": Decoder(
+        title="Mistral",
+        member="rope",
+        model_class="MistralForCausalLM",
+        defaults=MISTRAL,
+        read=_mistral,
+        write=lambda model: write_llama(model, "mlp_bias", "attention_bias", "layer_types"),
+        keys=keys,
+    ),
+    "qwen2": Decoder(
+        title="Qwen2",
+        member="rope",
+        model_class="Qwen2ForCausalLM",
+        defaults=QWEN,
+        read=_qwen2,
+        write=lambda model: write_qwen(model, "attention_bias"),
+        keys=keys,
+    ),
+    "qwen3": Decoder(
+        title="Qwen3",
+        member="rope",
+        model_class="Qwen3ForCausalLM",
+        defaults={**QWEN, "head_dim": 128},
+        read=_qwen3,
+        write=write_qwen,
+        keys=keys,
+    ),
     **{
-        kind: Architecture(
+        kind: Decoder(
             title=title,
             member="rope",
+            model_class=model_class,
             defaults=defaults,
-            required=ENCODES,
-            model=model,
+            required={"use_bidirectional_attention": False},
+            read=read,
+            write=write,
             keys=partial(keys, norm=ONE_PLUS),
         )
-        for kind, title, defaults, model in (
-            ("gemma", "Gemma", GEMMA, _gemma),
-            ("gemma2", "Gemma 2", GEMMA2, _gemma2),
-            ("gemma3_text", "Gemma 3", GEMMA3, _gemma3),
+        for kind, title, model_class, defaults, read, write in (
+            ("gemma", "Gemma", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma),
+            ("gemma2", "Gemma 2", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma),
+            ("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma),
         )
     },
 }

@@ -1,19 +1,22 @@
 """ModernBERT (Warner et al. 2024) as the library transformers saves it.
 
 Its layers have norms before sublayers, rotary positions, a gated feed-forward and no biases. Every third one is full
-attention, the others a window with another base of positions. The first mixer has no norm, as embeddings have one.
+attention, the others a window with another base of positions. The first mixer is without a norm, as embeddings have
+one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import FULL, WINDOW, Architecture, Settings, choice, integer, number, rope, switch
-from kinformer.interop.encoders import ACTIVATIONS, NEW_HEAD, new_head, special_tokens
-from kinformer.interop.key_map import ConfigData, KeyMap, key
-from kinformer.interop.llama import layer_types
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, Tensors
+from kinformer.interop.encoders import NEW_HEAD, new_head
+from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, key
+from kinformer.interop.settings import FULL, WINDOW, Settings, rope
+from kinformer.interop.tokenizer_files import special_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +37,7 @@ DEFAULTS: Mapping[str, object] = {
     "mlp_bias": False,
     "tie_word_embeddings": True,
 }
-"""The defaults of transformers for what a config leaves out."""
+"""The values that transformers has for missing settings."""
 REQUIRED = {
     "norm_bias": False,
     "classifier_bias": False,
@@ -64,78 +67,90 @@ KEYS = KeyMap(
 )
 
 
-def _model(full: Settings, place: Path) -> ConfigData:
-    kinds = _kinds(full, place)
-    biased, dim = switch(full, place, "attention_bias"), integer(full, place, "hidden_size")
-    norm = {"kind": "layer_norm", "eps": number(full, place, "norm_eps"), "bias": False}
+def _model(full: Settings) -> ConfigData:
+    kinds = _kinds(full)
+    biased, dim = full.switch("attention_bias"), full.integer("hidden_size")
+    norm = {"kind": "layer_norm", "eps": full.number("norm_eps"), "bias": False}
     mixer = {
         "kind": "bidirectional",
-        "num_heads": integer(full, place, "num_attention_heads"),
+        "num_heads": full.integer("num_attention_heads"),
         "projection": {"kind": "multi_head", "bias": biased},
         "bias": biased,
-        "dropout": number(full, place, "attention_dropout"),
+        "dropout": full.number("attention_dropout"),
     }
     mixers = {
-        kind: mixer | {"position": rope(_theta(full, name), place, kind, base=base)}
+        kind: mixer | {"position": rope(_theta(full, name), kind, base=base)}
         for kind, name, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0))
     }
     side = "sliding_window" if full.get("sliding_window") is not None else "local_attention"
-    window = integer(full, place, side) // (2 if side == "local_attention" else 1)
+    window = full.integer(side) // (2 if side == "local_attention" else 1)
     mixers[WINDOW]["pattern"] = {"kind": "window", "window": window}
     layer = {
         "kind": "encoder",
         "feed_forward": {
             "kind": "geglu",
-            "hidden_dim": integer(full, place, "intermediate_size"),
-            "activation": ACTIVATIONS[choice(full, place, "hidden_activation", ("gelu", "gelu_pytorch_tanh"))],
-            "bias": switch(full, place, "mlp_bias"),
+            "hidden_dim": full.integer("intermediate_size"),
+            "activation": ACTIVATIONS[full.choice("hidden_activation", "gelu", "gelu_pytorch_tanh")],
+            "bias": full.switch("mlp_bias"),
         },
         "norm": norm,
         "residual": "pre",
     }
     layers: list[ConfigData] = [{**layer, "mixer": mixers[kind]} for kind in kinds]
     layers[0]["mixer_norm"] = False
-    tokens = {"kind": "tokens", "vocab_size": integer(full, place, "vocab_size")}
-    tied = switch(full, place, "tie_word_embeddings")
+    tokens = {"kind": "tokens", "vocab_size": full.integer("vocab_size")}
+    tied = full.switch("tie_word_embeddings")
     return {
         "kind": "encoder",
-        "input": tokens | special_tokens(place.parent, full, TOKENS),
+        "input": tokens | special_tokens(full.place.parent, full, TOKENS),
         "dim": dim,
         "layers": layers,
         "position": "none",
         "embedding_norm": norm,
         "norm": norm,
-        "dropout": number(full, place, "embedding_dropout"),
+        "dropout": full.number("embedding_dropout"),
         "head": {"kind": "masked_language", "tied": tied, "eps": norm["eps"], "bias": False},
     }
 
 
 def _theta(full: Settings, name: str) -> Settings:
     """Return the settings with the base of positions that older files call ``name``."""
-    return full if full.get(name) is None else {**full, "rope_theta": full[name]}
+    return full if full.get(name) is None else full.changed(rope_theta=full[name])
 
 
-def _kinds(full: Settings, place: Path) -> list[str]:
+def _kinds(full: Settings) -> list[str]:
     """Return each layer's kind of attention."""
     if full.get("layer_types") is not None:
-        return layer_types(full, place, (FULL, WINDOW))
-    step = integer(full, place, "global_attn_every_n_layers")
+        return full.layer_types(FULL, WINDOW)
+    step = full.integer("global_attn_every_n_layers")
     return [WINDOW if layer % step else FULL for layer in range(full["num_hidden_layers"])]
 
 
-MODERNBERT = Architecture(
-    title="ModernBERT", member="bert", defaults=DEFAULTS, required=REQUIRED, model=_model, keys=KEYS, causal=False
-)
+@dataclass(frozen=True, kw_only=True)
+class ModernBert(Architecture):
+    """ModernBERT. A model without a head gets a head for masked tokens, which passes hidden states on."""
+
+    kind: str = "encoder"
+    causal: bool = False
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        weights = super().read_tensors(tensors, model, folder, config)
+        return weights | new_head(model) if self.notes(tensors, model, folder) else weights
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        return () if any(name.startswith(("head.", "decoder.")) for name in tensors) else (NEW_HEAD,)
 
 
-def convert(tensors: Mapping[str, Tensor], model: Mapping[str, object], folder: Path) -> dict[str, Tensor]:
-    """Return the weights under our names; a model without a head gets one that passes hidden states on."""
-    weights = MODERNBERT.convert(tensors, model, folder)
-    return weights | new_head(model) if notes(tensors) else weights
-
-
-def notes(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return a note on the head, where there is none among ``tensors``."""
-    if any(name.startswith(("head.", "decoder.")) for name in tensors):
-        return ()
-    return (NEW_HEAD,)
+ARCHITECTURES = {
+    "modernbert": ModernBert(
+        title="ModernBERT",
+        member="bert",
+        defaults=DEFAULTS,
+        required=REQUIRED,
+        exported=False,
+        read=_model,
+        keys=KEYS,
+    )
+}

@@ -1,4 +1,4 @@
-"""Laws of causal models, checked on any of them: of this library, of transformers, or a module of the user.
+"""Laws of causal models, checked on models of this library, of transformers, or on a module of the user.
 
 A model is a function ``logits, cache = model(tokens, cache, valid)`` of chunks [batch, time] (see
 ``interop.proof``). Every law is tried at growing lengths, so that what breaks it first is the smallest case.
@@ -50,10 +50,10 @@ class Plain:
         self.takes_padding = "valid" in parameters
         self.takes_packing = self.promises_packing = "reset" in parameters
         if self.vocab_size < 2:
-            raise KinformerError("the object has no vocab_size; give it one, the number of ids that it takes.")
+            raise KinformerError("the object does not have a vocab_size; give it one, the number of ids that it takes.")
 
     def __call__(self, tokens: Tensor, cache: State = None, valid: Tensor | None = None) -> tuple[Tensor, State]:
-        """Return logits [batch, time, vocab] and what the next chunk needs."""
+        """Return logits [batch, time, vocab] and the state for the next chunk."""
         logits, cache = self.model(tokens, cache, **({} if valid is None else {"valid": valid}))
         return logits, cache
 
@@ -113,7 +113,7 @@ class Theirs:
 
     @torch.no_grad()
     def _counts_from_0(self) -> bool:
-        """Return whether positions that are named from 0 on are those of a text by itself."""
+        """Return whether a text has the same logits with positions given from 0 on."""
         tokens = torch.arange(1, 4)[None] % self.vocab_size
         try:
             named = self.model(tokens, position_ids=torch.arange(3)[None]).logits
@@ -164,7 +164,7 @@ Cases = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def causality(model: Subject, tokens: Tensor) -> Cases:
-    """Yield logits before a token that changes, as they are after it changed and before."""
+    """Yield the logits before a token that changes: after its change, and before."""
     expected, _ = model(tokens)
     for since in sorted({1, tokens.shape[1] // 2, tokens.shape[1] - 1} - {0}):
         changed = tokens.clone()
@@ -173,7 +173,7 @@ def causality(model: Subject, tokens: Tensor) -> Cases:
 
 
 def cache(model: Subject, tokens: Tensor) -> Cases:
-    """Yield logits of chunks, joined, and those of all tokens at once."""
+    """Yield the joined logits of chunks, and the logits of all tokens at once."""
     expected, time = model(tokens)[0], tokens.shape[1]
     for sizes in ([1] * time, [1, time - 1], [time - 1, 1], [time // 2, time - time // 2]):
         state, parts = None, []
@@ -185,7 +185,7 @@ def cache(model: Subject, tokens: Tensor) -> Cases:
 
 
 def padding(model: Subject, tokens: Tensor, on_left: bool = True) -> Cases:
-    """Yield logits of a row that is padded among others, with a step after it, and those of the row alone."""
+    """Yield the logits of a padded row among others, with a step after it, and the logits of the row alone."""
     batch, time = tokens.shape
     step = tokens[:, :1]
     counts = torch.arange(batch).clamp(max=time - 1)
@@ -207,7 +207,7 @@ def padding_right(model: Subject, tokens: Tensor) -> Cases:
 
 
 def packing(model: Subject, tokens: Tensor) -> Cases:
-    """Yield logits of two texts in one row, and those of each alone."""
+    """Yield the logits of two texts in one row, and the logits of each alone."""
     start = tokens.shape[1] // 2
     expected = torch.cat([model(part)[0] for part in (tokens[:, :start], tokens[:, start:])], dim=1)
     yield f"texts of {start} + {tokens.shape[1] - start}", model.packed(tokens, start), expected
@@ -237,13 +237,13 @@ LAWS: Mapping[str, Callable[[Subject, Tensor], Cases]] = {
 
 
 def lengths(model: Subject, longest: int) -> list[int]:
-    """Return the lengths at which laws are tried: up to ``longest`` and to what the model takes, less one step."""
+    """Return the lengths at which laws are tried: up to ``longest`` and to the model's longest text, less one step."""
     bound = min(longest, model.max_length - 1) if model.max_length else longest
     return [length for length in LENGTHS if length <= bound] or [2]
 
 
 def tokens_of(model: Subject, time: int, seed: int = 0, rows: int = ROWS) -> Tensor:
-    """Return random tokens [rows, time] that the model takes, none of them padding, whose vector may learn nothing."""
+    """Return random tokens [rows, time] that the model takes, without padding, whose vector may be untrained."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(model.vocab_size, (rows, time), generator=generator)
     pad = getattr(model, "pad_token", None)
@@ -255,9 +255,9 @@ def judge(model: Subject, longest: int = 24, limit: float = LIMIT) -> list[Verdi
     verdicts = []
     for name, law in LAWS.items():
         if name.startswith("padding") and not model.takes_padding:
-            verdicts.append(Verdict(name, None, None, "the model takes no mask of padding"))
+            verdicts.append(Verdict(name, None, None, "the model does not take a mask of padding"))
         elif name == "packing" and not model.takes_packing:
-            verdicts.append(Verdict(name, None, None, "the model takes no mark where a text begins"))
+            verdicts.append(Verdict(name, None, None, "the model does not take a mark where a text begins"))
         else:
             verdict = _judged(name, law, model, longest, limit)
             if name == "packing" and verdict.holds is False and not model.promises_packing:
@@ -287,9 +287,9 @@ def _judged(name: str, law: Callable[[Subject, Tensor], Cases], model: Subject, 
 
 @torch.no_grad()
 def drift(model: Subject, longest: int) -> Verdict:
-    """Return how far logits of weights in bfloat16 are from those in float32; that is a measure, not a law."""
+    """Return how far bfloat16 weights move the logits from float32 weights; this is a measure, not a law."""
     if not isinstance(getattr(model, "model", None), nn.Module):
-        return Verdict("bfloat16", None, None, "the object is no nn.Module")
+        return Verdict("bfloat16", None, None, "the object is not an nn.Module")
     low = copy.copy(model)
     tokens = tokens_of(model, lengths(model, longest)[-1])
     try:

@@ -12,15 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kinformer.inputs.filterbank import CHARACTERS
-from kinformer.interop.checkpoint import TOKENIZER
-from kinformer.interop.encoder_routes import labels_of
-from kinformer.interop.encoders import ids_of
-from kinformer.interop.images import PREPROCESSOR
+from kinformer.interop.architecture import Padding
 from kinformer.interop.key_map import ConfigView
-from kinformer.interop.routes import Padding
-from kinformer.runtime.errors import KinformerError
+from kinformer.interop.settings import PREPROCESSOR, TOKENIZER, labels_of, optional_table
 from kinformer.runtime.files import read_json, reading, write_json
 from kinformer.runtime.parsing import JsonObject
 
@@ -68,8 +65,8 @@ def prompting_of(folder: Path) -> Prompting:
 
     Errors: ``KinformerError`` for damaged files.
     """
-    data, settings = read_json(folder / TOKENIZER), _table(folder / TOKENIZER_CONFIG)
-    named = _table(folder / SPECIAL_TOKENS_MAP) | settings
+    data, settings = read_json(folder / TOKENIZER), optional_table(folder / TOKENIZER_CONFIG)
+    named = optional_table(folder / SPECIAL_TOKENS_MAP) | settings
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}
     special_tokens = {role: text for role in SPECIAL_TOKENS if isinstance(text := texts.get(role), str)}
     with reading(folder / TOKENIZER):
@@ -80,12 +77,53 @@ def prompting_of(folder: Path) -> Prompting:
     return Prompting(before, behind, special_tokens, chat_templates(folder, settings.get("chat_template")))
 
 
-def _table(path: Path) -> JsonObject:
-    """Return the table in a JSON file, or an empty table if the file is missing."""
-    table = read_json(path) if path.is_file() else {}
-    if not isinstance(table, dict):
-        raise KinformerError(f"{path}: is not a table of settings; restore it from a copy, or remove it.")
-    return table
+ROLES = {
+    "mask_token": (("mask_token",), ("[MASK]", "<mask>")),
+    "bos_token": (("cls_token", "bos_token"), ("[CLS]", "<s>")),
+    "eos_token": (("sep_token", "eos_token"), ("[SEP]", "</s>")),
+}
+"""Our name of a role to the names it has in the files, and to the usual texts of such tokens."""
+
+
+def special_tokens(folder: Path, config: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, int]:
+    """Return the ids of a mask and of a sequence's two ends (ROLES) in ``tokenizer.json`` and its neighbours in
+    ``folder``, else by ``settings`` of the config.
+
+    ``settings``: role to the name of the setting of ``config.json`` that holds its id.
+    """
+    ids = ids_of(optional_table(folder / TOKENIZER))
+    named = {**optional_table(folder / TOKENIZER_CONFIG), **optional_table(folder / SPECIAL_TOKENS_MAP)}
+    tokens = {}
+    for role, (names, usual) in ROLES.items():
+        texts = [_text(named[name]) for name in names if named.get(name) is not None] or list(usual)
+        present = [ids[text] for text in texts if text in ids]
+        setting = config.get(settings.get(role, ""))
+        if present:
+            tokens[role] = present[0]
+        elif isinstance(setting, int) and 0 <= setting < config["vocab_size"]:
+            tokens[role] = setting
+    return tokens
+
+
+def ids_of(data: Mapping[str, object]) -> dict[str, int]:
+    """Return every token of a ``tokenizer.json`` with its id; the vocabulary is a
+    table, or a list of tokens and costs."""
+    model = data.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids |= vocabulary
+    elif isinstance(vocabulary, list):
+        ids |= {str(entry[0]): number for number, entry in enumerate(vocabulary) if entry}
+    added = data.get("added_tokens")
+    if isinstance(added, list):
+        ids |= {str(one.get("content")): one["id"] for one in added if isinstance(one, dict) and "id" in one}
+    return {text: number for text, number in ids.items() if isinstance(number, int)}
+
+
+def _text(token: object) -> str:
+    """Return the text of a token as the files have it: its text, or a table that holds it."""
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def _around(processor: JsonObject | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -143,7 +181,8 @@ def of_encoder(tokens: ConfigView, pad: str | None) -> Special:
 
 
 def padding_of(source: bytes | None) -> Padding | None:
-    """Return the padding token of a tokenizer.json, or of bytes, else one that is in no text; None if all may be."""
+    """Return the padding token of a tokenizer.json, or of bytes, else a token that occurs in no text; None if every
+    token may occur."""
     if source is None:
         return Padding(0)
     ids = ids_of(json.loads(source))
@@ -177,7 +216,7 @@ def write_tokenizer(
 
 
 def _with_special(data: JsonObject, special: Special) -> JsonObject:
-    """Return a tokenizer.json with the ``special`` tokens that have a text and are not among its own."""
+    """Return a tokenizer.json with the ``special`` tokens that have a text and are new."""
     present = {number: text for text, number in ids_of(data).items()}
     new = sorted((number, text) for number, text in special.roles.values() if text and number not in present)
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -217,7 +256,7 @@ def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, o
 def byte_tokenizer() -> dict[str, object]:
     """Return a tokenizer.json, as data, whose 256 ids are the bytes of UTF-8.
 
-    Signs that stand for bytes are those of GPT-2: visible ones for themselves, the others from U+0100 on.
+    The signs of bytes are GPT-2's: visible signs stand for themselves, the others are from U+0100 on.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -239,7 +278,7 @@ def byte_tokenizer() -> dict[str, object]:
 # The files of a folder of speech recognition: how sound is prepared, and which symbols are written.
 
 BLANK = "<pad>"
-"""What transformers calls class 0, which is no symbol."""
+"""The name that transformers has for class 0, which is not a symbol."""
 VOCABULARY = "vocab.json"
 
 

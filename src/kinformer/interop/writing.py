@@ -10,18 +10,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kinformer.core.config import to_dict
-from kinformer.core.model import PROTOCOLS, SourceModel
+from kinformer.core.config import find, from_dict, to_dict
+from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
 from kinformer.core.stack import ModelConfig
-from kinformer.interop.architecture import Settings
-from kinformer.interop.checkpoint import CONFIG, INDEX, OURS, WEIGHTS
-from kinformer.interop.encoder_routes import labels
-from kinformer.interop.images import PREPROCESSOR, preprocessor
+from kinformer.interop.architecture import Architecture, Padding, Tensors
+from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.key_map import ConfigView
-from kinformer.interop.native import GENERATE, Native, auto_class_of, model_class_of, native_form, use_of
-from kinformer.interop.routes import Padding
+from kinformer.interop.settings import CONFIG, GENERATION, INDEX, PREPROCESSOR, WEIGHTS, labels
+from kinformer.interop.vit import preprocessor
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
 from kinformer.runtime.parsing import JsonObject
@@ -29,7 +27,168 @@ from kinformer.runtime.parsing import JsonObject
 if TYPE_CHECKING:
     from torch import Tensor
 
-GENERATION, CODE = "generation_config.json", "modeling_kinformer.py"
+# The uses that transformers has classes for. A use ends the name of a class: "CausalLM" ends ``AutoModelForCausalLM``
+# and our ``KinformerForCausalLM``.
+
+GENERATE = ("CausalLM", "Seq2SeqLM")
+"""The uses that generate."""
+
+
+def use_of(config: ModelConfig) -> str | None:
+    """Return the use of a model of ``config``; None where transformers does not have a class for it."""
+    model: Any = config
+    reads_ids = model.input.kind == "tokens"
+    if model.input.kind == "frames":
+        return "CTC" if model.head.kind == "ctc" else None
+    if model.protocol is CausalModel:
+        return "CausalLM" if reads_ids else None
+    if model.protocol is SourceModel:
+        source = model.encoder.input
+        return "Seq2SeqLM" if reads_ids and (source is None or source.kind == "tokens") else None
+    if model.protocol is not WholeModel:
+        return None
+    if model.head.kind == "masked_language":
+        return "MaskedLM" if reads_ids else None
+    if not hasattr(model.head, "classes") or not (reads_ids or model.input.whole):
+        return None
+    if model.head.per_position:
+        return "TokenClassification" if reads_ids else None
+    return "SequenceClassification" if reads_ids else "ImageClassification"
+
+
+def auto_class_of(use: str) -> str:
+    """Return the class of transformers that loads models of a ``use``."""
+    return f"AutoModelFor{use}"
+
+
+def model_class_of(use: str) -> str:
+    """Return our class for a ``use``."""
+    return f"KinformerFor{use}"
+
+
+UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
+UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance", "stochastic_depth"}
+"""Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
+
+
+@dataclass(frozen=True)
+class Native:
+    """A model of ours as an architecture: its ``model_type``, the ``config.json`` and our ``model`` config, as data.
+
+    ``original``: our config before features were reordered, or products changed; otherwise it is ``model``.
+    ``notes``: what transformers does otherwise.
+    """
+
+    model_type: str
+    config: JsonObject
+    model: ConfigView
+    original: ConfigView
+    notes: tuple[str, ...] = ()
+
+    @property
+    def architecture(self) -> Architecture:
+        """Return the architecture of the ``model_type``."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def classes(self) -> tuple[str, str]:
+        """Return the class of transformers, and the class that loads it."""
+        return self.architecture.classes(self.model)
+
+    @property
+    def reordered(self) -> str:
+        """Return a sentence on what the export reorders; empty for nothing."""
+        return "" if self.model is self.original else self.architecture.reordered
+
+    @property
+    def preprocessor(self) -> JsonObject | None:
+        """Return the ``preprocessor_config.json`` of a model of images; None for other models."""
+        kind = self.architecture.processor
+        return None if kind is None else preprocessor(self.model["input"], kind)
+
+    def tensors(self, weights: Tensors) -> dict[str, Tensor]:
+        """Return the ``weights`` of our model under their names and in their layouts."""
+        if self.model is not self.original:
+            weights = self.architecture.reorder(weights, self.original)
+        return self.architecture.write_tensors(weights, self.model, self.config)
+
+
+def native_form(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Native | str:
+    """Return ``config`` as an architecture of transformers, or a sentence that says why it is not an architecture.
+
+    ``length``: the number of positions in ``config.json``, for positions that do not end. ``padding``: the padding
+    token, if there is one.
+    """
+    data = to_dict(_explicit(config))
+    differences: dict[str, list[tuple[str, object]]] = {}
+    for kind in _candidates(data, padding):
+        form = ARCHITECTURES[kind]
+        try:
+            model = form.order(data)
+            written = form.write_config(model, length, padding)
+            read = from_dict(ModelConfig, form.reread(written, model), find())
+        except (KinformerError, KeyError, TypeError, ValueError, AttributeError):
+            continue
+        ours, theirs = dict(_leaves(model)), dict(_leaves(to_dict(read)))
+        names = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
+        if not names:
+            written |= {"model_type": kind, "architectures": [form.classes(model)[0]]}
+            return Native(kind, written, model, data, tuple(form.differences(model)))
+        names.sort(key=lambda name: not name.endswith("kind"))
+        differences[form.title] = [(name, ours.get(name)) for name in names]
+    if not differences:
+        kinds = [f"the mixer {layer['mixer']['kind']!r}" for layer in data["layers"] if "mixer" in layer]
+        return f"no architecture that is written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"
+    title = min(differences, key=lambda name: len(differences[name]))
+    path, value = differences[title][0]
+    return f"{title}, the nearest architecture that is written natively, does not have {path} = {value!r}"
+
+
+def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:
+    """Return the types that a ``model`` may be; RoBERTa before BERT where padding is spelled as there."""
+    kinds = (model["kind"], model["input"]["kind"])
+    names = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
+    return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
+
+
+def _explicit(config: ModelConfig) -> ModelConfig:
+    """Return the config of a decoder whose layers name all sizes that follow from its width."""
+    if config.protocol is not CausalModel:
+        return config
+    layers = [
+        layer.replace(
+            **{
+                name: part.explicit(config.dim)
+                for name in ("mixer", "feed_forward")
+                if hasattr(part := getattr(layer, name, 0), "explicit")
+            }
+        )
+        for layer in config.layers
+    ]
+    return config.replace(layers=tuple(layers))
+
+
+def _leaves(node: object, path: str = "", dim: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield the settings that an output depends on, by their paths."""
+    if isinstance(node, Mapping):
+        dim = node.get("dim", dim)
+        for name, value in node.items():
+            if name == "head_dim" and value is None:
+                value = dim // node["num_heads"]
+            if name == "bias_rate":
+                value = bool(value)  # how fast it learns; whether experts have a bias shows
+            if name not in UNCOMPUTED:
+                yield from _leaves(value, f"{path}.{name}" if path else name, dim)
+    elif isinstance(node, list | tuple):
+        for index, item in enumerate(node):
+            yield from _leaves(item, f"{path}.{index}", dim)
+    else:
+        yield path, node
+
+
+# Folders.
+
+CODE = "modeling_kinformer.py"
 GENERATES = tuple(map(auto_class_of, GENERATE))
 IMAGES = "ViTImageProcessor"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -64,7 +223,7 @@ class Form:
 
     @property
     def use(self) -> str:
-        """Return what the model is used for, as the classes' names end."""
+        """Return the use of the model, which ends the names of the classes."""
         return self.auto_class.removeprefix(auto_class_of(""))
 
     @property
@@ -74,10 +233,10 @@ class Form:
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
-    """Return the form of an exported model of ``config``; ``length``: that of training texts, ``padding``: the token
-    that pads them.
+    """Return the form of an exported model of ``config``; ``length``: the longest text of training;
+    ``padding``: the padding token.
 
-    Errors: ``KinformerError`` for a model that transformers has no class for.
+    Errors: ``KinformerError`` for a model without a class of transformers.
     """
     native = native_form(config, length, padding)
     if isinstance(native, Native):
@@ -157,7 +316,7 @@ def auto_map(use: str) -> dict[str, str]:
     return {"AutoConfig": f"{module}.KinformerConfig", auto_class_of(use): f"{module}.{model_class_of(use)}"}
 
 
-def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Settings:
+def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> JsonObject:
     """Return the ``config.json`` of a model of ``config``, which is a ``member`` of the family."""
     if form.native is not None:
         return {**form.native.config, "dtype": dtype}
@@ -181,14 +340,14 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Set
     return settings if classes is None else settings | labels(classes)
 
 
-def _preprocessor(composition: ConfigView) -> Settings | None:
+def _preprocessor(composition: ConfigView) -> JsonObject | None:
     """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
     size = composition["input"].get("size")
     return None if size is None else preprocessor({"size": size, "channels": 0, "mean": (), "std": ()}, IMAGES)
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return ``tensors``, those of float32 as ``dtype``.
+    """Return ``tensors``, where float32 becomes ``dtype``.
 
     Errors: ``KinformerError`` for weights that it cannot hold.
     """

@@ -34,7 +34,7 @@ from kinformer.runtime.matmul import product_dtype
 class BandTile(NamedTuple):
     """The pairs of some kv heads, queries and slots, stored as [heads, slots, group * queries].
 
-    Only the first ``late`` slots may lie before what a query sees, only those from ``early`` on after it.
+    Only the first ``late`` slots may lie before the band of a query, and only slots from ``early`` on after it.
     """
 
     heads: slice
@@ -193,7 +193,7 @@ _ARGUMENTS = (
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Attend over the pairs of a pattern that is a band, with gradients of output and log-sum-exp."""
+    """Attend over the pairs of a band, with gradients of output and log-sum-exp."""
     check_reverse("chunked attention", q, k, v)
     behind, ahead = limits(visibility, q.shape[2], k.shape[2])
     lookback = None if visibility.whole else visibility.positions
@@ -253,7 +253,7 @@ class _Work:
         return out.copy_(torch.bmm(left, right.mT, out=self.shaped(narrow, tile)))
 
     def narrowed(self, x: Tensor, tile: BandTile, narrow: Tensor | None) -> Tensor:
-        """Return ``x`` in the inputs' precision, written to ``narrow`` where that is lower than its own."""
+        """Return ``x`` in the inputs' precision, written to ``narrow`` if this precision is lower."""
         return x if narrow is None else self.shaped(narrow, tile).copy_(x)
 
     def scores(self, tile: BandTile, wide: Tensor, narrow: Tensor | None) -> Tensor:
@@ -338,7 +338,7 @@ _forward.register_fake(unfilled)
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *BandCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
+    """Return the gradients of q, k and v, given the gradients of the output and the log-sum-exp."""
     call, (q, k, v) = BandCall(*arguments).widened(), arguments[:3]
     grad_out, out = grad_out.to(call.q.dtype), out.to(call.q.dtype)
     work = _Work(call)
@@ -427,5 +427,5 @@ def forward_flops(*arguments: *BandCall, **_: object) -> int:
 def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall], **_: object) -> int:
     """Return the floating-point operations of a backward call with the operator's arguments."""
     call = BandCall(*arguments[4:])
-    # S again, dQ and dK are of the width of q; dP and dV of that of v.
+    # S (recomputed), dQ and dK have the width of q; dP and dV have the width of v.
     return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])

@@ -10,13 +10,13 @@ from kinformer.runtime.errors import KinformerError
 
 
 def check_sorting(block: int, max_length: int, iterations: int, temperature: float) -> None:
-    """Refuse sizes of a sorting that are none: blocks of ``block`` tokens in texts of up to ``max_length``."""
+    """Raise if blocks of ``block`` tokens do not divide texts of up to ``max_length`` tokens."""
     for name, value in (("block", block), ("iterations", iterations)):
         if value < 1:
             raise KinformerError(f"{name} must be 1 or more, but is {value}.")
     if max_length < 1 or max_length % block:
         raise KinformerError(
-            f"max_length = {max_length} is no multiple of block = {block}, but a text is cut into blocks; choose a "
+            f"max_length = {max_length} is not a multiple of block = {block}, but a text is cut into blocks; choose a "
             "multiple."
         )
     if not temperature > 0:
@@ -47,8 +47,8 @@ def sorted_within_the_past(logits: Tensor, blocks: Tensor, iterations: int) -> T
     itself and later ones.
 
     ``logits`` [batch, heads, n, n] of blocks for blocks. The weights of block i are the last row of the balanced square
-    of rows 1 to i and columns 0 to i - 1: what it and the blocks before it ask of its past, so that no later block and
-    no token from its first one on has a part in them.
+    of rows 1 to i and columns 0 to i - 1. They depend only on block i's logits and on earlier blocks, not on block i's
+    tokens or on later blocks.
     """
     count = logits.shape[-1]
     index = torch.arange(count, device=logits.device)

@@ -84,19 +84,19 @@ def keep(words: Tensor, p: float, spare: Tensor) -> Tensor:
 
 
 class Visibility(NamedTuple):
-    """The keys that a query may see; all conditions that are set must hold together.
+    """The keys that a query may see. Conditions combine: a query sees a key only if all given conditions hold.
 
     ``pattern``: by positions. Query i stands at slot past + i of the keys, past = slots - time. None: queries and keys
         are two sets without an order, as in cross-attention, and every query sees every key.
     ``positions`` [batch, time] int64 of the queries within their sequences; slot s of a row then holds the position
         p - (past + i - s), and slots of negative position belong to another sequence. None: slot s holds position s.
-    ``whole``: every slot of a row belongs to the sequence of all its queries. A caller that can assert this (without a
-        look at the data) saves patterns by distance a mask.
-    ``key_padding_mask`` [batch, slots] bool, True where a key is padding, which no query sees (as in
+    ``whole``: every slot of a row belongs to the sequence of all its queries. A caller that can assert this without
+        reading the data saves patterns by distance a mask.
+    ``key_padding_mask`` [batch, slots] bool, True at padded keys, which no query sees (as in
         ``torch.nn.MultiheadAttention``).
     ``attn_mask`` bool, broadcasts to [batch, heads, time, slots], True where a query may see a key (as in
         ``torch.nn.functional.scaled_dot_product_attention``). All pairs are computed: for few queries or few keys.
-    ``key_positions`` [batch, slots] int64: without a pattern, where keys stand that distances to ``positions`` act on.
+    ``key_positions`` [batch, slots] int64: without a pattern, the positions of keys, for distances to ``positions``.
     """
 
     pattern: Pattern | None = None
@@ -107,20 +107,19 @@ class Visibility(NamedTuple):
     key_positions: Tensor | None = None
 
     def distance(self) -> Tensor:
-        """Return the position of the query - that of the key, [batch, time, slots], where there is no pattern."""
+        """Return position of the query - position of the key, [batch, time, slots], for a call without a pattern."""
         assert self.positions is not None and self.key_positions is not None
         return self.positions[:, :, None] - self.key_positions[:, None]
 
 
 class Scoring(NamedTuple):
-    """The score of a query and a key, of which the softmax is taken, and the dropout of its probability.
+    """The score of a query and a key before the softmax, and the dropout of its probability.
 
-    ``scale``, ``form`` and ``vector`` are those of a ``core.parts.Score``, ``relative`` that of a
-    ``core.parts.Position``. ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs
-    are computed. ``dropout`` is that of the probabilities. ``sink`` [heads] is the score of one more key, which has the
-    value 0 and which every query sees; it counts in the log-sum-exp. ``decay`` [batch, heads, slots] float64, of calls
-    with a pattern, has the logarithms of a decay summed up to each slot: c_i - c_j is added to the score of query i and
-    key j.
+    ``scale``, ``form`` and ``vector`` come from a ``core.parts.Score``, ``relative`` from a ``core.parts.Position``.
+    ``bias`` broadcasts to [batch, heads, time, slots] and is added to the scores; all pairs are computed. ``dropout``
+    is the probability of dropping a weight. ``sink`` [heads] is the score of one more key with value 0, which every
+    query sees; the log-sum-exp includes it. ``decay`` [batch, heads, slots] float64, for calls with a pattern, is the
+    cumulative sum of the logarithms of a decay: c_i - c_j is added to the score of query i and key j.
     """
 
     scale: float
@@ -195,8 +194,7 @@ class Gathered(NamedTuple):
 
 
 def query_positions(visibility: Visibility, q: Tensor, slots: int) -> Tensor:
-    """Return the positions of the queries, [batch, time] int64: those of the
-    call, or of their slots where it has none."""
+    """Return the positions of the queries, [batch, time] int64: the call's positions, or else their slots."""
     if visibility.positions is not None:
         return visibility.positions
     batch, _, time, _ = q.shape
@@ -293,7 +291,7 @@ def products(q: Tensor, k: Tensor, scoring: Scoring, vector: Tensor | None) -> T
     """Return scores [..., m, n] of q [..., m, head_dim] and k [..., n, head_dim] in the form of ``scoring``, in the
     dtype of their products.
 
-    ``vector`` is that of the form "additive", and broadcasts to [..., m, n, head_dim].
+    ``vector`` belongs to the form "additive" and broadcasts to [..., m, n, head_dim].
     """
     if (dtype := product_dtype(q)) != q.dtype:
         with no_autocast(q.device):
@@ -328,7 +326,7 @@ def merge(one: Attended, two: Attended) -> Attended:
     assert one.lse is not None and two.lse is not None
     top = torch.maximum(one.lse, two.lse).detach()
     top = top.masked_fill(top == -torch.inf, 0)
-    # e^(lse - top) is at most 1; the maximum cancels in the quotient, so that it takes no gradient.
+    # e^(lse - top) is at most 1; the maximum cancels in the quotient, so it needs no gradient.
     first, second = (one.lse - top).exp(), (two.lse - top).exp()
     total = first + second
     blind = total == 0

@@ -10,11 +10,11 @@ from torch.nn.functional import linear
 
 
 class Block(NamedTuple):
-    """A block of tokens, from slot ``first`` on, and all slots up to the last of them.
+    """A block of tokens, from slot ``first`` on, and all slots up to the block's last token.
 
     ``queries`` [batch, tokens, width], ``keys`` [batch, slots, width], ``v`` [batch, slots, rank]; width is rank, or
-    twice that where keys of content and of positions stand side by side. ``number`` [batch, all slots] or None: which
-    of the chunk's sequences a slot belongs to.
+    2 * rank where keys of content and of positions stand side by side. ``number`` [batch, all slots] or None: the
+    number of the sequence in the chunk that a slot belongs to.
     """
 
     queries: Tensor

@@ -285,8 +285,8 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Cali
 
     Errors: ``KinformerError`` for runs without thresholds, and for too few samples.
     """
+    from kinformer.lab.calibration.calibrate import calibrate
     from kinformer.lab.calibration.options import CalibrateOptions
-    from kinformer.lab.calibration.run import calibrate
     from kinformer.lab.runs.functions import request
 
     return calibrate(run, request(CalibrateOptions, options, "calibrate"), quiet)

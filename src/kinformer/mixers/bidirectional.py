@@ -33,6 +33,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern, check_grid
+from kinformer.core.probe import probe, probed
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -121,7 +122,7 @@ class BidirectionalAttention(EncoderMixer):
         v = v if self.value_residual is None else self.value_residual(v, text.values)
         num_global, time, positions = text.num_global, x.shape[1], text.positions(x)
         q, k = self.position.rotate(q, k, positions)
-        q, v = self.score.queries(q), self.position.values(v)
+        q, v = self.score.queries(q), probe("values", self.position.values(v))
         check_grid(self.pattern, text.grid, time - num_global)
         groups = self._groups(text, time - num_global)
         long = [tensor[:, :, num_global:] for tensor in (q, k, v)]
@@ -139,7 +140,7 @@ class BidirectionalAttention(EncoderMixer):
             y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
         if text.global_positions is not None:
             y = self._with_rows(y, x, (q, k, v), text, positions)
-        heads = merge_heads(y)
+        heads = probe("outputs", merge_heads(y))
         heads = heads if self.gate is None else self.gate(heads, x)
         return select_valid(self.out(heads), text.valid)
 
@@ -252,11 +253,11 @@ class BidirectionalAttention(EncoderMixer):
             queries = queries.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             queries = self.score.queries(self.position.rotate(queries, queries, global_positions_)[0])
             products = global_projection.key, global_projection.value
-            if isinstance(self.position, NoPosition) and all(map(is_plain, products)):
+            if isinstance(self.position, NoPosition) and all(map(is_plain, products)) and not probed("values"):
                 keys, values = (Projected(x, item.weight, item.bias) for item in products)
             else:
                 k, v = (item(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for item in products)
-                keys, values = self.position.rotate_keys(k, positions), self.position.values(v)
+                keys, values = self.position.rotate_keys(k, positions), probe("values", self.position.values(v))
         if isinstance(keys, Projected) or isinstance(values, Projected):
             rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
         else:
@@ -287,3 +288,8 @@ class BidirectionalAttention(EncoderMixer):
 def _sized(pattern: Pattern, length: int) -> Pattern:
     """Return ``pattern.sized(length)``, computed between two graphs where they are captured."""
     return pattern.sized(length)
+
+
+PARTS = {
+    "BidirectionalAttention": BidirectionalAttention.Config,
+}

@@ -25,6 +25,7 @@ from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
+from kinformer.core.probe import probe, probed
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
 from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb
@@ -99,13 +100,13 @@ class LSHAttention(CausalMixer):
     def forward(self, chunk: Chunk, state: BucketState) -> tuple[Tensor, BucketState]:
         x = select_valid(chunk.x, chunk.valid)
         q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
-        k = normalised(q)
+        k, v = normalised(q), probe("values", v)
         keys, values, membership, state = absorb(self.sizes, chunk, state, k, v, self.hashes(q))
         output = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
         assert output.lse is not None
         # A token that sees nothing else sees itself: softmax over one key gives its value.
         y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
-        return select_valid(self.out(merge_heads(y)), chunk.valid), state
+        return select_valid(self.out(probe("outputs", merge_heads(y))), chunk.valid), state
 
 
 class BidirectionalLSH(EncoderMixer):
@@ -156,13 +157,15 @@ class BidirectionalLSH(EncoderMixer):
         self.check(text.global_positions is not None, text.num_global > 0)
         x, valid, time = select_valid(x, text.valid), text.valid, x.shape[1]
         q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
+        v = probe("values", v)
         if rest := -time % self.chunk_size:
             if valid is None:
                 valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
             q, v = (functional.pad(tensor, (0, 0, 0, rest)) for tensor in (q, v))
             valid = functional.pad(valid, (0, rest))
         y = sorted_attention(q, normalised(q), v, self.hashes(q), self.chunk_size, valid=valid)
-        return select_valid(self.out(merge_heads(y[:, :, :time].to(x.dtype))), text.valid)
+        y = probe("outputs", merge_heads(y[:, :, :time].to(x.dtype)))
+        return select_valid(self.out(y), text.valid)
 
 
 class RoutingState(NamedTuple):
@@ -259,6 +262,8 @@ class RoutingAttention(CausalMixer):
     def forward(self, chunk: Chunk, state: RoutingState) -> tuple[Tensor, RoutingState]:
         heads = self.qkv(select_valid(chunk.x, chunk.valid)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         *near, q, v = heads.split([self.local] * 3 + [self.routed] * 2, dim=1)
+        if probed("values"):
+            near[2], v = probe("values", torch.cat([near[2], v], 1)).split([self.local, self.routed], 1)
         key = unit_vectors(q)
         similar = self.centroids(key, chunk.valid)
         keys, values, membership, routed = absorb(
@@ -275,7 +280,7 @@ class RoutingAttention(CausalMixer):
             y = torch.cat([local, y], dim=1)
         aux = state.aux + self._commitment(key, similar, chunk.valid).to(state.aux.dtype)
         after = RoutingState(k, v, routed, aux)  # type: ignore[call-arg]
-        return select_valid(self.out(merge_heads(y)), chunk.valid), after
+        return select_valid(self.out(probe("outputs", merge_heads(y))), chunk.valid), after
 
     def _window(
         self, chunk: Chunk, state: RoutingState, qkv: Sequence[Tensor], seen: Tensor
@@ -298,3 +303,10 @@ class RoutingAttention(CausalMixer):
         wide = state_dtype(key.dtype)
         cost = (key.to(wide) - self.centroids.nearest(similar).to(wide)).square().mean((1, 3))
         return self.config.commitment * select_valid(cost, valid).sum(1)
+
+
+PARTS = {
+    "BidirectionalLSHAttention": BidirectionalLSH.Config,
+    "LSHAttention": LSHAttention.Config,
+    "RoutingAttention": RoutingAttention.Config,
+}

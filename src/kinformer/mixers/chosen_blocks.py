@@ -36,6 +36,7 @@ from kinformer.core.contract import (
 )
 from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
 from kinformer.core.pattern import Band
+from kinformer.core.probe import no_weights, probe
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.chosen import (
@@ -227,7 +228,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
     def _project(self, chunk: Chunk, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.projection(select_valid(chunk.x, chunk.valid))
         q, k = self.position.rotate(q, k, positions)
-        return q, k, v
+        lacking = "Where there are several branches, each counts by the gate of its head."
+        return q, k, probe("values", v, lacking=lacking)
 
     def _attend(self, chunk: Chunk, slots: Slots, old: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs [batch, time, dim] and the means after the chunk; ``old``: those before it."""
@@ -240,6 +242,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         units = blocks_of(chunk, positions, seen, k.shape[2] - q.shape[2], stride) if apart else blocks
         means = means_of(averaged, old, units, chunk, Place(positions, seen), summarise, length)
         compressed, chosen = self._choose(q, means, blocks, units)
+        probe("choices", chosen, block=blocks.size, heads=q.shape[1], first=self.config.first, near=self.config.near)
         branches = [] if compressed is None else [compressed]
         branches.append(chosen_attention(q, k, v, chosen, blocks, scale=self.scale, impl=self.config.impl))
         if self.config.window is not None:
@@ -251,11 +254,14 @@ class ChosenBlocks(HostDriven, CausalMixer):
             gates = torch.sigmoid(self.branch_gates(select_valid(chunk.x, chunk.valid)))
             gates = gates.unflatten(-1, (-1, self.branches)).transpose(1, 2)  # [batch, heads, time, branches]
             y = sum(gates[..., i, None] * branch for i, branch in enumerate(branches))
-        return self.out(merge_heads(y)), means.after
+        return self.out(probe("outputs", merge_heads(y))), means.after
 
     def _summaries(self, keys_values: Sequence[Tensor], begins: Tensor) -> Tensor:
         """Return the perceptrons' summaries of blocks of keys and values [batch, kv_heads, blocks, block, head_dim]
         whose first tokens stand at ``begins`` [batch or 1, blocks] (a ``Summarise``)."""
+        no_weights(
+            "A perceptron sums up the values of blocks, which no weights of tokens do (compression = mean has them)."
+        )
         assert self.key_summary is not None and self.value_summary is not None
         k, v = keys_values
         back = -begins.repeat_interleave(k.shape[3], 1)
@@ -289,3 +295,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         length, stride = self.config.summary_and_stride
         first = first if shift is None else first - shift
         return Cover(first, blocks.begin, blocks.current, blocks.size // stride, length // stride)
+
+
+PARTS = {
+    "ChosenBlocks": ChosenBlocks.Config,
+}

@@ -40,6 +40,7 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
+from kinformer.core.probe import probe
 from kinformer.core.state import State, join_rows, select_rows
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
 from kinformer.kernels.impls import AttentionImpl
@@ -316,6 +317,9 @@ class Expansion(nn.Linear):
         return super().forward(compressed).unflatten(-1, (self.rate, -1)).flatten(1, 2)
 
 
+_LACKING = "What a row lacks of 1 is on compressed memories, which are no tokens of the text."
+
+
 class _Call(NamedTuple):
     """The values that all parts of a chunk share: tables by distance, the sums of attention by slot, and the norm."""
 
@@ -463,7 +467,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         remembered, edge = min(seen - filled, self.memory), state.hidden_states.shape[2] - filled
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
         q, k, v = self.projection(call.norm(x))
-        v, recent = self.position.values(v), slice(edge - remembered, None)
+        v, recent = self.position.values(probe("values", v, seen, lacking=_LACKING)), slice(edge - remembered, None)
         if torch.is_grad_enabled():
             before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
             before_k, before_v = self._keys_values(before, call.norm)
@@ -485,7 +489,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
             start = len(call.watch) - self.segment + filled + time - keys.shape[2]
             call.watch[start : start + keys.shape[2]] += sums.sum(0)
         hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
-        return self.out(merge_heads(y)), state._replace(hidden_states=hidden_states, seen=state.seen + time)
+        y = self.out(probe("outputs", merge_heads(y), seen))
+        return y, state._replace(hidden_states=hidden_states, seen=state.seen + time)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
         """Return outputs and, where they are needed (else 0), the probabilities [batch, slots] of the slots, summed
@@ -561,3 +566,12 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
             for name in ("compressed", "compressed_k", "compressed_v")
         }
         return state._replace(**leaves)
+
+
+PARTS = {
+    "CompressiveAttention": Compressive.Config,
+    "PoolCompression": Pool.Config,
+    "ConvolutionCompression": Convolution.Config,
+    "DilatedCompression": DilatedConvolution.Config,
+    "MostUsedCompression": MostUsed.Config,
+}

@@ -15,9 +15,12 @@ from kinformer.core.crossing import Crosses
 from kinformer.core.division import divided
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
+from kinformer.core.probe import no_weights
 from kinformer.parts.output_parts import CausalConvolution, convolve
 from kinformer.parts.projections import shifted_sum
 from kinformer.runtime.errors import KinformerError
+
+_NO_WEIGHTS = "A convolution has no attention: its weights are the same for every text."
 
 
 class SeparableConvolution(GridOnly, EncoderMixer):
@@ -62,6 +65,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
         refuse_global("the mixer separable_convolution reads the patches of images alone", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        no_weights(_NO_WEIGHTS)
         rows, columns = gridded(x, text, "separable_convolution")
         # relu(W_1 x)^2 as an image [batch, channels, rows, columns]
         x = self.up(x).relu().square().unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
@@ -118,6 +122,7 @@ class TwoSidedConvolution(_Weights, EncoderMixer):
         refuse_global("a separable convolution is of neighbours, and a global input has none", False, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        no_weights(_NO_WEIGHTS)
         hidden = self.up(_centred(self.first, select_valid(x, text.valid))).relu()
         return select_valid(self.down(_centred(self.second, select_valid(hidden, text.valid))), text.valid)
 
@@ -155,6 +160,7 @@ class CausalTransition(_Weights, CausalMixer):
         return sum(tokens * channels for tokens, channels in self._sizes) * state_dtype(dtype).itemsize
 
     def forward(self, chunk: Chunk, state: ConvolutionState) -> tuple[Tensor, ConvolutionState]:
+        no_weights(_NO_WEIGHTS)
         valid, reset = chunk.valid, real_resets(chunk)
         mixed, first = self.first(select_valid(chunk.x, valid)[:, None], state.first, valid, reset)
         hidden = select_valid(self.up(mixed[:, 0]).relu(), valid)
@@ -223,7 +229,15 @@ class CausalChannelMix(Crosses, CausalMixer):
         return self.dim * state_dtype(dtype).itemsize
 
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
+        no_weights("A token shift has no attention: it mixes every token with the one before in the same shares.")
         x = select_valid(chunk.x, chunk.valid)[:, None]
         weight = torch.stack([1 - self.shift, self.shift])[:, None]
         shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, real_resets(chunk))
         return select_valid(self.down(self.up(shifted[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
+
+
+PARTS = {
+    "SeparableConvolution": SeparableConvolution.Config,
+    "SeparableTransition": SeparableTransition,
+    "ChannelMix": ChannelMix,
+}

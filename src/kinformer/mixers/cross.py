@@ -29,6 +29,7 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.core.probe import no_weights, probe
 from kinformer.core.state import State
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
@@ -156,7 +157,7 @@ class CrossAttention(SourceMixer):
             relative = self.position.relative(1 - length, length - 1)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(source.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        k, v = source.k.to(q.dtype), source.v.to(q.dtype)
+        k, v = source.k.to(q.dtype), probe("values", source.v, keys="source").to(q.dtype)
         if aligned is not None:
             q = self.position.rotate(q, q, aligned)[0]
         if aligned is not None and relative is not None:
@@ -166,7 +167,7 @@ class CrossAttention(SourceMixer):
         dropout = AttentionDropout.drawn(self.dropout, self.training)
         q, scoring = self.score.queries(q), Scoring.of(self.score, relative, dropout)
         y = attention(q, k, v, visibility, scoring, impl=self.impl).out
-        y = merge_heads(y).view(*x.shape[:2], -1)
+        y = probe("outputs", merge_heads(y).view(*x.shape[:2], -1))
         return select_valid(self.out(y), chunk.valid), after
 
 
@@ -236,6 +237,7 @@ class LinearCrossAttention(SourceMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.kv), -1, self.num_heads, self.head_dim).transpose(1, 2)
+        no_weights("Linear cross-attention holds sums over the source, which do not say what each of its tokens adds.")
         q, dtype = self.feature_map.queries(in_range(q)), q.dtype
         with no_autocast(q.device):
             q = q.to(state.kv.dtype)
@@ -314,5 +316,13 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)
-        y = self._attend(q, state.k.to(q.dtype), state.v.to(q.dtype), ~state.valid[:, 0])
+        v = probe("values", state.v, keys="summaries").to(q.dtype)
+        y = self._attend(q, state.k.to(q.dtype), v, ~state.valid[:, 0])
         return select_valid(self.out(y.view(*x.shape[:2], -1)), chunk.valid), state
+
+
+PARTS = {
+    "CrossAttention": CrossAttention.Config,
+    "LinearCrossAttention": LinearCrossAttention.Config,
+    "LinformerCrossAttention": LinformerCrossAttention.Config,
+}

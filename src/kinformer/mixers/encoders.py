@@ -24,6 +24,7 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -123,12 +124,15 @@ class EtcAttention(EncoderMixer):
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
-        pieces = self.projection.pieces(select_valid(x, text.valid), text.num_global)
-        if not text.num_global:
-            return select_valid(self.out(merge_heads(self._l2l(pieces, text).out)), text.valid)
+        before = text.num_global
+        pieces = self.projection.pieces(select_valid(x, text.valid), before)
+        if not before:
+            y = probe("outputs", merge_heads(self._l2l(pieces, text).out))
+            return select_valid(self.out(y), text.valid)
         in_sentence = _in_sentence(text)
-        long = self.out(merge_heads(self._long(pieces, text, in_sentence)))
-        short = (self.global_out or self.out)(merge_heads(self._global(pieces, text, in_sentence)))
+        long = self.out(probe("outputs", merge_heads(self._long(pieces, text, in_sentence)), before))
+        y = probe("outputs", merge_heads(self._global(pieces, text, in_sentence)))
+        short = (self.global_out or self.out)(y)
         return select_valid(torch.cat([short, long], 1), text.valid)
 
     def _long(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
@@ -229,6 +233,7 @@ class Linformer(Summarising, EncoderMixer):
         x, count = select_valid(x, text.valid), text.num_global
         long, valid = within(x[:, count:], text.long_valid, self.config.max_length, "linformer")
         k, v = self._summaries(long, valid)
+        v = probe("values", v, keys="summaries")
         hidden = None if valid is None or self.config.method == "learned" else ~seen_windows(valid, self.width)
         if count:
             k = torch.cat([self._heads(self.key(x[:, :count])), k], 2)
@@ -301,6 +306,10 @@ class StarAttention(EncoderMixer):
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
+        no_weights(
+            "A star attends twice in one layer, to neighbours and through its relay, so no weights between two tokens "
+            "say what reaches an output."
+        )
         nodes, relay = self.star(x, text.valid)
         return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
 
@@ -431,6 +440,7 @@ class BidirectionalLinear(EncoderMixer):
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         x = select_valid(x, text.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
+        v = probe("values", v, implied=KERNEL)
         dtype = v.dtype
         q, v = self.feature_map.queries(in_range(q)), in_range(v)
         k = features_of_keys(self.feature_map, in_range(k), text.valid)
@@ -438,4 +448,12 @@ class BidirectionalLinear(EncoderMixer):
         with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
             total = q @ k.sum(2).unsqueeze(-1)
             y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
-        return select_valid(self.out(merge_heads(y).to(dtype)), text.valid)
+        return select_valid(self.out(probe("outputs", merge_heads(y).to(dtype))), text.valid)
+
+
+PARTS = {
+    "BidirectionalLinearAttention": BidirectionalLinear.Config,
+    "EtcAttention": EtcAttention.Config,
+    "LinformerAttention": Linformer.Config,
+    "StarAttention": StarAttention.Config,
+}

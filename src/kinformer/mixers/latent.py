@@ -35,6 +35,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Band
+from kinformer.core.probe import probe, probed
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.output_parts import Gate, build_gate
@@ -161,6 +162,7 @@ class LatentAttention(TokenMemory):
         scoring = Scoring.of(self.score, self.position.relative(0, slots.shape[2] - 1), dropout)
         call = self._queries(h, positions).to(slots.dtype), slots, Visibility(self.pattern, positions, whole), scoring
         heads = merge_heads(self._absorbed(*call) if self._absorbs(h.shape[1]) else self._expanded(*call))
+        heads = probe("outputs", heads)
         y: Tensor = self.out(heads if self.gate is None else self.gate(heads, h))
         return y
 
@@ -177,7 +179,8 @@ class LatentAttention(TokenMemory):
     def _absorbs(self, time: int) -> bool:
         """Return whether ``time`` queries absorb the matrices: their sums over latents then cost less than to make the
         keys and values of every slot. Lengths of the past do not matter, so that a recorded step keeps its form."""
-        if not is_plain(self.up):  # its weight is not all that it computes
+        # ``up`` may be more than a weight (an adapter), and only the expanded form has values of tokens for a probe.
+        if not is_plain(self.up) or probed("values"):
             return False
         if self.form != "auto":
             return self.form == "absorbed"
@@ -202,7 +205,7 @@ class LatentAttention(TokenMemory):
 
     def _expanded(self, q: Tensor, slots: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
         k, v = self._keys_values(slots)
-        return attention(q, k, v, visibility, scoring, impl=self.impl).out
+        return attention(q, k, probe("values", v), visibility, scoring, impl=self.impl).out
 
     def _absorbed(self, q: Tensor, slots: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
         keys, values = self._matrices()
@@ -268,11 +271,15 @@ class SingleHead(TokenMemory):
         # (q * g_q) . (m * g_k) = (q * g_q * g_k) . m: the key's gate moves to the query, so m is stored once.
         q = self.query_norm(self.query(h)) * (self.q_gate.sigmoid() * self.k_gate.sigmoid())
         q, visibility = q[:, None].to(slots.dtype), Visibility(self.pattern, positions, whole)
-        mixed = self._mix(q, slots, slots, visibility)[:, 0]
+        y = attention(q, slots, probe("values", slots), visibility, Scoring(self.dim**-0.5), impl=self.impl).out
+        mixed = probe("outputs", y)[:, 0]
         content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
         # v = m * sigmoid(f) * tanh(c) is linear in m, so the gate moves out of the sum over keys.
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
-        return attention(q, k, v, visibility, Scoring(self.dim**-0.5), impl=self.impl).out
+
+PARTS = {
+    "LatentAttention": LatentAttention.Config,
+    "SingleHeadAttention": SingleHead.Config,
+}

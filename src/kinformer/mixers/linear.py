@@ -44,6 +44,7 @@ from kinformer.core.parts import (
     head_width,
     merge_heads,
 )
+from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton
 from kinformer.kernels.linear.across import (
@@ -325,11 +326,14 @@ class LinearAttention(Crosses, CausalMixer):
         k, beta = self._masked(k, beta, chunk.valid)
 
         strengths = beta if self.level_scales is None else self.level_scales(x)
-        heads = self._by_head(in_range(v), self.value_dim)
+        if self.config.steps > 1:
+            no_weights(f"A token writes {self.config.steps} values in this layer, so no weight belongs to a token.")
+        heads = probe("values", self._by_head(in_range(v), self.value_dim), implied=KERNEL)
         new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions)
         y, (kv, z) = self._update(new, LinearState(state.kv, state.z), state.seen)
 
-        return self._output(y, x, v.dtype, chunk.valid), KernelState(kv, z, recent, maximum, seen)
+        y = self._output(probe("outputs", y), x, v.dtype, chunk.valid)
+        return y, KernelState(kv, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [batch, key_heads, time, width], the widths of all steps and of all heads that share keys side
@@ -394,3 +398,8 @@ class LinearAttention(Crosses, CausalMixer):
         if gate is not None and not self.config.gate_first:
             y = y * gate
         return select_valid(self.out(y.to(dtype)), valid)
+
+
+PARTS = {
+    "LinearAttention": LinearAttention.Config,
+}

@@ -35,6 +35,7 @@ from kinformer.core.contract import (
 from kinformer.core.division import in_blocks
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
+from kinformer.core.probe import probe
 from kinformer.core.reserved import KeysValues, ReservedKeysValues
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
@@ -185,7 +186,8 @@ class Memorizing(HostDriven, CausalMixer):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         wide = (tensor.to(state_dtype(v.dtype)) for tensor in (q, k))
         q, k = (tensor * (tensor.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for tensor in wide)
-        return q.to(v.dtype), k.to(v.dtype), v
+        lacking = "The window's probabilities and the memories' are mixed by the gate of their head."
+        return q.to(v.dtype), k.to(v.dtype), probe("values", v, lacking=lacking)
 
     def _scaled(self, q: Tensor) -> Tensor:
         return q * self.scale.abs()[:, None, None].to(q.dtype)
@@ -202,7 +204,7 @@ class Memorizing(HostDriven, CausalMixer):
         gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
         # (1 - g) local + g external; 0 * gate gives engines a gradient of every parameter.
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
-        return self.out(merge_heads(y))
+        return self.out(probe("outputs", merge_heads(y)))
 
     @uncompiled("memories are searched and evicted by the host")
     def _external(
@@ -268,3 +270,8 @@ def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor,
         return k, v
     k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))
     return k, v
+
+
+PARTS = {
+    "MemorizingAttention": Memorizing.Config,
+}

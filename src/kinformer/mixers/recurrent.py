@@ -28,6 +28,7 @@ from kinformer.core.crossing import Crosses
 from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels.delta import DeltaTokens
 from kinformer.kernels.impls import LinearImpl, LstmImpl
 from kinformer.kernels.linear import IMPLS, check_triton
@@ -43,6 +44,9 @@ class LSTMState(NamedTuple):
 
     h: Tensor
     c: Tensor
+
+
+_NO_WEIGHTS = "An LSTM has no attention: what it remembers of a token is no weighted sum."
 
 
 class LSTM(CausalMixer):
@@ -84,6 +88,7 @@ class LSTM(CausalMixer):
         return 2 * self.dim * state_dtype(dtype).itemsize
 
     def forward(self, chunk: Chunk, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        no_weights(_NO_WEIGHTS)
         rnn, accumulator = self.rnn, state_dtype(chunk.x.dtype)
         parts = (rnn.weight_ih_l0, rnn.weight_hh_l0, rnn.bias_ih_l0, rnn.bias_hh_l0)
         # In float32: errors of a recurrence in half precision add up over the tokens.
@@ -131,6 +136,7 @@ class BidirectionalLSTM(EncoderMixer):
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
+        no_weights(_NO_WEIGHTS)
         x, valid = select_valid(x, text.valid), text.valid
         # In float32: errors of a recurrence in half precision add up over the tokens.
         with no_autocast(x.device):
@@ -219,6 +225,7 @@ class OuterProduct(CausalMixer):
 
     def forward(self, chunk: Chunk, state: FastWeights) -> tuple[Tensor, FastWeights]:
         x = select_valid(chunk.x, chunk.valid)
+        no_weights("Fast weights behind an activation hold no sum of values that tokens add.")
         q, a, b = self.qkv(x).unflatten(-1, (3, self.config.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         weights, reset, outputs = state.weights, real_resets(chunk), []
         for first in range(0, x.shape[1], BLOCK):
@@ -373,10 +380,11 @@ class RWKV7(Crosses, CausalMixer):
             log_decay = torch.where(chunk.valid[:, None, :, None], log_decay, log_decay.new_zeros(()))
         r, key, v = in_range(r), in_range(key), in_range(v)
         erasing = unit_vectors(in_range(erased)), in_range(rate_by_head)
-        y, kv = self._update((r, key, v), erasing, state.kv, log_decay, chunk.valid, reset)
+        values = probe("values", v, implied=KERNEL)
+        y, kv = self._update((r, key, values), erasing, state.kv, log_decay, chunk.valid, reset)
         gate = self.gate_up(torch.sigmoid(self.gate_down(xg)))
         bonus = (r * key * self._heads(self.bonus)).sum(-1, keepdim=True) * v
-        return self._output(y, bonus, gate, chunk.valid), TimeMixState(kv, recent)
+        return self._output(probe("outputs", y), bonus, gate, chunk.valid), TimeMixState(kv, recent)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return [batch, time, width] as [batch, heads, time, head_dim], [width] as [heads, 1, head_dim]."""
@@ -412,3 +420,11 @@ class RWKV7(Crosses, CausalMixer):
 
 def _low_rank(dim: int, rank: int, width: int) -> tuple[nn.Linear, nn.Linear]:
     return nn.Linear(dim, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+
+PARTS = {
+    "BidirectionalLSTM": BidirectionalLSTM.Config,
+    "RWKV7TimeMix": RWKV7.Config,
+    "LSTM": LSTM.Config,
+    "OuterProduct": OuterProduct.Config,
+}

@@ -41,6 +41,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Band, Pattern
+from kinformer.core.probe import probe
 from kinformer.core.reserved import ReservedSlots
 from kinformer.kernels.attention import (
     Attended,
@@ -180,7 +181,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         chunk = chunk._replace(x=select_valid(chunk.x, chunk.valid))
         q, k, v = self.projection(norm(chunk.x))
         q, k = self.position.rotate(q, k, positions)
-        v = self.position.values(v)
+        v = probe("values", self.position.values(v))
         hidden_states = torch.cat([state.hidden_states, chunk.x[:, None].to(state.hidden_states.dtype)], dim=2)
         if torch.is_grad_enabled():
             y = self._learn(chunk, state, (q, k, v), positions, norm)
@@ -190,7 +191,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
             y = self._attend(q, k, v, self.pattern, positions).out
             k, v = (newest(chunk, slots, seen, self.retained) for slots in (k, v))
         hidden_states = self._settled(newest(chunk, hidden_states, seen, self.retained), seen)
-        y = select_valid(self.out(merge_heads(y)), chunk.valid)
+        y = select_valid(self.out(probe("outputs", merge_heads(y))), chunk.valid)
         return y, SegmentState(hidden_states, k, v, seen)  # type: ignore[call-arg]
 
     def _extend(self, chunk: Chunk, state: ReservedSlots, norm: nn.Module) -> tuple[Tensor, ReservedSlots]:
@@ -289,3 +290,8 @@ def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
     age = torch.arange(limit, 0, -1, device=live.device)
     inside = (age <= live[:, None])[:, None, :, None]
     return torch.cat([old, torch.where(inside, new, new.detach())], dim=2)
+
+
+PARTS = {
+    "SegmentMemoryAttention": SegmentMemory.Config,
+}

@@ -26,12 +26,15 @@ from kinformer.core.contract import (
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
+from kinformer.core.probe import probe
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.sinkhorn import check_sorting, sinkhorn, sorted_within_the_past, with_gumbel_noise
 from kinformer.parts.projections import MultiHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
+
+IMPLIED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +113,16 @@ class SinkhornAttention(EncoderMixer):
             valid = pad(x.new_ones(x.shape[:2], dtype=torch.bool) if valid is None else valid, (0, short))
             x = pad(x, (0, 0, 0, short))
         present = None if valid is None else valid.unflatten(1, (-1, block))
-        q, k, v = (item.unflatten(2, (-1, block)) for item in self.projection(x))
+        q, k, v = self.projection(x)
+        q, k, v = (item.unflatten(2, (-1, block)) for item in (q, k, probe("values", v, implied=IMPLIED)))
         if present is not None:
             zero, masks = k.new_zeros(()), present[:, None, ..., None]
             k, v = torch.where(masks, k, zero), torch.where(masks, v, zero)
         weights = self.sorting(x.unflatten(1, (-1, block)).sum(2), None if present is None else present[..., 0])
         weights = weights[:, :, : self.config.cut or None]
         y = (self._cut if self.config.cut else self._blocks)(q, k, v, *_sorted(weights, k, v, present), present)
-        return select_valid(pad(self.out(y)[:, :time], (0, 0, 0, max(0, time - y.shape[1]))), text.valid)
+        y = self.out(probe("outputs", y))
+        return select_valid(pad(y[:, :time], (0, 0, 0, max(0, time - y.shape[1]))), text.valid)
 
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None
@@ -277,6 +282,7 @@ class CausalSinkhornAttention(CausalMixer):
         seen, x = advance(state.seen, chunk, positions), select_valid(chunk.x, chunk.valid)
         self._check(state, x.shape[1], seen)
         q, k, v = self.projection(x)
+        v = probe("values", v, implied=IMPLIED)
         past = state.k.shape[2]
         if past:
             k, v = torch.cat([state.k.to(k.dtype), k], 2), torch.cat([state.v.to(v.dtype), v], 2)
@@ -284,7 +290,8 @@ class CausalSinkhornAttention(CausalMixer):
         sums = state.sums.scatter_add(1, number[..., None].expand(-1, -1, self.dim), x.to(state.sums.dtype))
         y = self._attend(q, k, v, sums, state.seen)
         k, v = (newest(chunk, slots, seen, None) for slots in (k, v))
-        return select_valid(self.out(merge_heads(y)), chunk.valid), SortedState(k, v, sums, seen)  # type: ignore[call-arg]
+        y = select_valid(self.out(probe("outputs", merge_heads(y))), chunk.valid)
+        return y, SortedState(k, v, sums, seen)  # type: ignore[call-arg]
 
     def _check(self, state: SortedState, time: int, seen: Tensor) -> None:
         """Raise where a sequence ends beyond ``max_length``; the host looks only where a sequence may be that long."""
@@ -379,3 +386,9 @@ def _continued(state: SortedState, rows: Rows) -> SortedState:
         torch.where(rows.continues.view(-1, *[1] * (leaf.dim() - 1)), leaf, leaf.new_zeros(())) for leaf in state[:3]
     )
     return SortedState(k, v, sums, torch.where(rows.continues, state.seen, 0))  # type: ignore[call-arg]
+
+
+PARTS = {
+    "SinkhornAttention": SinkhornAttention.Config,
+    "CausalSinkhornAttention": CausalSinkhornAttention.Config,
+}

@@ -44,6 +44,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.pattern import Pattern
+from kinformer.core.probe import probe
 from kinformer.core.span import SpanConfig, TokenSpan, relative_of
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, check_impl
 from kinformer.kernels.attention.spans import PinnedReach, Reach, SpanReach
@@ -174,7 +175,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             v = self.value_residual(v, chunk.values)
 
         # Position
-        v = self.position.values(v)
+        v = probe("values", self.position.values(v))
         if q is None:
             k = self.position.rotate_keys(k, past.positions)
         else:
@@ -199,7 +200,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
             heads = variant(heads, v)
 
         # Write
-        y = written(self.out, self.gate, merge_heads(heads), chunk, output_mask, self.head_norm)
+        y = written(self.out, self.gate, probe("outputs", merge_heads(heads)), chunk, output_mask, self.head_norm)
         return select_valid(y, chunk.valid), after
 
     def _project(
@@ -222,3 +223,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         for variant in self.variants:
             v = variant.values(v)
         return v
+
+
+PARTS = {
+    "SoftmaxAttention": SoftmaxAttention.Config,
+}

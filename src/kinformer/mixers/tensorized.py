@@ -39,6 +39,7 @@ from kinformer.core.contract import (
 )
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import features_of
+from kinformer.core.probe import no_weights
 from kinformer.kernels.tensorized import Block
 from kinformer.parts.patterns.sequence import check_sizes
 from kinformer.parts.projections import Factors, FactorsConfig
@@ -59,6 +60,11 @@ class TensorizedState(NamedTuple):
     seen: Tensor
 
     slots = ("k", "v")  # type: ignore[misc]
+
+
+_NO_WEIGHTS = (
+    "Tensorized attention multiplies queries, keys and values in a core tensor; it weighs no tokens by probabilities."
+)
 
 
 class TensorizedAttention(Factors, CausalMixer):
@@ -94,6 +100,7 @@ class TensorizedAttention(Factors, CausalMixer):
         return slots + self.dim * self.terms * self.config.rank * state_dtype(dtype).itemsize + 8
 
     def forward(self, chunk: Chunk, state: TensorizedState) -> tuple[Tensor, TensorizedState]:
+        no_weights(_NO_WEIGHTS)
         positions, time, past = positions_of(chunk, state.seen), chunk.x.shape[1], state.k.shape[2]
         seen, reset = advance(state.seen, chunk, positions), real_resets(chunk)
         if chunk.valid is not None:  # padding is zeros, at any position
@@ -175,6 +182,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
+        no_weights(_NO_WEIGHTS)
         time, end = x.shape[1], self.config.max_length
         x, valid = within(select_valid(x, text.valid), text.valid, end, "tensorized")
         length = x.shape[1]
@@ -266,6 +274,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     def forward(
         self, chunk: Chunk, state: TensorizedMemoryState, norm: nn.Module = AS_THEY_ARE
     ) -> tuple[Tensor, TensorizedMemoryState]:
+        no_weights(_NO_WEIGHTS)
         positions, past = positions_of(chunk, state.seen), state.hidden_states.shape[2]
         seen, x = advance(state.seen, chunk, positions), select_valid(chunk.x, chunk.valid)
         hidden_states = torch.cat([state.hidden_states, x[:, None].to(state.hidden_states.dtype)], 2)
@@ -321,3 +330,10 @@ def _gathered(items: Tensor, slots: Tensor) -> Tensor:
     """Return the rows of ``items`` [batch, past + time, width] at ``slots`` [batch, tokens, n]."""
     index = slots.flatten(1)[..., None].expand(-1, -1, items.shape[-1])
     return items.gather(1, index).unflatten(1, slots.shape[1:])
+
+
+PARTS = {
+    "BidirectionalTensorizedAttention": BidirectionalTensorized.Config,
+    "TensorizedAttention": TensorizedAttention.Config,
+    "TensorizedMemoryAttention": TensorizedMemory.Config,
+}

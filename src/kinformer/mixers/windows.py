@@ -19,6 +19,7 @@ from torch.nn import functional
 from kinformer.core.contract import unit_vectors
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
+from kinformer.core.probe import no_weights
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
@@ -79,6 +80,7 @@ class WindowAttention(GridOnly, EncoderMixer):
         refuse_global("the mixer windows reads the patches of images alone", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        no_weights("Attention within the windows of an image has no tokens of a text; draw an image instead.")
         grid = gridded(x, text, "windows")
         side, shift = self.sizes(grid)
         padded = tuple(-(-item // side) * side for item in grid)
@@ -156,3 +158,8 @@ def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) ->
     parts = [(place >= n - side).int() + (place >= n - shift) for place, n in zip(places, grid, strict=True)]
     regions = cut((3 * parts[0][:, None] + parts[1][None])[None, :, :, None], side)[..., 0]
     return (regions[:, :, None] == regions[:, None])[:, None]
+
+
+PARTS = {
+    "WindowAttention": WindowAttention.Config,
+}

@@ -97,14 +97,14 @@ class Trunk(nn.Module):
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
         """Return ``values`` [batch, time, ...] as vectors [batch, time, dim], with the
         encodings of their ``positions`` added."""
-        if valid is not None:  # padding is no input, and has no position that could lie beyond the last
+        if valid is not None:  # padding is not read, and does not have a position
             values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
         x = self.input(values, positions, **others)
         encoded = self.position.embed(positions)
         return x if encoded is None else x + encoded.to(x.dtype)
 
     def _check(self, values: Tensor, masks: Mapping[str, Tensor | None], integers: Mapping[str, Tensor | None]) -> None:
-        """Refuse ``values`` that are no input of this model, and masks and integers of another shape or type."""
+        """Refuse ``values`` that this model cannot read, and masks and integers of another shape or type."""
         for name, value in {"values": values, **masks, **integers}.items():
             if not isinstance(value, Tensor) and (value is not None or name == "values"):
                 raise KinformerError(f"{name} must be a tensor, but is of the type {type(value).__name__}.")
@@ -133,27 +133,16 @@ class CommonModel(Trunk):
     def __init__(self, config: CommonConfig) -> None:
         super().__init__(config, config.dim, config.input.build(config.dim))
         config.head.check(config.width, self.input)
-        self.head = config.head.build(config.width, self.input)
-        self.exit_heads = self._build_exit_heads(config)
+        self._build_head()
         config.initialisation.apply(self)
         self.initialised = True
+
+    def _build_head(self) -> None:
+        self.head = self.config.head.build(self.config.width, self.input)
 
     @property
     def vocab_size(self) -> int:
         """Return how many ids the input takes."""
         if self.input.vocab_size is None:
-            raise KinformerError(f"the input {self.config.input.kind!r} of this model knows no token ids.")
+            raise KinformerError(f"the input {self.config.input.kind!r} of this model does not read token ids.")
         return self.input.vocab_size
-
-    def _build_exit_heads(self, config: CommonConfig) -> nn.ModuleList | None:
-        """Build the heads of exits that have one of their own, beside the last's."""
-        count = config.stack.exit_heads(len(config.layers))
-        if not count:
-            return None
-        heads = nn.ModuleList(config.head.build(config.width, self.input) for _ in range(count))
-        if not any(parameter.dim() > 1 for parameter in heads.parameters()):
-            raise KinformerError(
-                f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
-                "cannot have separate ones; give `set` head.tied=false, or `set` stack.classifiers=tied."
-            )
-        return heads

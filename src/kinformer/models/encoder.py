@@ -60,8 +60,8 @@ class ReaderFields(TrunkConfig, Protocol):
 class Reader(Trunk):
     """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too.
 
-    ``crossing``: where it reads one stretch of each row, the processes that have the others. What is valid of a row
-    is then its first tokens.
+    ``crossing``: set if it reads one stretch of each row and other processes have the others. The valid tokens of a row
+    are then its first tokens.
     """
 
     config: ReaderFields
@@ -100,7 +100,7 @@ class Reader(Trunk):
         row = Row.of(self.crossing, valid)
         order = None if valid is None or bool(valid.all()) else left_align(valid)
         if order is not None and self.input.grid(values) is not None:
-            raise KinformerError("valid: an image has no padding, as all of its patches are real; leave it out.")
+            raise KinformerError("valid: an image does not have padding: all of its patches are real; leave it out.")
         valid = None if order is None else order.valid
         if order is not None:
             values = order.align(values)
@@ -162,7 +162,7 @@ class Reader(Trunk):
         sentences: Tensor | None,
         global_positions: Tensor | None,
     ) -> tuple[Tensor, SequenceContext]:
-        """Return the vectors of the tokens, those of the global input first, and their :class:`SequenceContext`."""
+        """Return the vectors of the tokens, global input first, and their :class:`SequenceContext`."""
         batch, time = len(values), self.input.length(values)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
         text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
@@ -179,8 +179,8 @@ class Reader(Trunk):
 def _with_global_input(
     text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
 ) -> SequenceContext:
-    """Return the context ``text`` after ``count`` global tokens; where these stand for
-    sentences, those that have one are valid."""
+    """Return the context ``text`` after ``count`` global tokens; if global tokens stand for sentences, only tokens with
+    a sentence are valid."""
     batch, time = positions.shape
     valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
     if sentences is None:
@@ -204,8 +204,7 @@ class Encoder(Reader, CommonModel):
 
     ``valid`` [batch, time] bool marks padding, ``kinds`` (``core.encoder``: LOCAL, GLOBAL) global tokens, ``types``
     segments as BERT's, ``sentences`` [batch, time] int64 the sentence that each token belongs to. Without ``kinds``
-    the first ``global_tokens`` tokens are global. ``global_input`` puts global tokens of its own before the
-    caller's.
+    the first ``global_tokens`` tokens are global. ``global_input`` puts further global tokens before the caller's.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -248,3 +247,8 @@ class Encoder(Reader, CommonModel):
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the head's logits of hidden states; a head per position takes any shape [..., dim]."""
         return self.head(hidden_states, self.input, valid)
+
+
+PARTS = {
+    "EncoderModel": Encoder.Config,
+}

@@ -1,11 +1,11 @@
-"""The encoder-decoder (Vaswani et al. 2017): a source is read once, and what follows it is a decoder's sequence.
+"""The encoder-decoder (Vaswani et al. 2017): an encoder reads a source once, and a decoder continues from it.
 
     state = model.begin(source, valid)            the encoder reads the source, whose vectors every layer projects once
     logits, state = model(tokens, state)          from here on the decoder's contract: chunks of any length
 
 The encoder is made of any encoder mixers, the decoder of any causal ones, each layer with cross-attention among its
-``further_mixers``. Where the encoder has no ``input`` of its own it reads by the decoder's: with a tied head one table
-serves three times (section 3.4).
+``further_mixers``. An encoder without ``input`` uses the decoder's input: with a tied head, one table is used three
+times (section 3.4).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kinformer.blocks.residual import NormConfig
 from kinformer.core.contract import ReadsSource
-from kinformer.core.encoder import EncoderLayerConfig, checked_source
+from kinformer.core.encoder import EncoderLayerConfig
 from kinformer.core.model import SourceModel
 from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.stack import StackConfig
-from kinformer.models.decoder import Decoder, DecoderState, SourceMean
+from kinformer.models.decoder import Decoder, DecoderState
 from kinformer.models.encoder import Reader, ReaderConfig
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
@@ -33,7 +33,7 @@ class SourceEncoder(Reader):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ReaderConfig):
-        """The config; ``input`` None shares that of the decoder. ``dropout`` falls on the first layer's input."""
+        """The config; ``input`` None shares the decoder's input. ``dropout`` acts on the first layer's input."""
 
         position: PositionConfig
         input: InputConfig | None = None
@@ -65,8 +65,8 @@ class SourceEncoder(Reader):
 
 
 class EncoderDecoder(Decoder):
-    """A :class:`Decoder` whose new sequences begin over a source; its config's fields but
-    ``encoder`` are those of the decoder."""
+    """A :class:`Decoder` whose new sequences begin over a source; its config has the decoder's fields and
+    ``encoder``."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Decoder.Config):
@@ -75,7 +75,7 @@ class EncoderDecoder(Decoder):
         encoder: SourceEncoder.Config
 
         def build(self) -> EncoderDecoder:
-            return EncoderDecoder(self)
+            return self.stack.model_class(EncoderDecoder)(self)
 
     config: Config
 
@@ -102,8 +102,8 @@ class EncoderDecoder(Decoder):
         return self.encoder.max_length
 
     def begin(self, source: Tensor, valid: Tensor | None = None) -> DecoderState:
-        """Return the state of new sequences over ``source`` [batch, length] (or whatever else its input takes), of
-        which ``valid`` [batch, length] bool is real (None: all)."""
+        """Return the state of new sequences over ``source`` [batch, length] (or another shape that its input takes);
+        ``valid`` [batch, length] bool marks real tokens (None: all)."""
         hidden, crossing = self.encoder(source, valid), self.encoder.crossing
         if crossing is None:
             return self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
@@ -123,9 +123,9 @@ class EncoderDecoder(Decoder):
         """Return the state of ``batch`` new sequences over an encoded ``source`` [batch, length, width]."""
         if source is None:
             raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
-        state = super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
-        if not self.stack.reads_source:
-            return state
-        source, valid = checked_source(source, source_valid, batch, source.shape[-1])
-        mean = source.sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
-        return state._replace(source=SourceMean(mean.to(state.seen.device)))  # type: ignore[call-arg]
+        return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
+
+
+PARTS = {
+    "EncoderDecoderModel": EncoderDecoder.Config,
+}

@@ -8,10 +8,11 @@
 
 ``layer`` takes the name of a member or a config of parts; ``layers`` lists the names and their settings; ``stack``
 joins layers; ``MultiheadAttention`` has the interface of PyTorch's; ``attention`` is a function of q, k and v;
-``states`` holds what can be done with any state. All parts are here under the field's names, such as
-``RotaryPositions``.
+``states`` holds what can be done with any state. The configs of all parts are here under the field's
+names, such as ``RotaryPositions``; each page of parts lists its own (``kinformer.family.kinds``).
 
-Importing this module imports nothing; a name is imported when it is first used. Type checkers read ``__init__.pyi``.
+Importing this module imports nothing; a name is imported when it is first used. Type checkers read ``__init__.pyi``,
+which ``python tests/nn/test_names.py`` writes.
 """
 
 from __future__ import annotations
@@ -27,26 +28,30 @@ _MODULES = {
     "layers": "factory",
     "stack": "factory",
 }
-"""The module of each name that is no config."""
-_CONFIGS = ("blocks", "parts")
-"""The modules of the configs."""
+"""The module of each name that is not a config."""
 
 
 def __getattr__(name: str) -> object:
     """Return a name of this module, which is imported when it is first used."""
     if name == "states":
         return import_module("kinformer.nn.states")
-    if name.startswith("__"):
+    if name in _MODULES:
+        value = getattr(import_module(f"kinformer.nn.{_MODULES[name]}"), name)
+    elif name.startswith("_") or (value := _config(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for module in (_MODULES[name],) if name in _MODULES else _CONFIGS:
-        value = getattr(import_module(f"kinformer.nn.{module}"), name, None)
-        if value is not None:
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def _config(name: str) -> object:
+    """Return the config of a part by its name here, or None."""
+    from kinformer.family.kinds import named_parts
+
+    return next((config for part, config in named_parts() if part == name), None)
 
 
 def __dir__() -> list[str]:
     """Return the public names, sorted, for ``dir``."""
-    configs = (name for module in _CONFIGS for name in import_module(f"kinformer.nn.{module}").__all__)
-    return sorted({*_MODULES, *configs, "states"})
+    from kinformer.family.kinds import named_parts
+
+    return sorted({*_MODULES, *(name for name, _ in named_parts()), "states"})

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from kinformer.core.contract import state_dtype, width_of
 from kinformer.core.learning import OnlineLearner
+from kinformer.core.probe import probe, probed
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError
 
@@ -22,8 +23,7 @@ class Hashes(nn.Module):
 
         bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
 
-    The rotations are drawn when the module is made and saved with the weights. They have no gradient, and neither has
-    x.
+    The rotations are drawn when the module is built and are saved with the weights. Neither they nor x have a gradient.
     """
 
     rotations: Tensor
@@ -52,7 +52,7 @@ class Hashes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads, width, rounds, half = self.rotations.shape
         if not half:
-            return torch.zeros(len(x), heads, rounds, x.shape[2], dtype=torch.int64, device=x.device)
+            return probe("buckets", torch.zeros(len(x), heads, rounds, x.shape[2], dtype=torch.int64, device=x.device))
         wide = state_dtype(x.dtype)
         with no_autocast(x.device):
             turned = x.to(wide) @ self.rotations.to(wide).flatten(2)
@@ -60,7 +60,7 @@ class Hashes(nn.Module):
         # argmax [x R; -x R] is the column of largest |x R|, in the second half where its sign is negative.
         largest = turned.abs().max(-1).indices
         negative = turned.gather(-1, largest.unsqueeze(-1)).squeeze(-1) < 0
-        return (largest + half * negative).transpose(2, 3)
+        return probe("buckets", (largest + half * negative).transpose(2, 3))
 
 
 def normalised(q: Tensor) -> Tensor:
@@ -77,9 +77,9 @@ class Centroids(OnlineLearner):
     The centroids of clusters: x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads,
     time, clusters].
 
-    The centroids mu of each head begin as random directions. After a training step each moves towards the direction
-    m of the sum of the vectors that were nearest to it, mu <- decay mu + (1 - decay) m, and stays where there were
-    none. They have no gradient.
+    The centroids mu of each head begin as random directions. After a training step each centroid moves towards the
+    direction m of the sum of its nearest vectors, mu <- decay mu + (1 - decay) m; a centroid without vectors does not
+    move. Centroids do not have a gradient.
     """
 
     means: Tensor
@@ -107,6 +107,8 @@ class Centroids(OnlineLearner):
             similar = x.to(wide) @ self.means.to(wide).mT
             if self.training and x.requires_grad:
                 self._gather(x.to(wide), similar, valid)
+        if probed("buckets"):
+            probe("buckets", similar.argmax(-1).unsqueeze(2))
         return similar
 
     def nearest(self, similar: Tensor) -> Tensor:

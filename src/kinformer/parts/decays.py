@@ -20,7 +20,7 @@ from kinformer.kernels.attention.spans import Reach
 from kinformer.kernels.softmax import Scoring
 from kinformer.runtime.errors import KinformerError
 
-# The share of the state of kernel attention that is left at every token: the part ``decay``.
+# The fraction of the state of kernel attention that each token retains: the part ``decay``.
 
 
 class Decay(nn.Module):
@@ -186,7 +186,7 @@ class SoftplusChannels(Decay):
     sigmoid(A (W_2 W_1 x_t + b))) instead, no less than exp(l), and A begins at 1.
 
     The decay per channel, logarithms of shape [batch, heads, time, features]: log A is ``log_rate`` [heads], b is
-    ``step`` [heads, features]. ``rank``: of W_1 (that of a head's features if None).
+    ``step`` [heads, features]. ``rank``: the rank of W_1 (None: the number of a head's features).
     """
 
     by_channel = True
@@ -199,7 +199,7 @@ class SoftplusChannels(Decay):
 
         def __post_init__(self) -> None:
             if self.rank is not None and self.rank < 1:
-                raise KinformerError(f"rank = {self.rank} must be 1 or more, or None for that of a head's features.")
+                raise KinformerError(f"rank = {self.rank} must be 1 or more, or None for a head's features.")
             if self.lower_bound is not None and self.lower_bound >= 0:
                 raise KinformerError(
                     f"lower_bound = {self.lower_bound:g} must be below 0, as it bounds the logarithm of a decay; use "
@@ -275,8 +275,8 @@ class LowRank(Decay):
 
 
 class Sums(NamedTuple):
-    """The sums c [batch, heads, time, 1] float64 of a chunk: ``going_on`` from what was before it, as pairs of its own
-    tokens and of the past need them; ``counted``, from where each token's sequence begins, as the state holds them."""
+    """The sums c [batch, heads, time, 1] float64 of a chunk: ``going_on`` continues from the past, for pairs of a query
+    and any key; ``counted`` begins at each token's sequence, for the state."""
 
     going_on: Tensor
     counted: Tensor
@@ -296,8 +296,8 @@ class ScoredConfig(Protocol):
 def build_score_decay(
     config: ScoredConfig, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
 ) -> Decay | None:
-    """Return the module of a mixer's field ``decay``, or None for None; refuse what is none of scores, and scores that
-    it cannot be added to. ``lasting``: the pattern keeps the first tokens, or tokens have their own spans."""
+    """Return the module of a mixer's field ``decay``, or None for None. Refuse decays that scores cannot have, and
+    scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens have spans."""
     if config.decay is None:
         return None
     kind, relative = config.decay.kind, position.relative(0, 1)
@@ -309,13 +309,13 @@ def build_score_decay(
         )
     if decay.coupled:
         raise KinformerError(
-            f"the decay {kind!r} is coupled, so that a key enters a state by it, but softmax attention has no such "
+            f"the decay {kind!r} is coupled: a key enters a state by it, but softmax attention does not have this "
             "state; set coupled = false."
         )
     if score.form != "dot":
         raise KinformerError(
-            f"the score {config.score.kind!r} is no product of a query and a key, which a decay is added to; use one "
-            "that is (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
+            f"the score {config.score.kind!r} is not a product of a query and a key, to which a decay is added; use "
+            "one that is (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
         )
     if lasting or (relative is not None and relative.factor is not None):
         raise KinformerError(
@@ -354,3 +354,12 @@ class DecayReach(Reach):
 
     def scoring(self, slots: Sequence[Any]) -> Scoring:
         return super().scoring(slots)._replace(decay=slots[2][..., 0])
+
+
+PARTS = {
+    "FixedDecay": Fixed.Config,
+    "SigmoidDecay": Sigmoid.Config,
+    "SoftplusDecay": Softplus.Config,
+    "LowRankDecay": LowRank.Config,
+    "SoftplusChannelsDecay": SoftplusChannels.Config,
+}

@@ -19,7 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Identity(FeatureMap):
-    """Queries and keys as they are (Sun et al. 2023, RetNet; Yang et al. 2024, GLA).
+    """The identity: queries and keys unchanged (Sun et al. 2023, RetNet; Yang et al. 2024, GLA).
 
     The feature map [..., head_dim] -> [..., head_dim].
     """
@@ -174,7 +174,7 @@ class Nested(FeatureMap):
 class Unit(Nested):
     """Features of length 1, which keep the delta rule stable (Yang et al. 2024, DeltaNet; 2025, Gated DeltaNet).
 
-    phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi that are ``inner``.
+    phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi of ``inner``.
 
     The feature map [..., head_dim] -> [..., size of the inner features].
     """
@@ -202,8 +202,7 @@ class Unit(Nested):
 class SumNormalised(Nested):
     """Features that sum to 1, the "sum normalisation" of fast weights (Schlag et al. 2021, section 4.2).
 
-    phi(x) / (sum of phi(x) + eps) for the non-negative features phi that are ``inner``. It keeps the delta rule
-    stable.
+    phi(x) / (sum of phi(x) + eps) for the non-negative features phi of ``inner``. It keeps the delta rule stable.
 
     The feature map [..., head_dim] -> [..., size of the inner features].
 
@@ -266,14 +265,14 @@ class Favor(FeatureMap, Resampled):
     With x' = x / head_dim^(1/4) and W of m random rows, phi(q) . phi(k) is exp(q . k / sqrt(head_dim)) on average:
 
         positive        phi(x) = exp(-|x'|^2 / 2) m^(-1/2) exp(W x')                (lemma 1)
-        trigonometric   phi(x) = exp(|x'|^2 / 2) m^(-1/2) [sin(W x'), cos(W x')]    (equation 8; products may be
-        negative) relu            phi(x) = relu(W x') + eps, of another kernel ("generalised attention")
+        trigonometric   phi(x) = exp(|x'|^2 / 2) m^(-1/2) [sin(W x'), cos(W x')]    (equation 8; may be negative)
+        relu            phi(x) = relu(W x') + eps, of another kernel ("generalised attention")
 
-    The authors subtract from the exponents of keys their maximum over all positions, which lets the future in. Here
-    every key has its own maximum, and what is left out for it goes along as a logarithm (see
+    The authors subtract from the exponents of keys their maximum over all positions, which leaks the future. Here every
+    key has its own maximum, and the logarithm of the missing factor is kept beside the features (see
     ``kernels.linear.across``).
 
-    The feature map [batch, heads, time, head_dim] -> [.., m]; 2 m of the form trigonometric.
+    The feature map [batch, heads, time, head_dim] -> [.., m], or 2 m features for the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down if None, as the authors advise. ``orthogonal``: rows of W
     are orthogonal in groups of head_dim. ``redraw``: after how many training steps W is redrawn (0: never), which
@@ -447,3 +446,16 @@ def features_of_keys(
         k = k * (log_scale - log_scale.detach().amax(-1, keepdim=True)).exp().unsqueeze(-1).to(k.dtype)
     # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
     return k if mask is None else torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
+
+
+PARTS = {
+    "EluFeatures": Elu.Config,
+    "ReluFeatures": Relu.Config,
+    "DpfpFeatures": Dpfp.Config,
+    "QuadraticFeatures": Quadratic.Config,
+    "IdentityFeatures": Identity.Config,
+    "UnitFeatures": Unit.Config,
+    "SumNormalisedFeatures": SumNormalised.Config,
+    "FavorFeatures": Favor.Config,
+    "RandomFourierFeatures": RandomFourier.Config,
+}

@@ -12,6 +12,7 @@ from torch.nn.functional import rms_norm
 
 from kinformer.core.contract import Chunk, FirstValues, SharesValues, right_align, select_valid, state_dtype
 from kinformer.core.parts import Position
+from kinformer.core.probe import no_weights
 from kinformer.parts.projections import shifted_sum
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError, choose
@@ -55,6 +56,7 @@ class Differential(nn.Module):
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
         """Return the pairs' outputs [batch, heads / 2, time, 2 * head_dim] from the heads' outputs y [batch, heads,
         time, 2 * head_dim]."""
+        no_weights("Differential attention takes the difference of two probabilities and a norm of what it reads.")
         a, b, c, d = self.vectors.to(state_dtype(self.vectors.dtype))
         lam = ((a * b).sum().exp() - (c * d).sum().exp() + self.initial).to(y.dtype)
         one, two = y.chunk(2, 1)
@@ -89,6 +91,7 @@ class Exclusive(nn.Module):
         return v
 
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
+        no_weights("Exclusive attention takes a token's own value out of what its heads read.")
         v = v[:, :, -y.shape[2] :]
         v = v.repeat_interleave(y.shape[1] // v.shape[1], 1).to(state_dtype(y.dtype))
         # A value of zeros lacks a direction: nothing is taken away.

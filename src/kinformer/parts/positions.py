@@ -16,10 +16,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class NoPosition(Position):
-    """No position encoding: order enters only through causality.
-
-    No position: every hook leaves its tensors as they are.
-    """
+    """No position encoding: order enters only through causality. Every hook returns its tensors unchanged."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
@@ -96,7 +93,7 @@ class Learned(Position):
             return nn.functional.embedding(positions, self.table)
         except IndexError:
             raise KinformerError(
-                f"position {int(positions.max())} has no embedding: learned positions end at max_length = "
+                f"position {int(positions.max())} does not have an embedding: learned positions end at max_length = "
                 f"{self.max_length}; use a shorter context, or another position (rope, sinusoidal, none)."
             ) from None
 
@@ -104,7 +101,7 @@ class Learned(Position):
 class LearnedPerLayer(Position):
     """Learned positions at every layer (Al-Rfou et al. 2018, section 3.4): each layer's input has its own table added.
 
-    The sum enters the residual stream, so that what a layer adds is seen by all later ones.
+    The sum enters the residual stream, so later layers see the tables of all earlier layers.
 
     The tables, one [max_length, dim] per layer; a position at or beyond ``max_length`` is refused.
     """
@@ -137,7 +134,7 @@ class LearnedPerLayer(Position):
             return nn.functional.embedding(positions, self.tables[layer])
         except IndexError:
             raise KinformerError(
-                f"position {int(positions.max())} has no embedding: learned positions end at max_length = "
+                f"position {int(positions.max())} does not have an embedding: learned positions end at max_length = "
                 f"{self.max_length}; use a shorter context, or another position (rope, sinusoidal, none)."
             ) from None
 
@@ -244,7 +241,7 @@ class TypedRelations(nn.Module):
     def by_sentence(self, scores: Tensor, in_sentence: Tensor | None) -> Tensor:
         """Return the entries of :meth:`scores` for keys of the other input, [batch, heads, n, keys].
 
-        in_sentence: bool [batch, n, keys], whether query and key belong together; None if there are no sentences.
+        in_sentence: bool [batch, n, keys], whether query and key belong together; None without sentences.
         """
         unlike = scores[..., self.unlike, None]
         if in_sentence is None:
@@ -321,3 +318,13 @@ class ComplexOrder(nn.Embedding):
     def _of(self, table: Tensor, tokens: Tensor) -> Tensor:
         """Return the tokens' rows of ``table``, in float64."""
         return (table[0] if table.shape[0] == 1 else nn.functional.embedding(tokens, table)).double()
+
+
+PARTS = {
+    "ComplexOrderEmbedding": ComplexOrder.Config,
+    "NoPosition": NoPosition.Config,
+    "SinusoidalPositions": Sinusoidal.Config,
+    "LearnedPositions": Learned.Config,
+    "LearnedPositionsPerLayer": LearnedPerLayer.Config,
+    "TimingSignal": Timing.Config,
+}

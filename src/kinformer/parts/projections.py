@@ -25,6 +25,7 @@ from kinformer.core.parts import (
     is_plain,
     merge_heads,
 )
+from kinformer.core.probe import probe, probed
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.autograd import Context
@@ -486,7 +487,7 @@ def normed(norm: nn.RMSNorm, x: Tensor, by_head: bool = False) -> Tensor:
     return whole.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
 
 
-PARTS = 2
+COMPLEX_PARTS = 2
 
 
 class Complex(Projection):
@@ -509,7 +510,7 @@ class Complex(Projection):
             return self
 
         def build(self, dim: int, num_heads: int, head_dim: int) -> Complex:
-            if dim % PARTS or head_dim % PARTS:
+            if dim % COMPLEX_PARTS or head_dim % COMPLEX_PARTS:
                 raise KinformerError(
                     f"the projection {self.kind!r} pairs real and imaginary features, but dim is {dim} and head_dim "
                     f"{head_dim}; use even ones."
@@ -522,15 +523,15 @@ class Complex(Projection):
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = num_heads
-        self.shape = (3, num_heads, head_dim // PARTS)
-        width = num_heads * head_dim // PARTS
+        self.shape = (3, num_heads, head_dim // COMPLEX_PARTS)
+        width = num_heads * head_dim // COMPLEX_PARTS
         self.qkv = nn.ModuleList(
-            in_blocks(nn.Linear(dim // PARTS, 3 * width, bias=config.bias), width, width, width)
-            for _ in range(1 if config.shared else PARTS)
+            in_blocks(nn.Linear(dim // COMPLEX_PARTS, 3 * width, bias=config.bias), width, width, width)
+            for _ in range(1 if config.shared else COMPLEX_PARTS)
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = _apply_parts(self.qkv, x.unflatten(-1, (PARTS, -1)))
+        parts = _apply_parts(self.qkv, x.unflatten(-1, (COMPLEX_PARTS, -1)))
         q, k, v = parts.unflatten(-1, self.shape).permute(3, 0, 4, 1, 2, 5).flatten(-2).unbind()
         return q, k, v
 
@@ -543,8 +544,8 @@ class ComplexOutput(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.parts = nn.ModuleList(
-            ResidualOutput(num_heads * head_dim // PARTS, dim // PARTS, bias=bias)
-            for _ in range(1 if shared else PARTS)
+            ResidualOutput(num_heads * head_dim // COMPLEX_PARTS, dim // COMPLEX_PARTS, bias=bias)
+            for _ in range(1 if shared else COMPLEX_PARTS)
         )
 
     @property
@@ -553,7 +554,7 @@ class ComplexOutput(nn.Module):
         return self.parts[0].weight  # type: ignore[return-value]
 
     def forward(self, y: Tensor) -> Tensor:
-        heads = y.unflatten(-1, (self.num_heads, PARTS, -1)).transpose(-3, -2)
+        heads = y.unflatten(-1, (self.num_heads, COMPLEX_PARTS, -1)).transpose(-3, -2)
         return _apply_parts(self.parts, heads.flatten(-2)).flatten(-2)
 
 
@@ -655,17 +656,26 @@ class ByPiece(MultiHead):
         if self.of_global is None:
             q, k, v = self(x)
             short, long = ((k[:, :, part], v[:, :, part]) for part in (slice(num_global), slice(num_global, None)))
-            return Pieces(q[:, :, num_global:], q[:, :, :num_global], long, short, short, long)
+            return _show(Pieces(q[:, :, num_global:], q[:, :, :num_global], long, short, short, long), num_global)
         global_input, long_input = x[:, :num_global], x[:, num_global:]
         q_long, *l2l = self(long_input)
         q_global, *g2g = self.of_global(global_input)
         l2g = self.keys_values(global_input) if self.l2g is None else self._split(self.l2g(global_input))
         g2l = self.of_global.keys_values(long_input) if self.g2l is None else self._split(self.g2l(long_input))
-        return Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l)
+        return _show(Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l), num_global)
 
     def _split(self, projected: Tensor) -> KeysValues:
         k, v = projected.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
         return k, v
+
+
+def _show(pieces: Pieces, num_global: int) -> Pieces:
+    """Show the values of all four pieces to a probe, in the order l2l, l2g, g2g, g2l."""
+    if not probed("values"):
+        return pieces
+    begins = (num_global, 0, 0, num_global)
+    values = [(k, probe("values", v, at)) for (k, v), at in zip(pieces[2:], begins, strict=True)]
+    return Pieces(*pieces[:2], *values)
 
 
 # Projections of the length: keys and values of a sequence become keys and values of its summaries (Wang et al. 2020,
@@ -764,7 +774,7 @@ class Summarising(nn.Module):
         [batch, time, heads * head_dim]."""
         scoring = Scoring(self.head_dim**-0.5, dropout=AttentionDropout.drawn(self.config.dropout, self.training))
         visibility = Visibility(key_padding_mask=hidden)
-        return merge_heads(attention(q, k, v, visibility, scoring, impl=self.config.impl).out)
+        return probe("outputs", merge_heads(attention(q, k, v, visibility, scoring, impl=self.config.impl).out))
 
     def _summaries(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys and values of the summaries, [batch, heads, summaries, head_dim]."""
@@ -858,3 +868,15 @@ class BlockSummary(nn.Module):
         placed = (x + self.places.to(x.dtype)[:, None]).flatten(-2)
         summary: Tensor = self.out(torch.relu(self.hidden(placed)))
         return summary.to(x.dtype)
+
+
+PARTS = {
+    "MultiHeadGlobalProjection": MultiHeadGlobal.Config,
+    "MultiHeadProjection": MultiHead.Config,
+    "GroupedProjection": Grouped.Config,
+    "NormalisedProjection": Normalised.Config,
+    "ConvolvedProjection": Convolved.Config,
+    "ComplexProjection": Complex.Config,
+    "SharedQKProjection": SharedQK.Config,
+    "KVShiftProjection": KVShift.Config,
+}

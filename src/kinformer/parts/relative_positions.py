@@ -29,26 +29,24 @@ class Rope(Position):
 
         (x_i, x_j) -> (x_i cos a - x_j sin a, x_i sin a + x_j cos a),   a = position * f_i,   f_i = base^(-2i / width)
 
-    so that a product of a query and a key depends on their distance only. ``layout`` says which features form a
+    The product of a query and a key therefore depends on their distance only. ``layout`` says which features form a
     pair: ``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper).
-    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter); the rest passes
-    through.
+    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter); the others are not
+    changed.
 
-    A model that was trained at ``original_length`` runs ``factor`` times as far with other frequencies:
+    A model trained at ``original_length`` runs ``factor`` times as far with other frequencies:
 
         linear   f_i / factor                                     (position interpolation, Chen et al. 2023)
-        ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: slow pairs are stretched, fast ones are
-        not) yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor
-        where it turns
-                 ``beta_slow`` times or less, a linear ramp over i between, whose ends are rounded to whole pairs if
-                 ``truncate``; cosine and sine times ``attention_factor``, 0.1 ln(factor) + 1 by default
+        ntk      base * factor^(width / (width - 2)) as the base  (NTK-aware: stretches slow pairs, keeps fast pairs)
+        yarn     f_i where a pair turns ``beta_fast`` times or more within ``original_length``, f_i / factor where it
+                 turns ``beta_slow`` times or less, a linear ramp over i between, whose ends are rounded to whole pairs
+                 if ``truncate``; cosine and sine times ``attention_factor``, 0.1 ln(factor) + 1 by default
                  (Peng et al. 2023, section 3)
         llama3   f_i where a pair turns more than ``high_freq_factor`` times within ``original_length``, f_i / factor
-        where
-                 it turns less than ``low_freq_factor`` times, a ramp linear in the turns between (Llama 3.1)
+                 where it turns less than ``low_freq_factor`` times, a ramp linear in the turns between (Llama 3.1)
 
-    They add no weights. Frequencies that follow the length of the sequence (dynamic NTK) would make keys that are
-    remembered wrong, so there are none.
+    These scalings do not add weights. Frequencies that follow the length of the sequence (dynamic NTK) are not
+    supported, because cached keys would become wrong.
 
     Angles in float64, rotation in the activations' dtype.
     """
@@ -166,7 +164,7 @@ def _ramp(config: Rope.Config, width: int) -> tuple[float, float]:
 def _check(config: Rope.Config, dim: int, width: int) -> None:
     """Refuse settings that conflict with each other or with the width of a head."""
     if width < 2 or width % 2:
-        share = "" if config.fraction == 1 else f", of which fraction = {config.fraction:g} leaves {width}"
+        share = "" if config.fraction == 1 else f", and fraction = {config.fraction:g} leaves {width}"
         raise KinformerError(f"rope needs an even head_dim, but head_dim is {dim}{share}.")
     if (config.scaling == "none") != (config.factor == 1):
         raise KinformerError(
@@ -187,12 +185,12 @@ def _check(config: Rope.Config, dim: int, width: int) -> None:
 class Alibi(FollowsHeads, Position):
     """ALiBi, attention with linear biases (Press et al. 2022, section 3): -m_h |i - j| is added to every scaled score.
 
-    No parameters, and no other encoding of positions: a model trained at one length runs at longer ones.
+    ALiBi does not have parameters and replaces any other encoding of positions: a model trained at one length runs at
+    longer lengths.
 
-    Slopes m_h = 2^(-8 h / H), h = 1 ... H, if the number H of heads is a power of two.
-
-    Otherwise those of the next lower power c, followed by the first, third, fifth ... of 2 c until there are H: the
-    authors' rule, whose jump between the two is intended. Biases are in float64, on both sides of a query.
+    Slopes m_h = 2^(-8 h / H), h = 1 ... H, if the number H of heads is a power of two. Otherwise the slopes of the next
+    lower power c, followed by the first, third, fifth ... slope of 2 c until there are H: the authors' rule, whose jump
+    between the two is intended. Biases are in float64, on both sides of a query.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -226,12 +224,12 @@ class T5(Position):
     """T5's relative positions (Raffel et al. 2020, section 2.1): one learned bias per head and bucket of distances.
 
     Half of a side's n buckets hold one distance each; the others widen logarithmically up to ``max_distance``, and
-    the last holds all that is farther. Its bias is left out of all scores, where softmax does not see a constant, so
-    that only distances below ``max_distance`` remain to be looked up.
+    the last bucket holds all larger distances. Its bias is subtracted from all scores (softmax does not see a constant
+    of the query), so only distances below ``max_distance`` are looked up.
 
-    A table [num_buckets, heads], one for all layers of a model where ``shared``.
+    The table is [num_buckets, heads]; if ``shared``, all layers of a model use one table.
 
-    ``bidirectional``: half of the buckets are for keys ahead of the query; otherwise these share the first bucket.
+    ``bidirectional``: half of the buckets are for keys ahead of the query; otherwise these keys share the first bucket.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -248,7 +246,7 @@ class T5(Position):
                 raise KinformerError(f"num_buckets must be a multiple of {parts}, but is {self.num_buckets}.")
             if self.max_distance <= self.num_buckets // parts:
                 raise KinformerError(
-                    f"max_distance must be above {self.num_buckets // parts}, the number of distances that have a "
+                    f"max_distance must be above {self.num_buckets // parts}, the number of distances with a "
                     f"bucket of their own, but is {self.max_distance}."
                 )
 
@@ -264,7 +262,7 @@ class T5(Position):
         far = self.config.max_distance
         if lowest >= far:
             return None
-        # All of them, however short the past: a table that grew with it could not be recorded.
+        # All distances, however short the past: a step with a growing table could not be recorded.
         distance = torch.arange(lowest, far, device=self.table.device)
         last = self.config.num_buckets // (1 + self.config.bidirectional) - 1
         # Softmax ignores a constant of the row: subtracting the farthest bias leaves 0 beyond ``far``.
@@ -298,10 +296,11 @@ class DistanceKeys(Position):
 
         score(i, j) = q_i . (k_j + p[i - j]) / sqrt(head_dim),    i - j = 1 ... max_distance
 
-    The simplification of Shaw et al. 2018 that attention with adaptive spans uses: no values, no clipped distance.
-    The authors call it ``key_pe``; its entries begin as N(0, 1). Distances of 0 and beyond the last have no vector.
+    Attention with adaptive spans uses this simplification of Shaw et al. 2018, without values and without clipping. The
+    authors call it ``key_pe``; its entries begin as N(0, 1). Distance 0 and distances beyond the last do not have a
+    vector.
 
-    One table for all heads, and for all layers unless ``share_layers`` says otherwise.
+    One table for all heads and, with ``share_layers``, for all layers.
     """
 
     one_sided = True
@@ -337,11 +336,11 @@ class DistanceKeys(Position):
 class Shaw(Position):
     """Relative position representations (Shaw et al. 2018, equations 3 and 4): learned vectors by clipped distance.
 
-        score(i, j) = q_i . (k_j + a^K[r]) / sqrt(head_dim),   out_i = sum_j p_ij (v_j + a^V[r]),   r = clip(j - i,
-        -k, k)
+        score(i, j) = q_i . (k_j + a^K[r]) / sqrt(head_dim),   r = clip(j - i, -k, k)
+        out_i = sum_j p_ij (v_j + a^V[r])
 
-    Distances of k and more share one row. That row is added to every value, and left out of all scores, where it is
-    a constant of the query that softmax does not see; so only distances below k remain to be looked up.
+    Distances of k and more share one row. This row is added to every value and subtracted from all scores (softmax does
+    not see a constant of the query), so only distances below k are looked up.
 
     The tables [2k + 1, head_dim] shared by the heads, row r + k for r = key position - query position.
     """
@@ -457,7 +456,7 @@ class TransformerXL(Position):
             return self._project(lowest, highest)
         rows = self._recent
         name = _name(weight)
-        # A step is behind a chunk that has looked at the bits.
+        # A step follows a chunk that has compared the bits.
         if rows is None or rows.name != name or not (arguments_trusted() or rows.bits == _sum_of_bits(weight)):
             rows = _Rows(self._project(0, highest), weight.detach(), name, _sum_of_bits(weight))
         if (count := rows.keys.shape[1]) <= highest:
@@ -515,12 +514,11 @@ class DistanceAware(Position):
 
         score(i, j) = relu(q_i . k_j) f(w_h |i - j|; v_h) / sqrt(head_dim),    f(x; v) = (1 + e^v) / (1 + e^(v - x))
 
-    f(0) = 1; with w > 0 it grows with the distance to at most 1 + e^v, with w < 0 it falls to 0. A score of 0 still
-    has its share of the softmax, so attention stays dense. There is no other encoding of positions.
+    f(0) = 1; with w > 0 f grows with the distance to at most 1 + e^v, with w < 0 it falls to 0. A score of 0 still
+    takes part in the softmax, so attention stays dense. This position replaces any other encoding of positions.
 
-    The position by real distances, learned per head: ``rate`` (the paper's w) and ``steepness`` (its v).
-
-    The paper does not say how they begin: here w is spread over the heads from -spread to spread, and v is 0.
+    Learned per head: ``rate`` (the paper's w) and ``steepness`` (its v). The paper does not give their initial values:
+    here w is spread over the heads from -spread to spread, and v is 0.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -543,3 +541,14 @@ class DistanceAware(Position):
         x, v = self.rate.to(dtype)[:, None] * distance, self.steepness.to(dtype)[:, None]
         # f = (1 + e^v) / (1 + e^(v - x)) = sigmoid(x - v) / sigmoid(-v), by logarithms so that e^v cannot overflow
         return Relative(lowest, factor=(logsigmoid(x - v) - logsigmoid(-v)).exp())
+
+
+PARTS = {
+    "RotaryPositions": Rope.Config,
+    "ShawPositions": Shaw.Config,
+    "TransformerXLPositions": TransformerXL.Config,
+    "T5Bias": T5.Config,
+    "AlibiBias": Alibi.Config,
+    "DistanceAwareScaling": DistanceAware.Config,
+    "DistanceKeys": DistanceKeys.Config,
+}

@@ -75,10 +75,8 @@ class Bilinear(Score):
 class Capped(Score):
     """Scaled dot product with a soft cap (Gemma 2, Riviere et al. 2024, section 2): cap * tanh(scale * q.k / cap).
 
-    No score exceeds ``cap``; far below it the score is that of ``scaled_dot``. Terms by distance are added to what
-    is capped.
-
-    The score cap * tanh(scale * q . k / cap); ``scale`` is head_dim ** -0.5 unless it is set.
+    No score exceeds ``cap``; far below ``cap`` the score equals ``scaled_dot``. Terms by distance are added before the
+    cap. ``scale`` is head_dim ** -0.5 unless it is set.
     """
 
     form = "capped"
@@ -109,9 +107,9 @@ class SinkLogit(Score):
 
         y = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z))  =  softmax(s) v * sigmoid(logsumexp(s) - z)
 
-    z, one for every head, is the score of a key of value 0 that every query sees, so that a head may attend to
-    nothing. ``learned = False`` leaves z at 0: softmax off by one (Miller 2023). A learnt z begins there. Outputs
-    are those of ``inner`` where z is far below all scores.
+    z, one for every head, is the score of a key of value 0 that every query sees, so a head can attend to nothing.
+    ``learned = False`` keeps z at 0: softmax off by one (Miller 2023). A learnt z begins at 0. If z is far below all
+    scores, outputs equal the outputs of ``inner``.
 
     The score of ``inner`` with a sink ``logit`` [heads].
     """
@@ -298,7 +296,7 @@ def window(config: SoftSpan.Config, z: float) -> int:
     return config.max_span - (config.max_span - size) // config.multiple * config.multiple
 
 
-_ROUNDING = 1.0001  # of spans that are computed in float32
+_ROUNDING = 1.0001  # spans are computed in float32
 _EPS = 1e-12
 
 
@@ -384,3 +382,16 @@ class DynamicSpan(Following, TokenSpan, Regularized):
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
         return self.config.penalty * select_valid(z.mean(1), valid).sum(1)
+
+
+PARTS = {
+    "ScaledDotScore": ScaledDot.Config,
+    "DotScore": Dot.Config,
+    "BilinearScore": Bilinear.Config,
+    "CappedScore": Capped.Config,
+    "SinkLogitScore": SinkLogit.Config,
+    "AdditiveScore": Additive.Config,
+    "ModulusScore": Modulus.Config,
+    "SoftSpan": SoftSpan.Config,
+    "DynamicSpan": DynamicSpan.Config,
+}

@@ -50,8 +50,8 @@ def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 # Derivatives that a kernel does not have raise an error in every call for them.
 #
-# A kernel with a backward of its own has first derivatives in reverse only. PyTorch would leave out the others in
-# silence: of a second derivative the part that goes through the kernel, and of forward mode the tangents.
+# A kernel with a custom backward has first derivatives in reverse mode only. PyTorch would silently drop the others:
+# the part of a second derivative that goes through the kernel, and the tangents of forward mode.
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -101,7 +101,7 @@ class Context(FunctionCtx):
 
 
 class _Gradients(torch.autograd.Function):
-    """The function that returns the first ``count`` of its tensors as they are, and whose gradient raises."""
+    """The function that returns the first ``count`` of its tensors unchanged, and whose gradient raises."""
 
     @staticmethod
     def forward(ctx: Context, named: tuple[str, str], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> Gradients:
         raise KinformerError(
-            f"{ctx.name} has no second derivative, but a gradient was differentiated again; {ctx.remedy}."
+            f"{ctx.name} does not have a second derivative, but a gradient was differentiated again; {ctx.remedy}."
         )
 
 
@@ -121,5 +121,6 @@ def check_reverse(name: str, *tensors: Tensor | None, remedy: str = REMEDY) -> N
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise KinformerError(
-            f"{name} has no forward-mode derivative, but an input has a tangent; {remedy}, or differentiate in reverse."
+            f"{name} does not have a forward-mode derivative, but an input has a tangent; {remedy}, or differentiate "
+            "in reverse."
         )

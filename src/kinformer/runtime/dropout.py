@@ -1,8 +1,8 @@
 """Dropout (Srivastava et al. 2014) by 16 random bits an element, on a CPU.
 
 PyTorch's CPU draws a mask one double at a time on one thread: in training steps of small models that took a tenth of
-the time. Four elements share one draw of 64 bits here, so the probability is rounded to a multiple of 2^-16; the scale
-is that of the rounded one, so expectations are exact.
+the time. Here four elements share one draw of 64 bits, so the probability is rounded to a multiple of 2^-16. The scale
+uses the rounded probability, so expectations are exact.
 """
 
 from __future__ import annotations

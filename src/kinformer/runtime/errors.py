@@ -11,9 +11,9 @@ from difflib import get_close_matches
 
 # The errors of Kinformer, as sentences for its users.
 #
-# Every message is one sentence that holds the value, what was expected, the place and the remedy. A message marks the
-# names of options with backticks, as in "`max_bytes` is 0". The reader sees them as they are written there:
-# ``max_bytes`` in Python and ``--max-bytes`` on the command line (:func:`spelled`).
+# Every message is one sentence with the value, the expectation, the place and the remedy. A message marks the names of
+# options with backticks, as in "`max_bytes` is 0". A reader in Python sees ``max_bytes``, a reader of the command line
+# ``--max-bytes`` (:func:`spelled`).
 
 _MARKED = re.compile(r"(?<!`)`([a-z][a-z0-9_]*)`(?!`)")
 _CHANGE = re.compile(r"""(?<!`)`set` ('?)([\w.*:]+)=(.+?)\1(?=[,;:.)]*(?:\s|$))""")
@@ -41,7 +41,7 @@ RARE = (
     "min_lr_ratio", "layer_decay", "momentum", "beta2", "table_lr", "checkpoint_minutes", "keep", "async_saves",
     "log_every", "stages", "plateau_factor", "plateau_patience", "diloco_steps", "outer_lr", "outer_momentum",
 )  # fmt: skip
-"""Settings of training that are rarely changed: the command line has no flags for them, but paths."""
+"""Rarely changed settings of training: the command line sets them by path (`set`), without flags."""
 
 
 def flag_of(name: str) -> str:
@@ -51,7 +51,7 @@ def flag_of(name: str) -> str:
 
 
 def spelled(message: str) -> str:
-    """Return ``message`` with the marked options as they are written in Python, or inside :func:`as_flags` as flags."""
+    """Return ``message`` with the marked options spelled as Python arguments, or inside :func:`as_flags` as flags."""
     if _AS_FLAGS.get():
         return _MARKED.sub(lambda match: flag_of(match[1]), message)
     return _MARKED.sub(r"\1", _CHANGE.sub(_change, message).replace("} set={", ", "))
@@ -78,7 +78,7 @@ def as_flags(wanted: bool = True) -> Iterator[None]:
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
-    """Return the valid names nearest to ``word`` as text for a message, or all of them when none is near."""
+    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near."""
     names = sorted(set(names))
     # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
     comparable = [name for name in names if len(word) < 2.3 * len(name)]
@@ -110,7 +110,8 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def require_finite(finite: bool, where: str = "") -> None:
-    """Refuse predictions that are not finite, as of a model with damaged weights; ``where`` names the place."""
+    """Refuse predictions with NaN or infinity (a model with damaged weights, for example); ``where`` names the
+    place."""
     if not finite:
         raise KinformerError(
             f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."
@@ -158,8 +159,8 @@ def require_above(option: str, value: float | None, bound: float) -> None:
 
 
 def require_share(option: str, value: float | None, zero: bool = False) -> None:
-    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is no share of something: above 0 (or, with
-    ``zero``, at least 0) and below 1."""
+    """Raise a :class:`KinformerError` unless the ``value`` of ``option`` is above 0 (with ``zero``: at least 0) and
+    below 1."""
     if value is not None and not (0 < value < 1 or (zero and value == 0)):
         least = "at least" if zero else "above"
         raise KinformerError(f"{marked(option)} is {value:g} but must be {least} 0 and below 1.")

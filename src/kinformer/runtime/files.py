@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 # Files that survive a crash: atomic writes, and contents whose every byte is checked when they are read.
 #
-# Tensors are stored as safetensors, never as pickles; the sha256 of their names, shapes, types and bytes stands in the
-# file's metadata, and beside it that of the rest of the metadata. Signed JSON carries the sha256 of its other keys.
-# Whatever goes wrong in reading a file is reported in one sentence that names the file.
+# Tensors are stored as safetensors, never as pickles. The file's metadata holds the sha256 of their names, shapes,
+# types and bytes, and the sha256 of the rest of the metadata. Signed JSON carries the sha256 of its other keys. Every
+# error of reading a file is one sentence that names the file.
 
 DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
@@ -53,8 +53,8 @@ def remove_partials(folder: Path, names: Iterable[str]) -> None:
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, flush it to the disk and rename it into place.
 
-    A crash at any moment leaves either the old file or the new one, whole. A full disk is one clear sentence. The
-    file has the permissions that the umask gives, whatever ``write`` makes of them.
+    A crash at any moment leaves either the whole old file or the whole new file. A full disk is reported in one
+    sentence. The file has the permissions of the umask, whatever permissions ``write`` sets.
     """
     temporary = partial_of(path)
     try:
@@ -102,7 +102,8 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is missing or no regular file before it is opened; a FIFO would keep its reader waiting for ever."""
+    """Refuse a missing file and anything but a regular file before opening it; a FIFO would block its reader for
+    ever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -114,11 +115,13 @@ def require_file(path: Path) -> None:
 
 
 def require_utf8(path: Path) -> None:
-    """Refuse a path for weights that is not UTF-8: the library that reads them opens no other."""
+    """Refuse a path for weights that is not UTF-8, because safetensors cannot open it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise KinformerError(f"{path}: its name is not UTF-8, as that of weights must be; rename it.") from None
+        raise KinformerError(
+            f"{path}: its name is not UTF-8, but files of weights need UTF-8 names; rename it."
+        ) from None
 
 
 def write_json(path: Path, data: object) -> None:
@@ -313,7 +316,7 @@ def is_here(folder: Path, status: os.stat_result) -> bool:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Create ``folder`` and its missing parents; return those that were created, innermost first."""
+    """Create ``folder`` and its missing parents; return the created folders, innermost first."""
     try:
         missing = [item for item in (folder, *folder.parents) if not item.exists()]
         folder.mkdir(parents=True, exist_ok=True)

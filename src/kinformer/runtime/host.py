@@ -1,4 +1,4 @@
-"""Values on the host where control flow depends on them, and tensors that are sharded over processes."""
+"""Values on the host that decide control flow, and tensors sharded over processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HostDriven:
 
     @property
     def host_reads(self) -> str:
-        """Return what the host does with the numbers, as in ``it cuts segments``; empty where it reads none."""
+        """Return the reason why the host reads numbers, as in ``it cuts segments``; empty if it does not read any."""
         raise NotImplementedError
 
 
@@ -72,9 +72,9 @@ def checks_calls() -> bool:
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _trusted.get())
 
 
-# Tensors that are sharded over processes: parameters outside of their modules' forward, their gradients and norms.
+# Tensors sharded over processes: parameters outside their modules' forward, gradients and norms.
 #
-# They are PyTorch's DTensor, whose module takes half a second to load and is not imported here.
+# They are PyTorch's DTensor. Its module takes half a second to load, so this file does not import it.
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -97,8 +97,8 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def replicated(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return the full ``value``, which all processes have, as an operand beside tensors that are sharded as
-    ``parameter`` is; ``value`` itself where ``parameter`` is not sharded."""
+    """Return the full ``value``, which all processes have, as an operand for tensors sharded like ``parameter``;
+    ``value`` itself if ``parameter`` is not sharded."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,12 +1,12 @@
 """The path of float32 products on a CPU, by ``torch.set_float32_matmul_precision``.
 
-Every setting but "highest" is oneDNN's way (see ``runtime.process``): twice as fast for large products, but it takes
-so long to begin that those of a few rows are 2 to 15 times slower, for instance all of a generation step, and those
-inside PyTorch's fused attention, which are small ones, one after the other.
+Every setting but "highest" uses oneDNN (see ``runtime.process``), which is twice as fast for large products. A call of
+oneDNN takes so long to start that products of a few rows are 2 to 15 times slower. Such products are all of a
+generation step, and the products inside PyTorch's fused attention, a loop of small products.
 
-``benchmarks/accelerators.py`` keeps it: by the rows ``few rows`` of ``accelerators.json``, steps of generation are 1.4
-to 3 times as fast as by oneDNN's products. Delete :func:`few_rows` when they are all below 1.1, and :func:`by_onednn`
-with it when the rows ``sets`` are too (``kernels.attention.cached``).
+``benchmarks/accelerators.py`` keeps this file: by the rows ``few rows`` of ``accelerators.json``, steps of generation
+are 1.4 to 3 times as fast as with oneDNN's products. Delete :func:`few_rows` when all of these rows are below 1.1, and
+:func:`by_onednn` when the rows ``sets`` are below 1.1 too (``kernels.attention.cached``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def by_onednn(x: Tensor) -> bool:
 def few_rows(device: torch.device, wanted: bool = True) -> Iterator[None]:
     """Let products on a CPU take PyTorch's own path within the context, if ``wanted``, for steps of one token.
 
-    The setting is every thread's, so only a command's process makes it; a caller's process stays as it is.
+    All threads share the setting, so only a command's process changes it; a caller's process is not changed.
     """
     before = torch.get_float32_matmul_precision()
     not_cpu = device.type != "cpu" or torch.cuda.is_available()  # the setting is the GPU's

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,6 +72,37 @@ def current_folder() -> Iterator[None]:
 def warn_once(sentence: str) -> None:
     """Issue a warning once per process, however often the installed packages are looked through."""
     warnings.warn(sentence, stacklevel=2)
+
+
+class Pages(MutableMapping[str, T]):
+    """Named things of several modules, the ``pages``; ``read`` imports a page and returns the things by their names.
+
+    Looking up a name imports pages until one has the name, and first the page that is called like the name.
+    """
+
+    def __init__(self, pages: Sequence[str], read: Callable[[str], Mapping[str, T]]) -> None:
+        self.pages, self._read = pages, read
+        self._set: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._set:
+            return self._set[name]
+        for page in sorted(self.pages, key=lambda page: page.rpartition(".")[2] != name):
+            if name in (things := self._read(page)):
+                return things[name]
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, thing: T) -> None:
+        self._set[name] = thing
+
+    def __delitem__(self, name: str) -> None:
+        del self._set[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*(name for page in self.pages for name in self._read(page)), *self._set]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 class Registry(Mapping[str, T]):

@@ -29,7 +29,7 @@ def begin_process(fast_products: bool = True) -> None:
 
 
 def is_command() -> bool:
-    """Return whether this process is a command's, so that no other thread computes with settings of its own."""
+    """Return whether a command owns this process, so that no other thread computes with other settings."""
     return _set_up
 
 
@@ -48,8 +48,8 @@ def use_fast_products() -> None:
 def flush_subnormals() -> None:
     """Flush numbers below the smallest normal one to 0 in this process.
 
-    On some processors an operation with one of them takes a hundred cycles, and softmax leaves many. A thread inherits
-    this when it starts, so it is to be called before the first parallel operation.
+    On some processors an operation with a subnormal number takes a hundred cycles, and softmax leaves many. A thread
+    inherits the setting when it starts, so call this before the first parallel operation.
     """
     torch.set_flush_denormal(True)
 

@@ -28,15 +28,15 @@ def has_amx() -> bool:
 
 
 def emulates_bfloat16() -> bool:
-    """Return whether this is an x86 processor without products of bfloat16 numbers, which it then makes several times
-    slower than those of float32; False where that cannot be determined."""
+    """Return whether this is an x86 processor without bfloat16 products, which are then several times slower than
+    float32 products; False if that cannot be determined."""
     flags = processor() or ""
     return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
 
 
 def multiplies_int8(device: str) -> bool:
-    """Return whether PyTorch's products of int8 numbers are exact on the device, a kind such as ``cpu``, and faster
-    than those of float32."""
+    """Return whether PyTorch's int8 products are exact and faster than float32 products on the device, a kind such as
+    ``cpu``."""
     return device == "cpu" and _has_vnni()
 
 

@@ -19,12 +19,12 @@ LOGGER = logging.getLogger("kinformer")
 
 
 def note(text: str) -> None:
-    """Report a message that is no error: the command line prints it, Python's logging has it at level INFO."""
+    """Report a message: the command line prints it, and Python's logging has it at level INFO."""
     LOGGER.info(spelled(text))
 
 
 def note_once(text: str) -> None:
-    """Report ``text`` like :func:`note`, unless it was reported before, as for facts of data that is opened again."""
+    """Report ``text`` like :func:`note`, unless it was reported before (data that is opened twice, for example)."""
     if text not in _SHOWN:
         _SHOWN.add(text)
         note(text)
@@ -34,9 +34,9 @@ _SHOWN: set[str] = set()
 
 
 class Tolerant:
-    """A stream of text that may have no reader left: once it cannot be written to, all that follows goes nowhere.
+    """A stream of text whose reader may have left: after the first failed write, all text is dropped.
 
-    So a terminal that is closed, or ``2>&1 | head -1``, ends no training.
+    A closed terminal, or ``2>&1 | head -1``, therefore does not end training.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -84,7 +84,7 @@ def abandon(stream: TextIO) -> None:
 
 @contextmanager
 def progressing(quiet: bool, label: str = "measuring") -> Iterator[ProgressCallback | None]:
-    """Show a bar on standard error, if that is a terminal."""
+    """Show a bar on standard error, if it is a terminal."""
     stream = tolerant(sys.stderr)
     if quiet or not stream.isatty():
         yield None

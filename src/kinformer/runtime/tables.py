@@ -31,7 +31,7 @@ WriteRow = Callable[[Mapping[str, object]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionTable:
-    """The option of an evaluation that also writes what it predicts of every item."""
+    """The option of an evaluation that also writes the prediction for every item."""
 
     predictions: str | None = None
     """Also write a table with a row for every item (every episode, where a run acts; every masked token, query or
@@ -50,7 +50,7 @@ class PredictionTable:
 
     @contextmanager
     def writing_predictions(self) -> Iterator[WriteRow | None]:
-        """Give a function that writes a row, numbered from 1 as ``item``, or None where there is no table to write."""
+        """Yield a function that writes a row, numbered from 1 as ``item``, or None without a table to write."""
         if self.predictions is None:
             yield None
             return
@@ -119,7 +119,7 @@ class _Table:
 
 
 def flattened(row: Mapping[str, object]) -> dict[str, object]:
-    """``row`` as cells: values as they are, lists of mappings as numbered columns, any other list as JSON."""
+    """Return ``row`` as cells: plain values unchanged, lists of mappings as numbered columns, other lists as JSON."""
     cells: dict[str, object] = {}
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -176,9 +176,9 @@ def _unpacked(path: Path, file: BinaryIO) -> bytes:
 
 
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:
-    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all.
+    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays.
 
-    Errors: ``KinformerError`` for what is no archive, is damaged or lies about its sizes, and for an array of objects.
+    Errors: ``KinformerError`` for another kind of file, a damaged archive, wrong sizes, and an array of objects.
     """
     require_file(path)
     with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), _opened(path) as archive:

@@ -391,3 +391,8 @@ class Reversible(Stack):
         """Return the weights that a layer can learn, shared parts included."""
         parameters = (*self.layers[index].parameters(), *self.shared.parameters())
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
+
+
+PARTS = {
+    "ReversibleStack": Reversible.Config,
+}

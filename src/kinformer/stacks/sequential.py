@@ -141,3 +141,9 @@ class PatchMerging(nn.Module):
         four = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], -1)
         y = self.norm(self.reduction(four)) if self.norm_behind else self.reduction(self.norm(four))
         return y.flatten(1, 2), text._replace(grid=(y.shape[1], y.shape[2]))
+
+
+PARTS = {
+    "SequentialStack": Sequential.Config,
+    "StagedStack": Stages.Config,
+}

@@ -27,7 +27,7 @@ from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, state_dtype
 from kinformer.core.encoder import SequenceContext, StateOptions
 from kinformer.core.learning import AuxLoss
-from kinformer.core.stack import BeforeUse, HaltingState, Stack, StackConfig
+from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
@@ -42,6 +42,16 @@ from kinformer.runtime.host import has_data
 # ``basic`` is the default of the official code, ``accumulated`` Graves' sum. A token that still runs after the last
 # step gets no remainder. A token's ponder cost is the number of its steps, which has no gradient, plus its remainder 1
 # - h.
+
+
+class HaltingState(NamedTuple):
+    """The progress of halting tokens before step ``number``: their outputs so far, ``out`` [batch, time, dim], the
+    probability ``halted`` [batch, time] of having halted, and whether each token is ``running`` [batch, time]."""
+
+    number: int
+    out: Tensor
+    halted: Tensor
+    running: Tensor
 
 
 class HaltingConfig(Config):
@@ -160,13 +170,13 @@ class Universal(Stack):
             return Universal(self, layers, dim)
 
     config: Config
-    halting: ACT | None
 
     def __init__(self, config: Config, layers: Sequence[nn.Module], dim: int) -> None:
         super().__init__(config, layers)
         self.group = len(self.layers)
-        if config.halting is not None:
-            self.halting = config.halting.build(dim)
+        self.halting: ACT | None = None if config.halting is None else config.halting.build(dim)
+        self.adaptive = self.halting is not None
+        if self.halting is not None:
             self.pondered = AuxLoss(PonderState.aux_name)
 
     def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
@@ -254,3 +264,9 @@ class Universal(Stack):
         """Return the tokens [batch, time, 1] whose vectors a step changes."""
         running = progress.running[..., None]
         return torch.ones_like(running) if self._halting.halted == "evolving" else running
+
+
+PARTS = {
+    "UniversalStack": Universal.Config,
+    "ACT": ACT.Config,
+}

@@ -29,7 +29,7 @@ class _Recorded(NamedTuple):
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The state of a patched layer; the masks and positions of the model follow its ``length``, as those of keys do."""
+    """The state of a patched layer. The masks and positions of the model follow its ``length``."""
 
     is_sliding = False
     is_compileable = False
@@ -64,7 +64,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Return whether tokens can be taken back: any of exact attention, else those of a recorded chunk."""
+        """Return whether tokens can be taken back: all tokens of exact attention, or tokens of a recorded chunk."""
         return self._rewinds or self.state is None or self._recorded is not None
 
     def activate_past_recording(self) -> None:
@@ -72,7 +72,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last ``-tokens_to_remove`` tokens: any of exact attention, else those of the last chunk."""
+        """Take back the last ``-tokens_to_remove`` tokens: any of exact attention, else tokens of the last chunk."""
         if CROPS_TO_LENGTH and tokens_to_remove >= 0:
             tokens_to_remove = min(tokens_to_remove - self.length, 0)
         count, recorded, self._recorded = -tokens_to_remove, self._recorded, None
@@ -144,7 +144,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.length + (len(queries) if isinstance(queries, Tensor) else queries), 0
 
     def get_max_length(self) -> int:
-        """Return -1, as there is no limit."""
+        """Return -1, which means without a limit."""
         return -1
 
     get_max_cache_shape = get_max_length
@@ -174,7 +174,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _unpadded(padding: Tensor, before: int) -> int:
-    """Return how many last columns of all tokens have no padding, ``before`` of them before ``padding``."""
+    """Return how many last columns of all tokens are without padding; ``before``: the number before ``padding``."""
     padded = padding.any(dim=0).nonzero()
     time = padding.shape[1]
     return time - 1 - int(padded[-1]) if padded.numel() else before + time
@@ -185,8 +185,8 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
         raise KinformerError(
-            f"the cache is of the type {type(cache).__name__}, which has no layers; patched models stream through a "
-            "DynamicCache, which generate() makes by itself."
+            f"the cache is of the type {type(cache).__name__}, which does not have layers; patched models stream "
+            "through a DynamicCache, which generate() makes by itself."
         )
     while len(layers) <= index:
         layers.append((cache.layer_class_to_replicate or StateLayer)())

@@ -1,12 +1,12 @@
 """A pretrained model converted to other mixers in two phases, as in LoLCATs (Zhang et al. 2024, arXiv 2410.10254).
 
-    transfer      each new mixer learns to give what the attention of its layer gives for the same hidden states, which
-                  are those of the unchanged model; all else is frozen, and all layers learn at once
+    transfer      each new mixer learns the outputs of its layer's attention for the hidden states of the unchanged
+                  model; everything else is frozen, and all layers learn at once
     fine-tuning   the mixers stand in the model, and the model learns to predict the next token
 
 The paper trains feature maps in the first phase and low-rank updates of the projections (LoRA, Hu et al. 2021) in the
-second; here a mixer learns whole in the first, and what ``Phase.trains`` says in the second. Low-rank updates are those
-of the library peft.
+second. Here the first phase trains whole mixers, and the second trains what ``Phase.trains`` says. Low-rank updates are
+made by the library peft.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ def convert(
     """Replace the attention of ``layers`` as :func:`patch` does, train the model for it, and return the losses.
 
     batches: tokens [batch, time] int64, or mappings with ``input_ids`` and perhaps ``attention_mask``; an iterator, or
-        a list that is gone through again and again.
-    evaluation: the held-out batches that the losses are of.
-    transfer, fine_tuning: the phases, of which either may have 0 steps.
-    settings: as of ``patch``.
+        a list, which is read again and again.
+    evaluation: the held-out batches of the losses.
+    transfer, fine_tuning: the phases; either may have 0 steps.
+    settings: as in ``patch``.
 
-    Errors: those of ``patch``; batches that end too soon; LoRA without peft, or of mixers without linear layers.
+    Errors: the errors of ``patch``; batches that end too soon; LoRA without peft, or of mixers without linear layers.
     """
     stream, held_out = _endless(batches), [_inputs(batch, hf_model) for batch in evaluation]
     if not held_out:
-        raise KinformerError("evaluation has no batch; give one at least, of tokens that `batches` does not hold.")
+        raise KinformerError("evaluation is empty; give a batch at least, of tokens that `batches` does not hold.")
     replacements = build_replacements(hf_model, mixer, layers, **settings)
     losses = {"before": evaluate(hf_model, held_out)}
     attentions = install(hf_model, replacements)
@@ -125,7 +125,7 @@ def convert(
 def match(
     hf_model: PreTrainedModel, replacements: Mapping[int, PatchedAttention], stream: Iterator[Batch], phase: Phase
 ) -> dict[str, tuple[float, ...]]:
-    """Train ``replacements`` to give what the attention of their layers in ``hf_model`` gives; return the errors."""
+    """Train ``replacements`` to the outputs of their layers' attention in ``hf_model``; return the errors."""
     parameters = [parameter for item in replacements.values() for parameter in item.parameters()]
     training, history = hf_model.training, []
     hf_model.eval()
@@ -180,8 +180,8 @@ def _trained(hf_model: PreTrainedModel, trains: str | LoraConfig) -> Iterator[li
         names = [name for name, module in hf_model.named_modules() if module in inside]
         if not names:
             raise KinformerError(
-                "trains is 'lora', but the new mixers have no linear layers that low-rank updates could adapt; train "
-                "'mixers' or the 'model'."
+                "trains is 'lora', but the new mixers do not have linear layers that low-rank updates could adapt; "
+                "train 'mixers' or the 'model'."
             )
         trains = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)
     required = [(parameter, parameter.requires_grad) for parameter in hf_model.parameters()]
@@ -213,11 +213,11 @@ def evaluate(hf_model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> flo
 
 
 def _loss(hf_model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    """Return the cross entropy of the next token, of which padding is none."""
+    """Return the cross entropy of the next token; padding does not count."""
     labels, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None:
         real = mask != 0
-        real[:, 1:] &= real[:, :-1].clone()  # what padding predicts is no loss either
+        real[:, 1:] &= real[:, :-1].clone()  # predictions at padding do not count either
         labels = labels.masked_fill(~real, -100)
     return hf_model(**batch, labels=labels, use_cache=False).loss  # type: ignore[no-any-return]
 
@@ -241,7 +241,7 @@ def _steps(parameters: list[nn.Parameter], phase: Phase) -> Iterator[torch.optim
 def _seen(
     hf_model: PreTrainedModel, replacements: Mapping[int, PatchedAttention], batch: dict[str, Tensor]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return what the attention of the layers of ``replacements`` reads and gives for ``batch``."""
+    """Return the inputs and outputs of the attention that ``replacements`` will replace, for ``batch``."""
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     layers, name = layers_of(hf_model), attention_name(hf_model)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kinformer.core.config import Config, field_types
-from kinformer.interop.architecture import rope
 from kinformer.interop.key_map import ConfigData
 from kinformer.interop.patching.cache import refuse_fixed_size, state_layer
+from kinformer.interop.settings import Settings, rope
 from kinformer.nn.causal import CausalLayer
 from kinformer.nn.factory import layer, layer_config
 from kinformer.runtime.errors import KinformerError
@@ -42,9 +43,9 @@ class Attention:
     """The self-attention of one layer.
 
     ``weights`` and ``biases`` hold q, k, v [heads * head_dim, dim] and o [dim, heads * head_dim], biases where there
-    are any; ``norms`` the weights [head_dim] of q_norm and k_norm, with ``eps``. ``scale`` is what q is multiplied by
-    beside head_dim ** -0.5. ``window``: how many tokens a token sees, None for all. ``dropout`` is that of the
-    attention weights, ``output_dropout`` that of the output.
+    are any; ``norms`` the weights [head_dim] of q_norm and k_norm, with ``eps``. ``scale``: the factor of q beside
+    head_dim ** -0.5. ``window``: how many tokens a token sees; None for all. ``dropout``: of the attention weights;
+    ``output_dropout``: of the output.
     """
 
     num_heads: int
@@ -66,7 +67,7 @@ class Attention:
 
 
 def base_of(hf_model: PreTrainedModel) -> nn.Module:
-    """Return the model below the head of ``hf_model``; refuse what is no causal model that can be patched."""
+    """Return the model below the head of ``hf_model``; refuse a model that cannot be patched."""
     config = getattr(hf_model, "config", None)
     kind = getattr(config, "model_type", None)
     if not isinstance(hf_model, nn.Module) or kind is None:
@@ -136,7 +137,7 @@ def rope_of(config: PretrainedConfig) -> ConfigData | None:
     if getattr(config, "rope_parameters", None) is None:
         return None
     try:
-        return rope(config.to_dict(), "the model", partial=config.model_type == "gpt_neox")
+        return rope(Settings(config.to_dict(), Path("the model")), partial=config.model_type == "gpt_neox")
     except KinformerError as error:
         remedy = 'position={"kind": "rope", "base": 10000}'
         raise KinformerError(f'{error} Give a position to use instead: {remedy} or position="none".') from None
@@ -176,7 +177,7 @@ class PatchedAttention(nn.Module):
     """
 
     def __init__(self, layer: CausalLayer, record: PatchedLayer, dropout: float) -> None:
-        """Wrap ``layer``; ``dropout`` is that of its output, as in GPT-2."""
+        """Wrap ``layer``; ``dropout``: the rate of the dropout behind it, as in GPT-2."""
         super().__init__()
         self.layer, self.record = layer, record
         self.layer_idx = record.layer
@@ -233,7 +234,7 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _packed(values: dict[str, Any], tokens: Tensor) -> Tensor | None:
-    """Return where sequences begin [batch, time] that are packed in one row, told by their ``position_ids``."""
+    """Return where packed sequences begin [batch, time], by their ``position_ids``; None for one sequence a row."""
     positions = values.get("position_ids")
     if positions is None or _cache(values) is not None:
         return None
@@ -260,9 +261,9 @@ def patch(
         patch(model, "gated-deltanet", layers=[0, 2])
 
     hf_model: a loaded GPT-2, GPT-NeoX, LLaMA, Mistral, Qwen2 or Qwen3; it is changed in place.
-    mixer: a causal name of ``kinformer.layers()``, or a config of a mixer, which is taken as it is. By name, heads,
+    mixer: a causal name of ``kinformer.layers()``, or a config of a mixer, which is used unchanged. By name, heads,
         widths, biases, window and dropout are the model's unless ``settings`` say otherwise. So are rotary positions,
-        except for mixers with a position or a decay of their own.
+        except for mixers with their own position or decay.
     layers: their indices; "all" or None for all.
     recipe, set, settings: as of ``kinformer.layer``.
 
@@ -296,7 +297,7 @@ def build_replacements(
     set: Mapping[str, object] | None = None,
     **settings: Any,
 ) -> dict[int, PatchedAttention]:
-    """Return the modules that are to stand in place of the attention of ``layers``, by their indices."""
+    """Return the modules to put in place of the attention of ``layers``, by the indices of the layers."""
     modules, name = layers_of(hf_model), attention_name(hf_model)
     replacements = {}
     for index in _indices(layers, len(modules)):
@@ -342,7 +343,7 @@ def install(hf_model: PreTrainedModel, attentions: Mapping[int, nn.Module]) -> d
 
 
 def _indices(layers: Layers, count: int) -> list[int]:
-    """Return the indices of the layers that are chosen of ``count``."""
+    """Return the indices of the chosen layers among ``count``."""
     if layers is None or layers == "all":
         return list(range(count))
     valid = isinstance(layers, Sequence) and not isinstance(layers, str)
@@ -356,7 +357,7 @@ def _indices(layers: Layers, count: int) -> list[int]:
 def _model_settings(
     config: Any, attention: Attention, model_config: PretrainedConfig, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the settings of ``config`` that are the model's: what would make the mixer equal its attention."""
+    """Return the settings of ``config`` by which the mixer would equal the model's attention."""
     fields, biases = field_types(type(config)), attention.biases
     changes: dict[str, object] = {"num_heads": attention.num_heads, "dropout": attention.dropout}
     same_heads = settings.get("num_heads", attention.num_heads) == attention.num_heads
@@ -378,7 +379,7 @@ def _model_settings(
 
 
 def _takes_rope(config: object) -> bool:
-    """Return whether the model's position goes into a mixer: one without a position and a decay of its own."""
+    """Return whether the model's position goes into a mixer: a mixer without its own position and decay."""
     position = getattr(getattr(config, "position", None), "kind", None)
     return position in ("none", "rope") and getattr(config, "decay", None) is None
 
@@ -396,8 +397,8 @@ def _projection(attention: Attention) -> ConfigData:
 
 @torch.no_grad()
 def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Copy what fits; return the names of the projections that were copied, of the parameters that are new, and of the
-    projections that were dropped."""
+    """Copy the weights that fit; return the names of the copied projections, of the new parameters, and of the dropped
+    projections."""
     projection = getattr(mixer, "projection", None)
     normalised: Any = projection if hasattr(projection, "q_norm") else None
     if normalised is not None:
@@ -425,7 +426,7 @@ def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tupl
 
 
 def _softmax(projection: nn.Module, attention: Attention) -> tuple[str, str]:
-    """Fill ``projection.qkv``, whose rows are those of q, k and v; return what was copied and what of it is new."""
+    """Fill ``projection.qkv``, which has the rows of q, k and v; return the copied parts and the new part."""
     qkv = getattr(projection, "qkv", None)
     rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     if not isinstance(qkv, nn.Linear) or tuple(qkv.weight.shape) != (rows, attention.dim):
@@ -439,7 +440,7 @@ def _softmax(projection: nn.Module, attention: Attention) -> tuple[str, str]:
 
 def _kernel(mixer: Any, attention: Attention) -> tuple[str, str]:
     """Fill ``qkv`` of kernel attention, where the heads that share a key have one key each; with the delta rule its
-    rows stand head by head, with those of beta."""
+    rows stand head by head, with the rows of beta."""
     qkv, widths = getattr(mixer, "qkv", None), getattr(mixer, "widths", None)
     heads, head_dim = attention.num_heads, attention.head_dim
     if not isinstance(qkv, nn.Linear) or widths is None or mixer.config.num_heads != heads:
@@ -475,7 +476,7 @@ def _rows(attention: Attention, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _repeated(rows: Tensor, attention: Attention) -> Tensor:
-    """Return ``rows`` of k or v with those of each key head repeated for the query heads that share it."""
+    """Return ``rows`` of k or v, where each key head is repeated for the query heads that share it."""
     heads = rows.shape[0] // attention.head_dim
     blocks = rows.unflatten(0, (heads, attention.head_dim))
     return blocks.repeat_interleave(attention.num_heads // heads, dim=0).flatten(0, 1)

@@ -78,8 +78,8 @@ def attention(
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
         Slots that nobody sees must hold finite numbers. Both may be ``Projected``, ``Gathered`` by each query, or
         ``Quantized``.
-    impl: one of ``IMPLS``; "auto" is the choice of :func:`choose_impl`, any other name is used as it is. lse: whether
-    to return the log-sum-exp, by which results over disjoint keys are merged.
+    impl: one of ``IMPLS``; "auto" is the choice of :func:`choose_impl`, any other name is used or refused. lse:
+    whether to return the log-sum-exp, by which results over disjoint keys are merged.
 
     Returns the output [batch, q_heads, time, head_dim_v] in the dtype of q (under autocast in the autocast dtype). A
     query that sees nothing gives 0, also beside a sink. Softmax runs in float32 or better. Our
@@ -143,12 +143,14 @@ def _gathered(
     q: Tensor, k: Gathered, v: Gathered, visibility: Visibility, scoring: Scoring, impl: AttentionImpl, lse: bool
 ) -> Attended:
     check_impl(impl, Needs(memories=True))
-    assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], "a query sees what it found, by products"
+    assert visibility == Visibility() and scoring[1:] == Scoring(1.0)[1:], (
+        "a query sees the keys that its search found, by products"
+    )
     if impl != "reference":
         return attend_gathered(q, k, v, scoring.scale, lse)
     batch, heads, time, width = q.shape
     result = Visibility(attn_mask=(k.slots >= 0).view(batch, heads * time, 1, -1))
-    single = q.reshape(batch, heads * time, 1, width)  # each query is a head of its own
+    single = q.reshape(batch, heads * time, 1, width)  # each query becomes a head
     out, sums = reference.attend(single, k.made(q), v.made(q), result, scoring)
     assert sums is not None
     return Attended(out.view(batch, heads, time, -1), sums.view(batch, heads, time) if lse else None)
@@ -185,7 +187,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
 
 
 def _plain(visibility: Visibility, scoring: Scoring) -> bool:
-    """Return whether pairs are those of a band, and scores products."""
+    """Return whether the pattern is a band and the scores are dot products."""
     assert visibility.pattern is not None
     by_distance = visibility.pattern.band is not None and scoring.form == "dot" and scoring.relative is None
     return by_distance and visibility.key_padding_mask is None

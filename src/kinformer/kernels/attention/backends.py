@@ -34,7 +34,7 @@ Expressed = Literal["all", "causal", "masked"]
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Return the output [batch, q_heads, time, head_dim_v]; a query that sees nothing gives 0.
 
-    torch aligns ``is_causal`` to the first slot, so it stands for our causal band only where there is no past.
+    torch aligns ``is_causal`` to the first slot, so ``is_causal`` equals our causal band only without a past.
     """
     time, slots = q.shape[2], k.shape[2]
     first, end = (0, slots) if visibility.pattern is None else interval(visibility, time, slots)
@@ -75,7 +75,7 @@ def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
         return "masked"
     if ahead >= time - 1:
         return "all"
-    # ``is_causal`` aligns query 0 to slot 0, which is our band only if there is no past.
+    # ``is_causal`` aligns query 0 to slot 0, which equals our band only without a past.
     return "causal" if ahead == 0 and time == slots else "masked"
 
 
@@ -98,7 +98,7 @@ def _mask(visibility: Visibility, q: Tensor, first: int, end: int, slots: int) -
 
 def _widened(x: Tensor, width: int) -> Tensor:
     """Return x [..., features] with ``width`` features or more: PyTorch's kernel of the CPU has one width for queries,
-    keys and values. Features of 0 change no score, and what they add to the output is cut off."""
+    keys and values. Zero features do not change a score, and the caller cuts the extra columns of the output."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
@@ -108,7 +108,7 @@ _NAME = "PyTorch's attention with a sink logit"
 def _attend_with_sink(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Return the output beside ``sink`` [heads], on a CPU alone; ``mask`` is that of the slots seen."""
+    """Return the output beside ``sink`` [heads], on a CPU alone; ``mask`` marks the slots that a query sees."""
     if q.device.type != "cpu":
         raise KinformerError("attention: impl='sdpa' knows a sink logit on the CPU only; use impl='chunked'.")
     check_reverse(_NAME, q, k, v, sink)
@@ -123,8 +123,8 @@ class _WithSink(torch.autograd.Function):
     """The kernel's function of q, k, v and the sink [heads], with the gradient of all four.
 
     The kernel's own backward, given the output O beside the sink and L' for its log-sum-exp, recomputes P = e^(S - L')
-    and uses dS = P * (dP - delta), delta = rowsum(dO * O): what is right beside a key of value 0. That key has dP = 0,
-    and thus dz = -e^(z - L') delta.
+    and uses dS = P * (dP - delta), delta = rowsum(dO * O). This is also correct beside a key of value 0: that key has
+    dP = 0, and thus dz = -e^(z - L') delta.
     """
 
     @staticmethod
@@ -134,9 +134,9 @@ class _WithSink(torch.autograd.Function):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, that is float32 whatever the operands are.
+        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
         lse = lse.to(state_dtype(q.dtype))
-        # A row of which the mask hides every slot has L = -inf and thus the output 0, whatever the kernel leaves there.
+        # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
         lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
         share = (lse - total).exp()[..., None].to(out.dtype)
@@ -169,17 +169,17 @@ class _WithSink(torch.autograd.Function):
 
 _BLOCK = 128
 _GRAPHS = 64
-"""Patterns, shapes and dtypes that are compiled; beyond PyTorch's usual eight it would compute dense scores."""
+"""Number of patterns, shapes and dtypes to compile; beyond PyTorch's default of eight, it computes dense scores."""
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
     """Return the output [batch, q_heads, time, head_dim_v] of products plus a bias by distance.
 
-    Errors: rows of different positions, or that are reset in mid-chunk; float64 on a GPU.
+    Errors: rows at different positions, or with a reset in mid-chunk; float64 on a GPU.
     """
     assert visibility.pattern is not None
     if q.dtype == torch.float64 and q.device.type == "cuda":
-        raise KinformerError("attention: impl='flex' knows no float64 on a GPU; use impl='chunked'.")
+        raise KinformerError("attention: impl='flex' does not take float64 on a GPU; use impl='chunked'.")
     past = k.shape[2] - q.shape[2]
     # Sequences that begin with the call do so at position 0, and the device need not be waited for.
     first = 0 if visibility.whole and not past else _first(query_positions(visibility, q, k.shape[2]))
@@ -218,7 +218,7 @@ def _first(positions: Tensor) -> int:
 
 
 def _score(scoring: Scoring, past: int, padding: Tensor | None, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """Return the ``score_mod`` of a call: it adds the bias by distance, and -inf at keys that are padding."""
+    """Return the ``score_mod`` of a call: it adds the bias by distance, and -inf at padded keys."""
     relative = scoring.relative
     bias = None if relative is None else relative.bias
     if relative is None or bias is None:

@@ -32,8 +32,8 @@ from kinformer.runtime.autograd import Context, no_autocast
 from kinformer.runtime.matmul import product_dtype
 from kinformer.runtime.processor import multiplies_int8
 
-# Attention of one query per head, for generation: no plan, no tiles, and of patterns that hide most slots only those
-# that some head sees.
+# Attention of one query per head, for generation, without a plan and without tiles. If a pattern hides most slots,
+# only the slots that some head sees are gathered.
 #
 # out = softmax_j(scale * q . k_j + what distance and decay add) v_j,   j over those slots and, of value 0, the sink
 
@@ -103,7 +103,7 @@ def _seen_slots(
         if visibility.key_padding_mask is not None:
             seen = seen & ~visibility.key_padding_mask[:, None]
         # Gathering slots pays only where the pattern hides more than half of them.
-        if pattern.horizon is not None and 2 * pattern.horizon >= slots:  # it hides few of them
+        if pattern.horizon is not None and 2 * pattern.horizon >= slots:  # the pattern hides few slots
             return k, v, decay, seen, distance
         picked = seen.any(0).any(0).nonzero()[:, 0]
         if picked.shape[0] < slots:
@@ -148,11 +148,11 @@ def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: 
 #
 # P is saved for the backward, so queries or keys must be few: memory is the product of their numbers.
 #
-# Masks and biases of pairs and the log-sum-exps of sets have no other kernel. Two shortcuts do, and
-# ``benchmarks/accelerators.py`` keeps them. Keys that are never made (rows ``projected`` of ``accelerators.json``):
-# 2.2 times as fast for 16 queries as making them; delete ``attend_projected`` when that row is below 1.1. Small sets
-# where oneDNN makes the products (rows ``sets``): 1.8 to 10 times as fast as PyTorch's kernel; delete :data:`SETS`
-# when they are all below 1.1.
+# This is the only kernel for masks and biases of pairs and for the log-sum-exps of sets. Two shortcuts have an
+# alternative, and ``benchmarks/accelerators.py`` keeps them. Keys that are never computed (rows ``projected`` of
+# ``accelerators.json``) are 2.2 times as fast for 16 queries; delete ``attend_projected`` when the row is below 1.1.
+# Small sets where oneDNN makes the products (rows ``sets``) are 1.8 to 10 times as fast as PyTorch's kernel; delete
+# :data:`SETS` when all of these rows are below 1.1.
 
 SETS = 1 << 14
 """Pairs in a head up to which sets are attended here, where P fits into the caches."""
@@ -181,7 +181,7 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring:
 
 
 def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Attend over keys and values that are never made. The products meet x itself:
+    """Attend without computing keys and values. The products take x itself:
 
     q (x W_k^T)^T = (q W_k) x^T,   P (x W_v^T + b) = (P x) W_v^T + b
 
@@ -210,8 +210,8 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 where there is no key) and the log-sum-exp,
-    in float32 or better.
+    """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 for a row without keys) and the
+    log-sum-exp, in float32 or better.
 
     The product is divided by the sum, not the weights: the backward then keeps the weights alone.
     """
@@ -236,7 +236,7 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
     return weights, total, lse
 
 
-# Attention of one query over keys and values of the past in 8 bits, multiplied as they are.
+# Attention of one query over past keys and values in 8 bits, without converting them to floats.
 #
 # Keys are k_j ~ a_j K_j and values v_j ~ b_j V_j, K and V of int8 with a scale each (``core.reserved``). A query is
 # two int8 vectors, q ~ s (Q + R / 254), off by s / 508 at most, and so are the weights that meet the values:
@@ -244,11 +244,11 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
 #     S_j = s (Q + R / 254) . K_j a_j,    w_j = exp(S_j - top) b_j ~ t (W_j + X_j / 254),
 #     out = (t sum_j (W_j + X_j / 254) V_j + exp(S_new - top) v_new) / sum exp
 #
-# The token itself is read as it is. Four products of int8 numbers read a quarter of float32's bytes, and nothing is
-# converted but their results.
+# The new token's key and value stay in floating point. Four products of int8 numbers read a quarter of float32's
+# bytes, and only the results are converted.
 #
 # ``benchmarks/int8_cache.py`` keeps it (``int8_cache.json``): a step is several times as fast as after converting the
-# past. Delete it when a step of 4,096 tokens is no longer 1.5 times as fast.
+# past. Delete this path when a step after 4,096 tokens is less than 1.5 times as fast.
 
 LEAST = 1024
 """Slots from which on products of int8 win (4 heads of 64, one thread of an Intel Xeon with AVX-512 and VNNI)."""
@@ -258,7 +258,7 @@ _INT8, _SECOND = 127, 254
 
 
 def fits(q: Tensor, k: Quantized, visibility: Visibility, scoring: Scoring, lse: bool) -> bool:
-    """Return whether the call is one query over a band, with scores that are products alone, and int8 pays here."""
+    """Return whether the call is one query over a band, its scores are dot products, and int8 is faster here."""
     more = (scoring.vector, scoring.relative, scoring.bias, scoring.dropout, scoring.decay, visibility.key_padding_mask)
     if lse or scoring.form != "dot" or not isinstance(visibility.pattern, Band) or any(x is not None for x in more):
         return False
@@ -307,8 +307,8 @@ def _products(x: Tensor, numbers: Tensor) -> Tensor:
 #
 #     y = sum_j softmax_j(q . k_j) v_j        j over the ``topk`` slots that the search chose for the query
 #
-# The chosen rows are never held together: weighted sums of rows are ``embedding_bag``, products with rows those of a
-# sparse matrix, in the backward too.
+# The chosen rows are never gathered into one tensor: weighted sums of rows use ``embedding_bag``, products with rows
+# use a sparse matrix, in the backward too.
 
 
 def attend_gathered(q: Tensor, k: Gathered, v: Gathered, scale: float, lse: bool) -> Attended:
@@ -364,7 +364,7 @@ def _dot(q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 class _Scores(torch.autograd.Function):
-    """The function :func:`_dot` with a gradient that is a sum of rows: each of the two is the other's transpose."""
+    """The function :func:`_dot`, whose gradient is a sum of rows: each of the two is the transpose of the other."""
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:
@@ -378,7 +378,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _Mixed(torch.autograd.Function):
-    """The function :func:`_sum` with a gradient that is a product with rows."""
+    """The function :func:`_sum`, whose gradient is a product with rows."""
 
     @staticmethod
     def forward(ctx: Context, weights: Tensor, slots: Tensor, tables: list[Tensor]) -> Tensor:

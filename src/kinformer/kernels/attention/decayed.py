@@ -1,4 +1,5 @@
-"""Attention whose scores decay with what lies between (Lin et al. 2025, Forgetting Transformer, section 3).
+"""Attention whose scores decay with the tokens between query and key (Lin et al. 2025, Forgetting Transformer,
+section 3).
 
     out_i = sum_j exp(scale * q_i . k_j + c_i - c_j) v_j / sum_j exp(...),    c = the logarithms of the decay, summed
 
@@ -6,9 +7,9 @@ c_i - c_j has rank two, so two more features of queries and keys make it of any 
 
     scale * [q_i, 1 / scale, (c_i - r) / scale] . [k_j, r - c_j, 1]
 
-c falls without bound and would take all digits of a score. Queries therefore go by blocks, each with r = c of its
-middle; keys far behind it, whose r - c_j has few digits, have weights that vanish. Where heads share keys, each has a
-feature of its own there.
+c falls without bound and would take all digits of a score. Queries are therefore computed block by block, each block
+with r = c of its middle token. Keys far behind, whose r - c_j has few digits, have weights that vanish. Where heads
+share keys, each head has one feature of the keys.
 """
 
 from __future__ import annotations

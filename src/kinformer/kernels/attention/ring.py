@@ -37,8 +37,8 @@ def around(
     crossing: Crossing | None,
     lse: bool,
 ) -> Attended:
-    """Return ``attention`` of q [batch, heads, time, head_dim] to k and v; where there is a ``crossing`` these are of
-    one stretch of a row, and what the others before it have goes round: for scores that are products alone."""
+    """Return ``attention`` of q [batch, heads, time, head_dim] to k and v. With a ``crossing``, k and v belong to one
+    stretch of a row, and the keys and values of earlier stretches go round the processes. Scores are dot products."""
     q, k, v = qkv
     local = attention(q, k, v, visibility, scoring, impl=impl, lse=lse or crossing is not None)
     if crossing is None:

@@ -1,4 +1,4 @@
-"""The choice of an implementation for a call: what each of them can do, and what ``impl="auto"`` stands for.
+"""The choice of an implementation for a call: the features of each implementation, and the meaning of ``impl="auto"``.
 
     reference   all pairs at once, obvious and slow
     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys
@@ -33,8 +33,8 @@ _TABLES = ("bias", "factor", "keys", "values")
 class Needs(NamedTuple):
     """The features that a call needs from an implementation, beyond dot products and their softmax.
 
-    ``band``: pairs by distance alone, or sets without an order; ``sets``: the latter. ``tables``: those of a
-    ``core.parts.Relative``. ``pairs``: a mask or a bias of single pairs. ``memories``: a look-up among memories.
+    ``band``: pairs by distance alone, or sets without an order. ``sets``: sets without an order. ``tables``: tables of
+    a ``core.parts.Relative``. ``pairs``: a mask or a bias of single pairs. ``memories``: a look-up among memories.
     """
 
     band: bool = True
@@ -50,7 +50,7 @@ class Needs(NamedTuple):
     def of_parts(
         cls, pattern: Pattern, score: Score, position: Position, dropout: float = 0.0, lse: bool = False
     ) -> Needs:
-        """Return the needs of a mixer that is made of these parts."""
+        """Return the needs of a mixer with these parts."""
         relative = position.relative(0, 1)
         tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
         return cls(pattern.band is not None, form=score.form, tables=tables, dropout=dropout > 0, lse=lse)
@@ -162,19 +162,19 @@ _CPU = processor_class()  # found when imported, not while a graph is captured
 
 
 _FLEX_FROM, _FLEX_BANDS_FROM = 1024, 2048
-"""The queries from which "auto" takes FlexAttention on a GPU: for a pattern, of which each tile of ours costs a launch
-(0.09 of the time, H200, results/gpu.json), and for a band, beside torch's kernel with a dense mask (0.11 at 16,384
-queries, equal at 1,024)."""
+"""The number of queries from which "auto" takes FlexAttention on a GPU. For a pattern, each of our tiles costs a
+launch, and FlexAttention takes 0.09 of the time (H200, results/gpu.json). For a band, torch's kernel needs a dense
+mask, and FlexAttention takes 0.11 of the time at 16,384 queries and the same time at 1,024."""
 _FLEX_STEP = 128
-"""It is compiled for every length, so that "auto" takes it for those of whole blocks alone, as training has them."""
+"""FlexAttention is compiled for every length, so "auto" takes it only for lengths of whole blocks, as in training."""
 
 
 def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, width: int) -> bool:
-    """Return whether "auto" takes FlexAttention: on a GPU, for full rows of sequences that begin with the call, of
-    which torch's own kernel would compute every pair.
+    """Return whether "auto" takes FlexAttention: on a GPU, for full rows whose sequences begin with the call, where
+    torch's own kernel would compute every pair.
 
-    Not in float32, which takes it 8 times the time of our tiles (H200, 1,024 queries), nor with a bias by distance,
-    for which its kernel does not fit the chip.
+    Float32 is excluded, because FlexAttention takes 8 times the time of our tiles (H200, 1,024 queries). A bias by
+    distance is excluded, because the kernel does not fit the chip's shared memory.
     """
     time, pattern = q.shape[2], visibility.pattern
     if q.device.type != "cuda" or pattern is None or torch.compiler.is_compiling():
@@ -192,8 +192,8 @@ def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, 
 def choose_impl(
     q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False, width: int | None = None
 ) -> AttentionImpl:
-    """Return what impl="auto" stands for: it depends on device, shapes, dtype and options, never on the data.
-    ``width`` is that of values, that of q if None."""
+    """Return the implementation for impl="auto". The choice depends on device, shapes, dtype and options, never on
+    the data. ``width`` is the width of values, or None for the width of q."""
     pattern = visibility.pattern
     if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
         return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
@@ -206,11 +206,11 @@ def choose_impl(
     if padded and width is not None and width > q.shape[3]:
         return "chunked"  # PyTorch's kernel of the CPU has one width for all; only values are padded
     if scoring.sink is not None and q.device.type != "cpu":
-        return "chunked"  # of PyTorch's kernels, we take a log-sum-exp from that of the CPU alone
+        return "chunked"  # among PyTorch's kernels, only the CPU kernel gives us a log-sum-exp
     table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
     pairs = time * slots
     if pattern is None:
-        # Sets: PyTorch's kernel makes many small products, each of which oneDNN sets up again; tiles of ours make few.
+        # Sets: PyTorch's kernel makes many small products, and oneDNN sets up each one again; our tiles make few.
         limit = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
         return "chunked" if _slow_to_begin(q, k) and pairs < limit else "sdpa"
     if pattern.band is None or visibility.key_padding_mask is not None:

@@ -104,7 +104,7 @@ def attend_with_pinned(
     count = first.k.shape[2]
     slots, rank = torch.arange(count, device=q.device), ranks(positions, count, window)
     if resets:
-        # Each query has first tokens of its own: it becomes a row of the batch.
+        # The queries have different first tokens: each query becomes a row of the batch.
         q, visibility, where = _rows(q, positions, slots, window, time)
         k, v = (_gathered(old, tokens, where).flatten(0, 1) for old, tokens in zip(first, new, strict=True))
         at, rank = slots.expand(batch * time, -1), rank.reshape(-1, 1)
@@ -128,7 +128,7 @@ def attend_with_pinned(
 
 def renewed(first: Pinned, new: Pinned, valid: Tensor | None, seen: Tensor) -> Pinned:
     """Return the pinned tokens after a chunk ``new`` whose tokens ``valid`` [batch, time] (None: all) are real;
-    ``seen`` [batch] counts those of the sequence that goes on. Slots are zero where there is no token yet."""
+    ``seen`` [batch] counts the tokens of the carried sequence. Empty slots are zero."""
     slots = torch.arange(first.k.shape[2], device=seen.device)
     count = new.k.shape[2] if valid is None else valid.sum(1)
     where = (slots + (count - seen)[:, None])[:, None]
@@ -172,8 +172,8 @@ class PinnedReach(Reach):
 
 
 def _rows(q: Tensor, positions: Tensor, slots: Tensor, window: int, time: int) -> tuple[Tensor, Visibility, Tensor]:
-    """Return each query as a row [batch * time, heads, 1, head_dim], what it sees, and the tokens of the chunk [batch,
-    time, slots] that stand first in its sequence; they are negative where they stand before the chunk."""
+    """Return each query as a row [batch * time, heads, 1, head_dim], its visible slots, and the indices in the chunk
+    [batch, time, slots] of the first tokens of its sequence; an index is negative for a token before the chunk."""
     start = torch.arange(time, device=q.device) - positions
     seen = slots <= positions[:, :, None] - window
     rows = q.transpose(1, 2).flatten(0, 1)[:, :, None]
@@ -181,8 +181,8 @@ def _rows(q: Tensor, positions: Tensor, slots: Tensor, window: int, time: int) -
 
 
 def _gathered(old: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
-    """Return the first tokens [batch, n, heads, slots, width] of n sequences: those of a chunk at ``where`` [batch, n,
-    slots], and those of ``old`` where that is negative; any at all where it lies beyond the chunk."""
+    """Return the first tokens [batch, n, heads, slots, width] of n sequences: the chunk's tokens at ``where`` [batch,
+    n, slots], and the tokens of ``old`` where ``where`` is negative. Beyond the chunk, the tokens are arbitrary."""
     count = old.shape[2]
     slots = torch.arange(count, device=where.device)
     index = torch.where(where < 0, slots, count + where).clamp_max(count + tokens.shape[2] - 1)
@@ -191,7 +191,7 @@ def _gathered(old: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
     return every.gather(2, picked).unflatten(2, index.shape[1:]).transpose(1, 2)
 
 
-# Tokens that are picked by their slots, and the pairs that a pattern allows of picked queries and keys.
+# Tokens selected by their slots, and the pairs of selected queries and keys that a pattern allows.
 
 
 def index_of(slots: Tensor, x: Tensor) -> Tensor:
@@ -210,13 +210,13 @@ def allowed_pairs(pattern: Pattern, q: Tensor, k: Tensor) -> Tensor:
     return torch.stack([pattern.at(head).allowed(q, k) for head in range(pattern.num_heads or 1)], 1)
 
 
-# Attention of queries that look unlike far back: each has a span z of its own in every head, and a soft mask.
+# Attention of queries that look back over different distances: each has its span z in every head, and a soft mask.
 #
 #     out_i = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij),    log m_ij as the span says of z_i and i - j
 #
-# A tile of queries meets the slots that the farthest-looking of them sees in a head, heads of like reach together; no
-# others are computed. Autograd saves a few numbers for each of these pairs. While a graph is captured, and where
-# tensors are shapes alone, every query is taken to look as far as any may.
+# A tile of queries meets the slots that its farthest-looking query sees in a head; heads of similar reach are computed
+# together. Autograd saves a few numbers for each of these pairs. While a graph is captured, and on the meta device,
+# every query is assumed to look back as far as allowed.
 
 _ROWS = 64
 _Call = tuple[Visibility, Scoring, AttentionImpl]
@@ -287,7 +287,7 @@ def _seen(
     *call: *tuple[Tensor, Tensor, Tensor, Tensor, TokenSpan, *_Call],
 ) -> Tensor:
     """Attend from ``queries`` of the heads ``members``, whose spans are ``least`` tokens or more, to the ``reach``
-    slots before each of them."""
+    slots before each query."""
     q, k, v, z, span, visibility, scoring, impl = call
     past = k.shape[2] - q.shape[2]
     slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
@@ -299,7 +299,7 @@ def _seen(
     positions = query_positions(visibility, q, k.shape[2])[:, queries]
     if scoring.dropout is not None:
         p, seed = scoring.dropout
-        # Every tile is a call with indices from 0, so it needs a seed of its own, or all tiles would drop alike.
+        # Every tile is a call with indices from 0, so each needs another seed, or all tiles would drop alike.
         scoring = scoring._replace(dropout=AttentionDropout(p, seed + queries.start * q.shape[1] + members[0]))
     if len(members) < q.shape[1]:
         group = q.shape[1] // k.shape[1]
@@ -322,8 +322,8 @@ def _seen(
 
 
 def by_distance(q: Tensor, relative: Relative, scale: float, farthest: int, slots: int) -> Tensor:
-    """Return what ``relative`` adds to the scores of q [batch, heads, m, head_dim] and of ``slots`` keys in a row, the
-    first of which is ``farthest`` tokens before the last query: [batch or 1, heads or 1, m, slots]."""
+    """Return the term that ``relative`` adds to the scores, [batch or 1, heads or 1, m, slots], of q [batch, heads, m,
+    head_dim] and ``slots`` consecutive keys. The first key is ``farthest`` tokens before the last query."""
     time = q.shape[2]
     lowest = farthest - time - slots + 2  # of the first query and the last key
     met: Tensor | None = None
@@ -338,7 +338,7 @@ def by_distance(q: Tensor, relative: Relative, scale: float, farthest: int, slot
     assert met is not None
     if time == 1:
         return met
-    # Row i has the distances of its keys from column time - 1 - i on: rows that are shorter by one put them in line.
+    # Row i has the distances of its keys from column time - 1 - i on: reading rows one shorter aligns them.
     width = met.shape[3] - 1
     flat = met.reshape(*met.shape[:2], -1)[:, :, time - 1 : -1]
     return flat.unflatten(2, (time, width))[..., :slots]
@@ -378,7 +378,7 @@ def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
     return scoring._replace(vector=some(scoring.vector), relative=relative, sink=some(scoring.sink))
 
 
-# Softmax attention of one stretch of a row to the keys of the whole row, of which other processes have the rest.
+# Softmax attention of one stretch of a row to the keys of the whole row; other processes have the other stretches.
 #
 # Keys and values of all stretches are gathered; the gradient is a reduce-scatter. Queries see both ways.
 

@@ -1,8 +1,8 @@
 """Softmax attention over the pairs of any pattern, in time and memory that follow the number of pairs it allows.
 
-PyTorch's counter of FLOPs cannot see inside the operator; here it learns what the products of a call cost: two a
-computed pair forward, five backward, and those of tables of keys and values, whose distances are a tile's keys and
-queries. The pairs are those of rows that begin together, since the meta device has no positions.
+PyTorch's FLOP counter cannot see inside the operator, so this file tells it the cost of a call: two products for a
+computed pair forward, five backward, and the products with tables of keys and values, at all distances of a tile. On
+the meta device, positions are unknown, and rows are assumed to begin together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Explanation", "chunked", "explain"]
 
 
 class Explanation(NamedTuple):
-    """The pairs of one head that are computed and attended (the mean over heads where they differ)."""
+    """The computed and the attended pairs of one head (the mean over heads where heads differ)."""
 
     computed: float
     attended: float

@@ -74,10 +74,9 @@ class HeadBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The tiles of ``plan`` for ``rows`` rows of ``heads`` key heads, each of which ``group`` query heads share.
+    """The tiles of ``plan`` for ``rows`` rows of ``heads`` key heads; ``group`` query heads share each key head.
 
-    ``reaches``: for each head the distance from which on keys need not be looked at. ``pairs``: how many a block has
-    at most.
+    ``reaches``: for each head, the distance from which keys can be skipped. ``pairs``: the most pairs of a block.
     """
 
     plan: TermPlan
@@ -169,7 +168,7 @@ class TileLoop:
         return reached if min(reached) < self.k.shape[1] else None
 
     def _padding_bias(self, padding: Tensor) -> Tensor:
-        """Return -inf for keys that are padding, else 0, [rows, classes, units]."""
+        """Return -inf for padded keys, else 0, [rows, classes, units]."""
         bias = torch.zeros(padding.shape, dtype=self.accumulator, device=padding.device)
         return self.keys(bias.masked_fill_(padding, -torch.inf)[..., None]).view(len(padding), self.classes, -1)
 
@@ -260,7 +259,7 @@ class TileLoop:
         return x[:, :, tile.keys[block.heads]].transpose(1, 2)
 
     def _add_padding(self, bias: Tensor, scores: Tensor, tile: Tile, block: HeadBlock) -> None:
-        """Mask the tile's keys that are padding; do nothing where there is none."""
+        """Mask the tile's padded keys, if any."""
         first = block.n.start // (self.operands.heads * self.classes)
         rows = bias[first : first + block.shape[0]]
         keys = self._at_keys(rows, tile, block)
@@ -396,8 +395,8 @@ class Call(NamedTuple):
 
     ``positions`` [batch, time] of the queries, ``key_padding_mask`` [batch, slots]; ``vector`` [heads, head_dim] of the
     form "additive", times the scale; the tables of a ``core.parts.Relative``, from the distance ``lowest`` on;
-    ``pattern`` by its number; ``scale`` of the form "modulus" (that of "dot" is in q already);
-    dropout of probability ``p`` by ``seed``.
+    ``pattern`` by its number; ``scale`` of the form "modulus" (for the form "dot", q is scaled already); dropout of
+    probability ``p`` by ``seed``.
     """
 
     q: Tensor
@@ -572,8 +571,8 @@ _forward.register_fake(unfilled)
 )
 @without_autocast
 def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, the vector and the tables (empty where
-    there is none) from those of the results."""
+    """Return the gradients of q, k, v, the vector and the tables (empty for a missing table), given the gradients of
+    the outputs."""
     *arguments_, learn_bias, learn_factor = arguments
     original = Call(*arguments_)
     call = original.widened()

@@ -1,9 +1,9 @@
 """The plan of a pattern over an interval of positions: tiles of queries with just the keys that they see.
 
-It never looks at all pairs. Boxes of (a tile's queries) x (an interval of keys) are split until the pattern's ``cover``
-calls them empty or full, or until they are ``_LEAF`` keys wide; only in those is every pair looked at. A term of the
-pattern whose distances are multiples of a stride is worked on class by class (positions of equal remainder), where its
-keys are contiguous.
+The planner never tests all pairs. It splits boxes of (a tile's queries) x (an interval of keys) until the pattern's
+``cover`` calls them empty or full, or until they are ``_LEAF`` keys wide. It tests every pair only in these leaves. If
+the distances of a term of the pattern are multiples of a stride, the term is planned class by class (positions of equal
+remainder), because its keys are contiguous there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Pattern, Term
 
-# One tile of a plan: some queries, the keys that they see, and which pairs of them are hidden.
+# One tile of a plan: some queries, the keys that they see, and a mask of the hidden pairs.
 
 
 class PartialMask(NamedTuple):
@@ -37,7 +37,7 @@ class PartialMask(NamedTuple):
 
 class DistanceRun(NamedTuple):
     """A run of neighbouring keys of a tile, ``start .. stop``; the query in the tile's first row is ``ahead`` units
-    after the first of them. Newest first, element (i, j) of a run stands at the unit distance ahead + i + j."""
+    after the first key. With the newest key first, element (i, j) of a run has the unit distance ahead + i + j."""
 
     start: int
     stop: int
@@ -116,7 +116,7 @@ class TermPlan:
 
     @property
     def stacked(self) -> bool:
-        """Return whether each head of a tile has keys of its own."""
+        """Return whether the heads of a tile have different keys."""
         return any(isinstance(tile.keys, Tensor) and tile.keys.dim() == 2 for tile in self.tiles[:1])
 
     def on(self, device: torch.device) -> TermPlan:
@@ -350,8 +350,8 @@ def _addresses(keys: Ints) -> slice | Tensor:
 # Tiles for heads of different patterns together: the same queries of all heads, and other keys for each.
 #
 # A plan per head would make eight times as many products for eight heads, each so small that calling it costs more
-# than the work. Keys are gathered head by head anyway where they do not lie together; rows of keys that are shorter
-# than others are filled up with hidden ones.
+# than the work. Keys are gathered head by head anyway where they are not contiguous; shorter rows of keys are padded
+# with hidden keys.
 
 _WASTE = 1.25
 """Stacked heads may compute this many times the pairs that tiles of the same height compute one by one."""
@@ -412,7 +412,7 @@ def _tile(tiles: Sequence[Tile | None], masks_by_bytes: dict[bytes, Tensor]) -> 
 
 
 def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[PartialMask]:
-    """Yield masks over the keys that are hidden from some query; equal ones are one tensor."""
+    """Yield masks over the keys that some query must not see; equal masks are one tensor."""
     for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
         block = np.ascontiguousarray(hidden[:, None, :, start:stop])
         name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
@@ -423,8 +423,8 @@ def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[
 
 # Splits a call into sections: rows, times and heads that one plan serves.
 #
-# A row that is reset in mid-chunk, or that is at another position than its neighbours, and heads of another pattern
-# each make a section of their own; most calls are one.
+# A row with a reset in mid-chunk, a row at another position than its neighbours, and heads of another pattern each
+# form a separate section. Most calls are one section.
 
 
 @lru_cache(maxsize=256)
@@ -442,7 +442,7 @@ class Section(NamedTuple):
     """The part of a call that one plan serves: ``rows`` and ``heads`` (of queries) are slices or lists; ``times`` of
     queries, ``slots`` of keys.
 
-    Heads that were picked out have keys of their own, so that ``kv_heads`` is their number.
+    Selected heads have separate keys, so ``kv_heads`` is their number.
     """
 
     pattern: Pattern
@@ -604,7 +604,7 @@ def _heads(pattern: Pattern, heads: int) -> Iterator[tuple[Pattern, slice | list
 
 
 def to_classes(x: Tensor, first: int, stride: int, origin: int, units: int, fill: float = 0.0) -> Tensor:
-    """Return [n, group, time, width] as [n * stride, group, units, width], ``fill`` where there is no such position.
+    """Return [n, group, time, width] as [n * stride, group, units, width], with ``fill`` at missing positions.
 
     ``x`` begins at position ``first``; unit u of class c holds position (origin + u) * stride + c.
     """

@@ -25,8 +25,8 @@ _ELEMENTS = 1 << 21
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Compute left @ right into ``out``; inputs of lower precision are multiplied as
-    they are, since a CPU cannot widen them."""
+    """Compute left @ right into ``out``. Inputs of lower precision are not widened, because a CPU product cannot do
+    that."""
     if out.dtype == left.dtype:
         return torch.bmm(left, right, out=out)
     return out.copy_(torch.bmm(left, right))
@@ -43,7 +43,7 @@ class Form:
         raise NotImplementedError
 
     def backward(self, errors: Tensor, q: Tensor, k: Tensor, dk: Tensor) -> Tensor:
-        """Return the gradient of q from that of the scores, and add that of k to ``dk``."""
+        """Return the gradient of q, given the gradient of the scores, and add the gradient of k to ``dk``."""
         raise NotImplementedError
 
 
@@ -173,7 +173,7 @@ class Overlap(NamedTuple):
 class Distances:
     """The tables of a section's heads at distances 0, stride, 2 stride, ...; a tile has at most ``rows`` queries.
 
-    A backward collects the gradients of those that are ``learned``.
+    A backward collects the gradients of the ``learned`` tables.
     """
 
     def __init__(
@@ -199,15 +199,15 @@ class Distances:
                     self.across[name] = self.tables[name].mT.contiguous()
 
     def gradient(self, name: str, n: int, lowest: int, stride: int) -> Tensor:
-        """Return the gradient of the table ``name`` by distance, ``n`` of them from ``lowest``."""
+        """Return the gradient of the table ``name`` for ``n`` distances from ``lowest``."""
         inner = self._collected(name)[:, :, self.pad : self.pad + self.count]
         whole = inner.new_zeros(*inner.shape[:2], n, *inner.shape[3:])
         whole[:, :, self.lowest * stride - lowest :: stride] = inner
         return whole
 
     def bias_alone(self, tiles: Sequence[Tile]) -> Tensor | None:
-        """Return the biases of the distances 0, 1, ..., if there is no other table
-        and it has all distances of the tiles."""
+        """Return the biases of the distances 0, 1, ..., or None if another table exists or distances of the tiles are
+        missing."""
         spans = (run.ahead + tile.last - tile.first + run.stop - run.start - 1 for tile in tiles for run in tile.runs)
         if set(self.tables) != {"bias"} or self.lowest > 0 or max(spans, default=0) > self.lowest + self.count:
             return None
@@ -268,7 +268,7 @@ class Distances:
                 part.add_(self._toeplitz("bias", heads, overlap, rows))
 
     def add_gradients(self, errors: Tensor, q: Tensor, dq: Tensor, tile: Tile, heads: slice) -> None:
-        """Collect the tables' gradients, add to ``dq`` and turn ``errors`` into those of the plain scores."""
+        """Collect the tables' gradients, add to ``dq``, and turn ``errors`` into the gradient of the plain scores."""
         rows, rectified = errors.shape[-2], self.rectified
         for overlap in self.overlaps(tile):
             part = errors[..., overlap.start : overlap.stop]
@@ -302,7 +302,8 @@ class Distances:
                 out.add_(_mix(self._unskewed(weights[..., overlap.start : overlap.stop], table.dtype), table))
 
     def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
-        """Collect the gradient of ``values``, and add that of the weights to ``errors``, from that of the output."""
+        """Collect the gradient of ``values`` and add the gradient of the weights to ``errors``, given the gradient of
+        the output."""
         if "values" in self.tables:
             rows = weights.shape[-2]
             for overlap in self.overlaps(tile):
@@ -369,7 +370,7 @@ def _outer(far: Tensor, x: Tensor, gradient: Tensor) -> None:
 
 # Between distances and pairs: a tile's element (i, j) stands at distance d0 + i + j when its keys are newest first.
 # Views and one strided write do it, in time linear in the tile: the "relative shift" of Transformer-XL (Dai et al.
-# 2019, appendix B) and its transpose, whose columns sum to those of a Toeplitz matrix.
+# 2019, appendix B) and its transpose, whose column sums equal the column sums of a Toeplitz matrix.
 
 
 def aligned(count: int) -> int:
@@ -392,14 +393,14 @@ def skew(x: Tensor, width: int) -> Tensor:
 #
 #     max b_d' - b_0 + 2 |q| |k| + log keys < log(eps / 8)
 #
-# they are lost when the normaliser is rounded, so they need not be looked at; nor need exponentials so small that some
-# processors take a hundred cycles for each of them, since they are subnormal.
+# they are lost when the normaliser is rounded, so the kernel skips them. It also skips subnormal exponentials, which
+# take some processors a hundred cycles each.
 #
 # ``benchmarks/accelerators.py`` keeps it: by the rows ``falloff`` of ``accelerators.json``, ALiBi is 1.1 times as fast
-# at 1,024 tokens, 2.0 at 4,096 and 3.7 at 16,384. Delete it when the row of 4,096 tokens is below 1.1.
+# at 1,024 tokens, 2.0 at 4,096 and 3.7 at 16,384. Delete this path when the row of 4,096 tokens is below 1.1.
 
 WORTH = 512
-"""Keys from which on it pays to look for those that are too far."""
+"""The number of keys from which searching for keys to skip is faster than computing them."""
 
 _ROUNDING = 1.01  # of the products, whose operands may be narrow
 

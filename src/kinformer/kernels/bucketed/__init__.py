@@ -1,16 +1,16 @@
 """Softmax attention within buckets, causal: a query sees its own bucket's last tokens, in several rounds of bucketing.
 
-Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", section 2, with chunks that are cut by rank:
-the rank of a token counts the earlier tokens of its bucket, and chunk c of a bucket holds the ranks c * size ... A
-query of chunk c sees the keys of its bucket in the chunks c - 1 and c that are not later than itself. So what it sees
-depends on the past alone, which is not so in the paper, where chunks are cut from the sorted whole.
+Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", section 2, with one change: chunks are cut by
+rank. The rank of a token counts the earlier tokens of its bucket, and chunk c of a bucket holds the ranks c * size ...
+A query of chunk c sees the keys of its bucket in the chunks c - 1 and c, up to itself. The visible keys therefore
+depend on the past alone. In the paper they do not, because chunks are cut from the whole sorted sequence.
 
-Over rounds r, P_i is the union of the P_i^r, and every key of it counts once: the paper divides by N_ij, the number of
-rounds in which i sees j (equation 6), here a key counts in the first of them, which is the same sum.
+Over rounds r, P_i is the union of the P_i^r, and every key counts once. The paper divides by N_ij, the number of rounds
+in which i sees j (equation 6). Here a key counts only in the first round that sees it, which gives the same sum.
 
-PyTorch's counter of FLOPs and the estimator of memory cannot see inside the operator; here they learn what a call
-costs. Only the data say how full buckets are. FLOPs count the pairs that the tiles compute when all are equally full;
-memory takes them to be as full as chance makes them, the last tile of each half empty. Both hold on the meta device.
+PyTorch's FLOP counter and the estimator of memory cannot see inside the operator, so this file tells them the cost of a
+call. The data determine how full buckets are. FLOPs count the pairs that the tiles compute for equally full buckets.
+Memory assumes random buckets, whose last tiles are half empty. Both work on the meta device.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedC
 NUMBERS, NUMBERS_OF_LINES = 8, 4
 """Arrays of int64 that a layout makes of every slot, and of every line."""
 COMPILED = 28 * 650_000
-"""oneDNN keeps what it compiled: products of blocks of each size, beyond those that all attention has."""
+"""Bytes of oneDNN's compiled products for each block size, in addition to the products of all attention."""
 
 
 def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:

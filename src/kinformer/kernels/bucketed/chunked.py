@@ -1,10 +1,11 @@
-"""Attention within buckets tile by tile, in PyTorch: the tiles of a run against those of its chunk and the one before.
+"""Attention within buckets tile by tile, in PyTorch: each tile of a run meets the tiles of its chunk and of the chunk
+before.
 
 Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
-contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later one keys that an earlier
-round saw have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the lse
-of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P ``weights``
-and ``errors`` is dP, then dS.
+contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later round, keys seen by an
+earlier round have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the
+lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P
+``weights`` and ``errors`` is dP, then dS.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from kinformer.runtime.compiling import spare_operators
 # The layout of bucketed attention: the tokens of every run side by side, in tiles that blocks compute together.
 #
 # By depth (``_by_depth``), tiles of ``rows`` tokens are sorted by their depth (first, second, ... of its run), and
-# within one depth by the length of their runs, the longest first. So the runs that have a tile at some depth are the
-# first ones at every depth before it, and what the tiles of one depth see lies in slices: no product is wasted. Where
-# a few runs are long, as they are before hashes have learnt to tell tokens apart, depths are many and have few tiles;
-# then runs lie one after the other (``by_run``), a tile's keys lie in the tiles before it, and those of another run
-# are masked.
+# within one depth by the length of their runs, the longest first. The runs with a tile at some depth are therefore the
+# first runs at every smaller depth, and the keys of the tiles of one depth are slices: no product is wasted. If a few
+# runs are long (as before hashes have learnt to tell tokens apart), there are many depths with few tiles. Then runs lie
+# one after the other (``by_run``), a tile's keys lie in the tiles before it, and keys of another run are masked.
 
 PAIRS = 1 << 18
 """In a block: few enough to stay in a cache."""
 SHORT = 2
-"""So many times the blocks, none of which is masked, are as fast as one of all tiles."""
+"""The ratio of unmasked blocks to masked tiles at which both layouts take equal time."""
 
 
 class Block(NamedTuple):
@@ -47,9 +47,9 @@ class Block(NamedTuple):
 class Layout(NamedTuple):
     """The layout of one round's slots, all rows and heads flattened to [batch * heads * slots] tokens.
 
-    ``token`` [lines] int64: whose line it is; lines that are left over at the ends of runs stand for token 0. ``line``
-    [tokens] int64: the line of a token, or the number of lines if it has none. ``spare`` [lines] bool: left over.
-    ``hidden`` [tiles of keys of a block, tiles] bool or None: which of them a tile of queries does not see.
+    ``token`` [lines] int64: the token of a line; unused lines at the ends of runs stand for token 0. ``line`` [tokens]
+    int64: the line of a token, or the number of lines for a token without a line. ``spare`` [lines] bool: unused.
+    ``hidden`` [tiles of keys of a block, tiles] bool or None: the tiles of keys that a tile of queries does not see.
     """
 
     token: Tensor
@@ -120,7 +120,7 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
 def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
     """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two.
 
-    Libraries compile a product for every shape and keep it: oneDNN a thousand of them, of 0.65 MB each.
+    Libraries compile a product for every shape and keep it. oneDNN keeps a thousand products of 0.65 MB each.
     """
     while begin < end:
         size = 1 << min(end - begin, max(1, limit)).bit_length() - 1
@@ -264,14 +264,14 @@ class _Round:
         return self.memory(name, len(block.keys), block.queries.stop - block.queries.start, self.rows, self.rows)
 
     def products(self, name: str, block: Block, left: Tensor, right: Tensor) -> Tensor:
-        """Return [.., keys, queries]: the lines of ``left`` at the keys by those of ``right`` at the queries."""
+        """Return the products [.., keys, queries] of lines of ``left`` at the keys and of ``right`` at the queries."""
         output, turned = self.room(name, block), right[block.queries].mT.contiguous()  # products of these are faster
         for out, keys in zip(output, block.keys, strict=True):
             torch.bmm(left[keys], turned, out=out)
         return output
 
     def scores(self, block: Block) -> Tensor:
-        """Return unscaled scores of a block, -inf for keys that are not earlier than the query."""
+        """Return unscaled scores of a block, -inf for keys at or after the query."""
         output = self.products("scores", block, self.k, self.q)
         output[-1].add_(self.future)
         if self.layout.hidden is not None:
@@ -355,7 +355,7 @@ _forward.register_fake(unfilled)
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *BucketedCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
+    """Return the gradients of q, k and v, given the gradients of the output and the log-sum-exp."""
     call, grad_out = BucketedCall.of(arguments), grad_out.contiguous()
     # delta = rowsum(dO * O) - dlse, as in ``band.chunked``.
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse).flatten()
@@ -378,7 +378,7 @@ def _backward(
 
 
 def _of_past(one: _Round, call: BucketedCall) -> Tensor:
-    """Return which lines are tokens of the past, which have no query."""
+    """Return the lines of past tokens, which do not have a query."""
     slots = call.k.shape[2]
     return one.layout.token % slots < slots - call.q.shape[2]
 
@@ -425,8 +425,8 @@ spare_operators(_forward, _backward)
 
 # The past of a sequence for bucketed attention: the tokens that a later token may see.
 #
-# Up to ``most_slots`` tokens all are stored. Of a longer sequence only those that a later token can see in some round:
-# ``chunk_size`` and the begun chunk of every bucket at most, which is why they are never more than that.
+# Up to ``most_slots`` tokens, all are stored. For a longer sequence, only the tokens that a later token can see in some
+# round are stored: for every bucket at most one chunk of ``chunk_size`` and the begun chunk.
 
 
 class BucketState(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 class Membership(NamedTuple):
     """The run of every slot in every round, and the slot's rank in that run.
 
-    ``runs``, ``ranks`` [batch, heads, rounds, slots] int64; run -1 is none. Numbers are those of a row and head. Ranks
-    of a run are consecutive from 0 on, in the order of slots; 0 may stand for any multiple of ``size``, the chunk's.
-    ``buckets``: about how many runs there are, which costs are counted by.
+    ``runs``, ``ranks`` [batch, heads, rounds, slots] int64, numbered within a row and head; -1 means no run. The ranks
+    of a run are consecutive from 0, in the order of slots; 0 may stand for any multiple of ``size``, the chunk size.
+    ``buckets``: the approximate number of runs, from which costs are computed.
     """
 
     runs: Tensor
@@ -24,12 +24,12 @@ class Membership(NamedTuple):
 
 
 def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Tensor | None = None) -> Membership:
-    """Return the runs of ``buckets`` [batch, heads, rounds, slots] int64 (-1: an empty slot), of which ``past`` slots
+    """Return the runs of ``buckets`` [batch, heads, rounds, slots] int64 (-1: an empty slot); the first ``past`` slots
     come before the chunk.
 
-    counts: [batch, heads, rounds, number of buckets] int64, tokens of the past's sequence by bucket, also of those that
-        are not there any more. sequence: [batch, slots] int64, 0 for the past and what continues it, then 1, 2, ...;
-        None if there is no other.
+    counts: [batch, heads, rounds, number of buckets] int64, all tokens so far of the carried sequence by bucket,
+        dropped tokens included. sequence: [batch, slots] int64, 0 for the carried sequence, then 1, 2, ...; None if the
+        chunk has no other sequence.
     """
     number = counts.shape[-1]
     runs = buckets
@@ -55,13 +55,13 @@ def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
 
 
 def counted(buckets: Tensor, counts: Tensor) -> Tensor:
-    """Return ``counts`` with the tokens of ``buckets`` [batch, heads, rounds, time] added, of which -1 is none."""
+    """Return ``counts`` plus the tokens of ``buckets`` [batch, heads, rounds, time]; -1 is not a token."""
     return counts + _tally(buckets, counts.shape[-1])
 
 
 def needed(buckets: Tensor, counts: Tensor, size: int) -> Tensor:
     """Return which slots of ``buckets`` [batch, heads, rounds, slots] (-1: none) a later token can see in some round,
-    bool [batch, heads, slots]; ``counts`` are those after all of them."""
+    bool [batch, heads, slots]; ``counts`` include all of these slots."""
     first = _tally(buckets, counts.shape[-1]) - counts + _oldest(counts, size)
     return ((buckets >= 0) & (_stored_ranks(buckets) >= first.gather(3, buckets.clamp_min(0)))).any(2)
 

@@ -17,7 +17,7 @@ def visible(membership: Membership, time: int, itself: bool) -> Tensor:
     queries, rank = (item[..., slots - time :, None] for item in (runs, ranks))
     runs, ranks = runs[..., None, :], ranks[..., None, :]
     earlier = ranks <= rank if itself else ranks < rank
-    # The chunk of the key is that of the query or the one before it.
+    # The key is in the chunk of the query or in the chunk before.
     near = ranks // size >= rank // size - 1
     return ((queries == runs) & (runs >= 0) & earlier & near).any(2)
 

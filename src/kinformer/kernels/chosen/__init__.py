@@ -1,14 +1,14 @@
-"""Attention to blocks of keys that each query chooses by the blocks' means, beside the block that it stands in, causal.
+"""Causal attention to the query's own block of keys and to blocks that the query chooses by the means of their keys.
 
 MoBA (Lu et al. 2025, arXiv 2502.13189) and the selected branch of NSA (Yuan et al. 2025, arXiv 2502.11089):
 
-    out_t = softmax_j(scale * q_t . k_j) v_j    over keys j <= t in blocks that t chose and in its current one
+    out_t = softmax_j(scale * q_t . k_j) v_j    over keys j <= t in the chosen blocks and in the current block
 
-Blocks are cut by position, so that what a query sees depends on the past alone. Query heads that choose together see
+Blocks are cut by position, so the keys that a query sees depend on the past alone. Query heads that choose together see
 the same blocks.
 
-PyTorch's counter of FLOPs and the estimator of memory cannot see inside the operators; here they learn what a call
-costs, of one sequence a row.
+PyTorch's FLOP counter and the estimator of memory cannot see inside the operators, so this file tells them the cost of
+a call with one sequence per row.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall], **_:
 
 
 def _lines(call: ChosenCall) -> int:
-    """Return the bytes of what a part of the queries holds: their lines, their tiles, and the map of lines."""
+    """Return the bytes of a part of the queries: their lines, their tiles, and the map of lines."""
     batch, _, time, _ = call.q.shape
     choosers, count, blocks = call.chosen.shape[1], call.chosen.shape[3], call.first.shape[1]
     lines = min(LINES, batch * call.q.shape[1] * time * (count + 1))
@@ -117,7 +117,7 @@ def forward_bytes(*arguments: *ChosenCall) -> int:
 
 @scratch(torch.ops.kinformer.chosen_blocks_backward)
 def backward_bytes(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall]) -> int:
-    """Return the bytes of a backward call: those of the forward, and gradients of keys and values by block."""
+    """Return the bytes of a backward call: the bytes of the forward call plus gradients of keys and values by block."""
     call = ChosenCall(*arguments[3:])
     return forward_bytes(*arguments[3:]) + (call.k.numel() + call.v.numel()) * state_dtype(call.q.dtype).itemsize
 

@@ -1,11 +1,11 @@
 """The choice of blocks by their means, and attention to the means themselves.
 
-    importance of block c for the heads that choose together = sum over them of softmax_c(scale * q . mean_c(k))
+    importance of block c for heads that choose together = sum over these heads of softmax_c(scale * q . mean_c(k))
 
-over the complete blocks of the query's sequence, and for one head alone the product itself, which orders blocks alike.
-Where summaries overlap (``Cover``), the importance of a block is made of theirs.
-The largest are chosen; the current block, in which the query stands, is seen without being chosen. Of equal ones, but
-for rounding, the last is chosen. A choice has no gradient.
+over the complete blocks of the query's sequence. For a single head, the importance is the product itself, which gives
+the same order. Where summaries overlap (``Cover``), the importance of a block is computed from its summaries. The
+blocks of largest importance are chosen, and of equal blocks (up to rounding) the last. A query always sees its current
+block, which is not chosen. A choice does not have a gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kinformer.runtime.autograd import Context, autocast_together, check_reverse
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.host import has_data
 
-# The blocks that sequences are cut into by position, and which of them the tokens of a chunk stand in.
+# The blocks into which positions cut sequences, and the block of each token of a chunk.
 #
 # Block c of a sequence holds its positions c * size .. (c + 1) * size - 1. A row of slots may hold several sequences,
 # one after the other; its blocks are numbered through, in the order of slots.
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     """The blocks of every row, and where its queries stand among them.
 
     ``first`` [batch, blocks] int64: the slot of a block's first token. ``begin``, ``current``, ``offset`` [batch, time]
-    int64: the number of the first block of the query's sequence, that of its current block, and its place there.
+    int64: the number of the first block of the query's sequence, the number of its current block, and its place there.
     ``aligned``: block u begins at slot u * size in every row.
     """
 
@@ -84,7 +84,7 @@ def blocks_of(chunk: Chunk, positions: Tensor, seen: Tensor, past: int, size: in
 def in_blocks(x: Tensor, first: Tensor, size: int, aligned: bool = False) -> Tensor:
     """Return the slots of ``x`` [batch, heads, slots, width] block by block, [batch, heads, blocks, size, width].
 
-    The last block of a sequence is not full; what stands there beyond the sequence has no meaning.
+    The last block of a sequence is not full; values beyond the sequence are arbitrary.
     """
     slots = x.shape[2]
     if aligned:
@@ -94,16 +94,16 @@ def in_blocks(x: Tensor, first: Tensor, size: int, aligned: bool = False) -> Ten
     return x.gather(2, index).unflatten(2, (-1, size))
 
 
-# The means of the keys (and values) of complete blocks: of a chunk, and of a past whose means the state holds.
+# The means of the keys (and values) of complete blocks: from the chunk, and from the past, whose means the state holds.
 #
-# A mean is made once, of the keys that the cache holds when its block is complete; the state holds those of complete
-# blocks, right-aligned. So the means, and their gradients, are the same however a sequence is cut. Any other summary
-# of a block may stand for its mean.
+# A mean is computed once, from the keys in the cache when its block is complete. The state holds the means of complete
+# blocks, right-aligned. The means and their gradients are therefore the same however a sequence is cut. Any other
+# summary of a block may replace its mean.
 
 
 class Means(NamedTuple):
     """``table`` [batch, heads, blocks, width] for the queries of a chunk: the mean of block number ``shift`` + j of a
-    row at j, with ``shift`` [batch, 1] int64 or None for 0; ``after``: those that the state holds then."""
+    row at j, with ``shift`` [batch, 1] int64 or None for 0; ``after``: the means that the new state holds."""
 
     table: Tensor
     shift: Tensor | None
@@ -136,8 +136,8 @@ def means_of(
     summarise: Summarise = averages,
     length: int | None = None,
 ) -> Means:
-    """Return the means (or what ``summarise`` makes) of ``xs`` [batch, heads, slots, width] by block, or of the
-    ``length`` tokens from each block's first one on, after those that a state holds, ``old``."""
+    """Return the means (or the results of ``summarise``) of ``xs`` [batch, heads, slots, width] for each block, or for
+    ``length`` tokens from each block's first token, after the means ``old`` of the state."""
     positions, seen = place
     x, size = xs[0], blocks.size
     length = length or size
@@ -183,8 +183,8 @@ def _any(flags: Tensor) -> bool:
 
 
 def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -> Tensor:
-    """Return the blocks of the last ``count`` means of every row, [batch, count] int64, negative for none; ``blocks``:
-    the numbers are those of rows of several sequences, of which the last one counts."""
+    """Return the blocks of the last ``count`` means of every row, [batch, count] int64, negative for a missing block;
+    ``blocks``: the numbering of rows with several sequences, where the last sequence counts."""
     number = complete[:, None] + torch.arange(-count, 0, device=complete.device)
     if blocks is None:
         return number
@@ -195,7 +195,7 @@ def _places(complete: Tensor, count: int, blocks: Blocks | None, chunk: Chunk) -
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:
-    """Return ``x`` [batch, heads, n, width] at ``index`` [batch, m] int64, 0 where that is negative."""
+    """Return ``x`` [batch, heads, n, width] at ``index`` [batch, m] int64, 0 at a negative index."""
     if not x.shape[2]:
         return x.new_zeros(*x.shape[:2], index.shape[1], x.shape[3])
     picked = x.gather(2, index.clamp(0, x.shape[2] - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
@@ -211,7 +211,8 @@ _NONE = -(1 << 62)
 
 class Choosing(NamedTuple):
     """How blocks are chosen: each of the ``choosers`` (query heads, or groups of them side by side) takes ``most``
-    blocks beside the current one, among them the ``first`` of the sequence and the ``near`` ones before it."""
+    blocks beside the current block, always including the ``first`` blocks of the sequence and the ``near`` blocks
+    before the current block."""
 
     choosers: int
     most: int
@@ -229,12 +230,11 @@ class Numbers(NamedTuple):
 
 
 class Cover(NamedTuple):
-    """How the blocks that may be chosen lie over summaries that overlap: one begins every *unit*, ``units`` of which
-    make a block, and covers ``span`` of them.
+    """The relation of blocks to overlapping summaries: a summary begins at every *unit* and covers ``span`` units;
+    ``units`` units make a block.
 
-    ``first`` [batch, blocks] int64: the place in the table of summaries of the one that begins where a block does;
-    ``begin``, ``current`` [batch, time] int64: the first block of the query's sequence and its current one, as blocks
-    of a row are numbered.
+    ``first`` [batch, blocks] int64: the index of the summary that begins where a block begins. ``begin``, ``current``
+    [batch, time] int64: the first block of the query's sequence and its current block, in the row's numbering.
     """
 
     first: Tensor
@@ -244,8 +244,8 @@ class Cover(NamedTuple):
     span: int
 
     def importance(self, probabilities: Tensor) -> Tensor:
-        """Return the importance of the blocks [batch, choosers, time, blocks] by that of the summaries, each added once
-        for every unit that it shares with a block (Yuan et al. 2025, equation 9)."""
+        """Return the importance of the blocks [batch, choosers, time, blocks]: the sum of the importance of summaries,
+        each added once for every unit that it shares with the block (Yuan et al. 2025, equation 9)."""
         summaries = probabilities.shape[3]
         padded = functional.pad(probabilities, (0, 1))
         importance = probabilities.new_zeros(*probabilities.shape[:3], self.first.shape[1])
@@ -277,12 +277,12 @@ def pick(importance: Tensor, numbers: Numbers, choosing: Choosing) -> Tensor:
 
 
 SCORES = 1 << 22
-"""Scores that are held at a time."""
+"""The number of scores held at a time."""
 
 
 class MeansCall(NamedTuple):
     """The operators' arguments, in their order: q [batch, heads, time, head_dim], means ``k``, ``v`` [batch, kv_heads,
-    blocks, width], the fields of ``Numbers``, the scale, the fields of ``Choosing``, and those of ``Cover``."""
+    blocks, width], the fields of ``Numbers``, the scale, the fields of ``Choosing``, and the fields of ``Cover``."""
 
     q: Tensor
     k: Tensor
@@ -332,7 +332,7 @@ class MeansCall(NamedTuple):
 
 
 Uncovered = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int, int, int]
-"""The fields of a :class:`MeansCall` without those of a cover."""
+"""The fields of a :class:`MeansCall` without the fields of a cover."""
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor begin, Tensor current, Tensor complete, float scale, int choosers, int most, "
     "int first, int near"
@@ -366,13 +366,13 @@ def attend_means(
 
 
 def _alone(q: Tensor) -> bool:
-    """Return whether there is one query, for which calling an operator takes as long as what it does."""
+    """Return whether there is one query: calling an operator then takes as long as its work."""
     return q.shape[2] == 1 and not torch.compiler.is_compiling()
 
 
 class _Part(NamedTuple):
-    """Some queries, ``time`` of them, and their ``scores`` [batch * kv_heads, group * queries, blocks], -inf where a
-    block is not complete; only the first blocks, which some query may see."""
+    """Some ``time`` queries and their ``scores`` [batch * kv_heads, group * queries, blocks], -inf for an incomplete
+    block; only the first blocks, which some query may see."""
 
     time: slice
     q: Tensor
@@ -485,7 +485,7 @@ def _(*arguments: *MeansCall) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: *Uncovered
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from those of the output and the log-sum-exp."""
+    """Return the gradients of q, k and v, given the gradients of the output and the log-sum-exp."""
     call = MeansCall(*arguments)
     q, k, v, wide = call.q, call.k, call.v, state_dtype(call.q.dtype)
     (batch, _, _, width), kv_heads = q.shape, k.shape[1]

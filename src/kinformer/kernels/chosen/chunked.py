@@ -1,8 +1,8 @@
 """Attention to chosen blocks, tile by tile: work and memory follow the number of chosen pairs.
 
-The queries that chose a block stand side by side, so that every product is of matrices (MoBA's authors compute it so:
+The queries that chose a block stand side by side, so that every product is of matrices (as in the MoBA authors'
 moba/moba_efficient.py). A query's softmax over its blocks is joined by their log-sum-exps. Queries are computed some at
-a time, so that what is held does not grow with the text. The backward recomputes P = exp(S - lse) and uses
+a time, so memory does not grow with the text. The backward recomputes P = exp(S - lse) and uses
 dS = P * (dP - delta), delta = rowsum(dO * O).
 """
 
@@ -29,7 +29,7 @@ from kinformer.runtime.autograd import (
 )
 from kinformer.runtime.compiling import spare_operators
 
-# The tiles of chosen blocks: the queries that chose a block side by side, some rows of them a tile.
+# The tiles of chosen blocks: the queries that chose a block stand side by side, a fixed number of rows to a tile.
 #
 # A *line* is a place of a query in a tile; a query has one line for every block that it sees. All are numbered through
 # rows of queries, r = batch * choosers, and blocks u.
@@ -38,9 +38,9 @@ from kinformer.runtime.compiling import spare_operators
 class Tiles(NamedTuple):
     """The lines of some queries and their blocks.
 
-    ``query`` [tiles * rows] int64: which query stands in a line, of r * time + t; ``spare`` [tiles * rows] bool: none,
-    though ``query`` names one. ``block`` [tiles] int64: r * blocks + u. ``lines`` [r, time, count] int64: the line of
-    each query and choice; ``tiles * rows``, a line beside the tiles, where there is no choice.
+    ``query`` [tiles * rows] int64: the query r * time + t of a line; ``spare`` [tiles * rows] bool: the line is unused,
+    whatever ``query`` says. ``block`` [tiles] int64: r * blocks + u. ``lines`` [r, time, count] int64: the line of each
+    query and choice; ``tiles * rows``, a line outside the tiles, for a missing choice.
     """
 
     query: Tensor
@@ -54,7 +54,7 @@ def tiles_of(chosen: Tensor, blocks: int, rows: int) -> Tiles:
     """Lay out queries with the blocks ``chosen`` [r, time, count] int64 of each, -1 for none, in tiles of ``rows``."""
     r, time, count = chosen.shape
     device = chosen.device
-    # One more block takes what is not chosen.
+    # One more block takes the missing choices.
     hit = torch.zeros(r, blocks + 1, time, dtype=torch.bool, device=device)
     at = torch.where(chosen < 0, blocks, chosen).mT
     hit.scatter_(1, at, torch.ones((), dtype=torch.bool, device=device).expand_as(at))
@@ -63,7 +63,7 @@ def tiles_of(chosen: Tensor, blocks: int, rows: int) -> Tiles:
     tiles = (counts + (rows - 1)) // rows
     block = torch.arange(r * blocks, device=device).repeat_interleave(tiles)
     pairs = hit.flatten().nonzero()[:, 0]
-    # The line of a pair: that of the first pair of its block, and its rank there.
+    # The line of a pair is the line of the first pair of its block plus its rank there.
     begin = (tiles.cumsum(0) - tiles) * rows - (counts.cumsum(0) - counts)
     of = pairs // time
     line = begin[of] + torch.arange(len(pairs), device=device)
@@ -81,16 +81,16 @@ def tiles_of(chosen: Tensor, blocks: int, rows: int) -> Tiles:
 
 _LOG2_E = math.log2(math.e)
 PAIRS = 1 << 19
-"""Pairs of a query and a key that are computed at a time: few enough to stay in a cache."""
+"""The pairs of a query and a key computed at a time: few enough to stay in a cache."""
 LINES = 1 << 17
-"""Lines of queries that are held at a time."""
+"""The lines of queries held at a time."""
 ROWS = 32
 """Queries of a tile, of all heads that choose together: small tiles have few spare lines, large ones run faster."""
 
 
 class ChosenCall(NamedTuple):
     """The operator's arguments, in its order: q [batch, heads, time, head_dim] of the last ``time`` slots, k, v [batch,
-    kv_heads, slots, width], ``chosen`` [batch, choosers, time, count], and of ``Blocks`` what it needs."""
+    kv_heads, slots, width], ``chosen`` [batch, choosers, time, count], and some fields of ``Blocks``."""
 
     q: Tensor
     k: Tensor
@@ -161,7 +161,7 @@ class _Rows:
         rows.copy_(x.view(rows.transpose(2, 3).shape).transpose(2, 3))
 
     def parts(self) -> Iterator[slice]:
-        """Yield the queries that are computed at a time."""
+        """Yield the slices of queries to compute together."""
         step = max(
             self.rows, tile_size(LINES, self.k.device) // (self.r * self.together * (self.call.chosen.shape[3] + 1))
         )
@@ -169,16 +169,16 @@ class _Rows:
             yield slice(begin, min(begin + step, self.time))
 
     def layouts(self, part: slice) -> list[tuple[Tiles, bool]]:
-        """Return the tiles of the chosen blocks, if any, and those of the current ones, with whether they are that."""
+        """Return the tiles of the chosen blocks, if any, and of the current blocks, each with whether it is current."""
         chosen, current = self.call.chosen[:, :, part].flatten(0, 1), self.call.current[:, part]
         current = current.repeat_interleave(self.choosers, 0).unsqueeze(2)
         sets = [(chosen, False), (current, True)] if chosen.shape[2] else [(current, True)]
         return [(tiles_of(numbers, self.blocks, self.rows), is_current) for numbers, is_current in sets]
 
     def groups(self, tiles: Tiles, q: Tensor, part: slice, current: bool) -> Iterator[_Group]:
-        """Yield the tiles, some at a time; ``current``: they are those of current blocks, whose keys may come later."""
+        """Yield the tiles, some at a time; ``current``: the blocks are current blocks, whose keys may come later."""
         step = max(1, tile_size(PAIRS, q.device) // (tiles.rows * self.together * self.size))
-        # Of a block of r = (batch, chooser) the keys are those of the chooser's key and value head.
+        # A block of r = (batch, chooser) has the keys of the chooser's key and value head.
         block = tiles.block // self.blocks
         block = block // self.choosers * self.kv_heads + block % self.choosers // (self.choosers // self.kv_heads)
         block = block * self.blocks + tiles.block % self.blocks
@@ -260,7 +260,7 @@ _forward.register_fake(unfilled)
 )
 @without_autocast
 def _backward(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: *ChosenCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from that of the output; ``lse`` to base 2."""
+    """Return the gradients of q, k and v, given the gradient of the output; ``lse`` to base 2."""
     call = ChosenCall(*arguments)
     rows = _Rows(call)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype)
@@ -284,7 +284,7 @@ def _backward(grad_out: Tensor, out: Tensor, lse: Tensor, *arguments: *ChosenCal
 def _accumulate(
     group: _Group, tiles: Tiles, of_queries: tuple[Tensor, Tensor, Tensor], totals: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Write the gradients of a group's lines by their queries, and add those of its blocks' keys and values."""
+    """Write the gradients of a group's lines by their queries, and add the gradients of its blocks' keys and values."""
     (grad, lse, delta), (errors, dk, dv) = of_queries, totals
     query, shape = tiles.query[group.lines], group.q.shape[:2]
     grads = grad.index_select(0, query).view(*shape, -1)
@@ -297,13 +297,13 @@ def _accumulate(
 
 
 def _in_slots(x: Tensor, call: ChosenCall, like: Tensor) -> Tensor:
-    """Return gradients of blocks [batch * kv_heads * blocks, size, width] as those of the slots of ``like``."""
+    """Return gradients of blocks [batch * kv_heads * blocks, size, width] as gradients of the slots of ``like``."""
     batch, kv_heads, slots, width = like.shape
     x = x.view(batch, kv_heads, -1, width)
     if call.aligned:
         return x[:, :, :slots].to(like.dtype, copy=True)
     index = call.first.unsqueeze(-1) + torch.arange(call.size, device=x.device)
-    # A key beyond the last slot has no gradient; slots of other sequences behind a block take its zeros.
+    # A key beyond the last slot does not have a gradient; slots of other sequences behind a block take its zeros.
     index = index.clamp(0, slots - 1).flatten(1)[:, None, :, None].expand_as(x)
     return torch.zeros_like(like, dtype=x.dtype).scatter_add_(2, index, x).to(like.dtype)
 

@@ -1,4 +1,4 @@
-"""The delta rule: a fast weight memory that corrects what it has stored under a key.
+"""The delta rule: a fast weight memory that corrects the value stored under a key.
 
 Schlag, Irie and Schmidhuber 2021, "Linear Transformers Are Secretly Fast Weight Programmers", eq. 23-25; block
 by block as in Yang, Wang, Zhang, Shen and Kim 2024, "Parallelizing Linear Transformers with the Delta Rule over
@@ -7,8 +7,8 @@ Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, hea
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
 
 With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the Kimi
-team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token, and keys
-e_t to read and erase under that are not k_t.
+team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token, and
+erasing keys e_t that differ from k_t.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def delta_rule(
 
 
 def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto") -> tuple[Tensor, Tensor]:
-    """Absorb a chunk of which every token takes n steps of the delta rule; returns what :func:`delta_rule` returns.
+    """Absorb a chunk in which every token takes n steps of the delta rule; returns the same as :func:`delta_rule`.
 
     W <- a_t W,   then for i = 1 .. n   W <- W + k_ti (beta_ti (v_ti - W^T e_ti))^T,   and out_t = W^T q_t
 
@@ -135,8 +135,9 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
 
 
 def _triton_pays(tokens: DeltaTokens) -> bool:
-    """Return whether "auto" takes Triton's kernel: of float32, which has no tensor cores, it takes 1.2 times the time
-    of the chunked one at 128 features, 0.3 at 64, and 0.9 and 0.2 with a decay by channel (H200, results/gpu.json)."""
+    """Return whether "auto" takes Triton's kernel. In float32, which does not use tensor cores, it takes 1.2 times the
+    time of the chunked kernel at 128 features, 0.3 at 64, and 0.9 and 0.2 with a decay by channel (H200,
+    results/gpu.json)."""
     narrow = torch.bfloat16 in (tokens.q.dtype, operand_dtype(tokens.q))
     by_channel = tokens.log_decay is not None and tokens.log_decay.dim() == 4
     return narrow or by_channel or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64
@@ -174,8 +175,8 @@ def _validate(tokens: DeltaTokens, state: Tensor, name: str) -> None:
 
 
 class DeltaSummary(NamedTuple):
-    """The effect of a chunk, which needs no memory to apply it to: W <- a W + b. ``a`` [batch, heads, features,
-    features] is a matrix that is left of the memory; ``b`` [.., features, head_dim] is added.
+    """The effect of a chunk, independent of the memory before: W <- a W + b, with ``a`` [batch, heads, features,
+    features] and ``b`` [.., features, head_dim].
 
     Summaries compose, and composing is associative, so that chunks of one sequence may be summarised apart (on other
     ranks, in a tree) and joined afterwards.

@@ -6,7 +6,7 @@ A)^-1, the corrections U that the tokens write are
 
     U = R diag(beta) (V - E W),    out = Q W + P U,    W <- W + K^T U
 
-In the backward, with dW the gradient of W after the block and dO that of the outputs,
+In the backward, with dW the gradient of W after the block and dO the gradient of the outputs,
 
     G = R^T (P^T dO + K dW)        (so that dV = diag(beta) G),      dW <- dW + Q^T dO - E^T diag(beta) G
 
@@ -72,8 +72,8 @@ def _step(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Chunked(torch.autograd.Function):
-    """The blockwise rule with a backward of its own: q, k, v, beta [batch, heads, time, 1] and erase in the dtype of
-    the products, log_decay and w in that of the accumulators."""
+    """The blockwise rule with a custom backward: q, k, v, beta [batch, heads, time, 1] and erase in the dtype of the
+    products, log_decay and w in the dtype of the accumulators."""
 
     @staticmethod
     def forward(ctx: Context, *arguments: *tuple[*DeltaTokens, Tensor]) -> tuple[Tensor, Tensor]:
@@ -122,15 +122,15 @@ def _absorb(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _gradients(
     tokens: DeltaTokens, W: Tensor, grad_out: Tensor, grad_w: Tensor, learns: bool
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Return the gradients of q, k, v, beta, erase (None where k erases) and log_decay (None unless it ``learns``);
-    and that of W before the tile, from those of outputs and of W after it."""
+    """Return the gradients of q, k, v, beta, erase (None where k erases), log_decay (None unless it ``learns``) and of
+    W before the tile, given the gradients of the outputs and of W after the tile."""
     q, k, v, beta, erase, log_decay, reset = tokens
     blocks = cut(q, reset, log_decay)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
     Q, K, E = _folded(blocks, Q, K, erase)
     E_enter, K_leave = gate(E, blocks.enter), gate(K, blocks.leave)
     A, inverse = _inverse(blocks, E, K, B)
-    # V - E W: what the keys read before the block, subtracted from what they should hold.
+    # V - E W: the values to store minus the values that the keys read before the block.
     error = torch.baddbmm(V, E_enter, W, alpha=-1)
     U = torch.bmm(inverse * B.mT, error)
     P = blocks.scores(Q, K)
@@ -165,13 +165,13 @@ def _gradients(
 
 
 def _folded(blocks: SequenceBlocks, Q: Tensor, K: Tensor, erase: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and the keys that they erase (K, if ``erase`` is None), with what a fold gives to them."""
+    """Return queries, keys and erasing keys (K, if ``erase`` is None), with the factors of a fold."""
     E = K if erase is None else blocks.split(erase)
     return blocks.read(Q), blocks.written(K), blocks.read(E)
 
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
-    """Return W after each block, before what a fold lets decay of it, from those before it."""
+    """Return W after each block, before a fold's decay, given W before each block."""
     decayed = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
     return torch.baddbmm(decayed, K.mT, U)
 
@@ -200,7 +200,7 @@ def _read_back(
 ) -> tuple[Tensor, Tensor]:
     """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place.
 
-    Returns dW after each block (before what a fold lets decay of it) and dW before the first.
+    Returns dW after each block (before a fold's decay) and dW before the first.
     """
     dW = grad_w.flatten(0, 1)
     states = []
@@ -215,13 +215,13 @@ def _read_back(
 
 
 def _keep(blocks: SequenceBlocks, j: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return what is kept of W in block ``j``, and of W with what the block adds to it."""
+    """Return the retained fractions of W in block ``j``, and of W after the block's addition."""
     keep, late = (None if part is None else part[:, j] for part in (blocks.keep, blocks.late))
     return keep, late
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:
-    """Return total + alpha * a b, the product in the dtype of a and b, the sum in that of ``total``."""
+    """Return total + alpha * a b, the product in the dtype of a and b, the sum in the dtype of ``total``."""
     if total.dtype == a.dtype:
         return torch.baddbmm(total, a, b, alpha=alpha)
     return torch.add(total, torch.bmm(a, b), alpha=alpha)

@@ -5,9 +5,9 @@ gives -R diag(beta) K and R diag(beta) V of all blocks, or R^T K and R^T P^T Y; 
 
     U = R diag(beta) V - R diag(beta) K W,   W <- W + K^T U        G = R^T P^T Y + R^T K dW,   dW <- dW + Q^T Y - K^T dV
 
-The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T); of dK, what the
-key writes is mix(U, Y, Q, dW^T) - mix(U, dV, E) and what it reads mix(dV, U, K, W^T), with E the keys that tokens
-erase, K unless they are others. With V - mix(E, K, U, W), the error of the memory at a token's key, dV = diag(beta) G
+The rest is mixes inside blocks: out = mix(Q, K, U, W), P^T Y = mix(K, Q, Y) and dQ = mix(Y, U, K, W^T). The gradient of
+a key is mix(U, Y, Q, dW^T) - mix(U, dV, E) for writing plus mix(dV, U, K, W^T) for erasing, with E the erasing keys (K
+unless they are given). With V - mix(E, K, U, W), the error of the memory at a token's key, dV = diag(beta) G
 and dbeta = rowsum of G times the error. A decay by channel stands in Q, E and K (``linear.triton.fold``).
 """
 
@@ -109,8 +109,8 @@ def run(
     """Run ``COLUMNS`` columns of W of one sequence through all blocks, storing W before every block and after the last,
     and u in place: u <- u + x W, W <- keep W + K^T u.
 
-    REVERSE: dW and G, from the last block to the first, k being E: those after every block, and that before the first.
-    retained [rows, count, m]: the logarithms of what is retained of W behind each block, or None.
+    REVERSE: dW and G, from the last block to the first, k being E: after every block, and before the first. retained
+    [rows, count, m]: the logarithms of the retained fraction of W after each block, or None.
     """
     row, f = tl.program_id(0).to(tl.int64), tl.arange(0, FEATURES)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,7 +178,7 @@ class DeltaCut(Cut):
         self.k, self.erase, self.beta = k, k if erase is None else erase.contiguous(), beta.contiguous()
 
     def run(self, v: Tensor, w: Tensor, *, q: Tensor | None = None, y: Tensor | None = None) -> States:
-        """Run :func:`solve` and :func:`run` from the state w; with q and y, those of the backward, v being P^T Y."""
+        """Run :func:`solve` and :func:`run` from the state w; with q and y, run the backward, v being P^T Y."""
         k, m, n, reverse = self.k, self.k.shape[-1], v.shape[-1], q is not None
         x, u = torch.empty_like(k), torch.empty_like(v)
         solve[(self.rows * self.count,)](
@@ -298,8 +298,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
-    """Return the floating-point operations, ``squares`` being the widths of products of two tokens beside
-    those of ``solve``, which also inverts."""
+    """Return the floating-point operations; ``squares`` are the widths of products of two tokens outside ``solve``,
+    which also inverts."""
     batch, heads, time, m = k.shape
     size = block_size(time, _largest(k))
     inverted = 2 * (size.bit_length() - 1) * size
@@ -314,8 +314,8 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) ->
 
 @register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
 def _backward_flops(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool], **_: object) -> int:
-    """Return the operations of a backward: the forward's ``run``, that of the backward, and
-    six mixes, four of which read states."""
+    """Return the operations of a backward: ``run`` of the forward, ``run`` of the backward, and six mixes, four of
+    them with states."""
     k, v = arguments[3:5]
     width = k.shape[-1] + v.shape[-1]
     return _flops(k, v, 6 * width, states=5 + 4) + _flops(k, v, 0, states=0)

@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from kinformer.kernels.grouped import reference
 from kinformer.kernels.impls import GroupedImpl, names_of
-from kinformer.runtime.autograd import autocast_together
+from kinformer.runtime.autograd import Context, autocast_together
+from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError
 
 IMPLS = names_of(GroupedImpl)
@@ -18,8 +19,8 @@ IMPLS = names_of(GroupedImpl)
 def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedImpl = "auto") -> Tensor:
     """Return y [rows, out] of x [rows, in], sorted by group, and the groups' matrices ``weight`` [groups, in, out].
 
-    ends: [groups] int32, the row behind the last one of each group. impl: "native" is PyTorch's grouped product, which
-    has no float64; "reference" gathers a matrix for every row; "auto" is "native" where that can be.
+    ends: [groups] int32, the end of each group's rows. impl: "native" is PyTorch's grouped product, which does not take
+    float64; "reference" gathers a matrix for every row; "auto" is "native" except in float64.
 
     Errors: ``KinformerError`` for an unknown impl.
     """
@@ -30,12 +31,55 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
         return _stand_in(x, weight)
     if impl == "reference" or (impl == "auto" and x.dtype == torch.float64):
         return reference.products(x, weight, ends)
+    multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape  # it takes rows of a multiple of 16 bytes
+    more_rows, more_columns = -rows % multiple, -columns % multiple
+    if more_rows or more_columns:
+        x, weight = functional.pad(x, (0, more_rows)), functional.pad(weight, (0, more_columns, 0, more_rows))
+    native = functional.grouped_mm(x, weight, offs=ends) if x.dtype == torch.bfloat16 else _product(x, weight, ends)
+    return native[:, :columns]
+
+
+# PyTorch's compiler knows the shapes of grouped products of bfloat16 only. These operators have shapes for all types.
+
+
+@torch.library.custom_op("kinformer::grouped_product", mutates_args=())
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return functional.grouped_mm(x, weight, offs=ends)
 
 
+@torch.library.custom_op("kinformer::grouped_gradient", mutates_args=())
+def _gradient(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient [groups, in, out] of the weight: x^T gradient over the rows of each group."""
+    return functional.grouped_mm(x.mT, gradient, offs=ends)
+
+
+@_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@_gradient.register_fake
+def _(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], gradient.shape[1])
+
+
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    return _product(gradient, weight.mT, ends), _gradient(x, gradient, ends), None
+
+
+_product.register_autograd(_differentiate, setup_context=_save)
+spare_operators(_product, _gradient)
+
+
 def _stand_in(x: Tensor, weight: Tensor) -> Tensor:
-    """Return an output of the right shape where tensors have no numbers, at the cost of groups of one size, for the
-    counter of FLOPs knows no grouped products."""
+    """Return an output of the right shape for meta and fake tensors, at the cost of groups of equal size: the FLOP
+    counter does not know grouped products."""
     groups, rows = len(weight), len(x)
     per_group = -(-rows // groups)
     padded = functional.pad(x, (0, 0, 0, groups * per_group - rows)) if groups * per_group > rows else x

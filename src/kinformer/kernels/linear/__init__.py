@@ -116,7 +116,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, state: LinearState, reset: Tensor
 
 
 class LinearSummary(NamedTuple):
-    """The effect of a chunk, which needs no state to apply it to: S <- a S + s, z <- a z + z_chunk.
+    """The effect of a chunk, independent of the state before: S <- a S + s, z <- a z + z_chunk.
     ``a`` [batch, heads, features or 1] is left of the state; ``s`` and ``z``, shaped like LinearState's, are added.
 
     Summaries compose, and composing is associative, so that chunks of one sequence may be summarised apart (on other

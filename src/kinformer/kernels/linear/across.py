@@ -18,10 +18,10 @@ from kinformer.kernels.linear.sequence import LinearSequence, LinearState
 
 # A running maximum for features that lack a factor exp(b) too large or too small for a number.
 #
-# With b_t the logarithm of what key t lacks and c_t = max over s <= t of ceil(b_s), the state times exp(-c_t) is
-# finite: key t enters it with exp(b_t - c_t) <= 1, and it decays by exp(c_(t-1) - c_t) <= 1. A quotient of two such
-# sums does not know c. No later key enters, so that nothing leaks from the future; and c are whole numbers, which have
-# no slope and whose differences are exact.
+# With b_t the logarithm of the missing factor of key t and c_t = max over s <= t of ceil(b_s), the state times
+# exp(-c_t) is finite: key t enters it with exp(b_t - c_t) <= 1, and the state decays by exp(c_(t-1) - c_t) <= 1. c
+# cancels in a quotient of two such sums. No later key enters, so the future does not leak. The numbers c are integers:
+# their gradient is 0 and their differences are exact.
 
 _FAR, _LARGEST, _NOTHING = 2**44, 2**41, -(2**42)
 _GONE = -1e4
@@ -42,7 +42,7 @@ def running_maximum(
 ) -> Running:
     """Return the factors and decays for ``log_scale`` [batch, heads, time], the exponents b of a chunk's keys.
 
-    before: [batch, heads] int64, c before the chunk in the rows that go on, ``continues`` [batch] bool.
+    before: [batch, heads] int64, c before the chunk in the rows that continue, ``continues`` [batch] bool.
     valid, reset: [batch, time] bool or None; invalid keys do not count.
     """
     log_scale = log_scale.clamp(-_LARGEST, _LARGEST)
@@ -55,7 +55,7 @@ def running_maximum(
     lift = number[:, None] * _FAR  # sequences one above the other
     c = (torch.cat([first, whole], dim=-1) + lift).cummax(dim=-1).values - lift
     fresh = (c[..., :-1] == _NOTHING) | (number[:, None, 1:] != number[:, None, :-1])
-    # c_(t-1) - c_t, at most 0; at a sequence's first token there is no state to decay.
+    # c_(t-1) - c_t, at most 0; the first token of a sequence does not decay a state.
     log_decay = (c[..., :-1] - c[..., 1:]).masked_fill(fresh, 0).to(log_scale.dtype).clamp_min(_GONE)
     exponent = log_scale - c[..., 1:].to(log_scale.dtype)
     if valid is not None:
@@ -64,9 +64,9 @@ def running_maximum(
     return Running(exponent.exp(), log_decay, last.masked_fill(last == _NOTHING, 0))
 
 
-# Linear attention over stretches of time that several processes have (``core.crossing``; LASP-2, Sun et al. 2025).
+# Linear attention over stretches of time on several processes (``core.crossing``; LASP-2, Sun et al. 2025).
 #
-# S_before = what the summaries of earlier stretches make of S,    out = linear attention after S_before
+# S_before = S after the summaries of earlier stretches,    out = linear attention after S_before
 
 
 class _Columns(NamedTuple):
@@ -106,9 +106,9 @@ def sums_across(k: Tensor, z: Tensor, reset: Tensor | None, crossing: Crossing) 
     return before[..., 0], after[..., 0]
 
 
-# The delta rule over stretches of time that several processes have (``core.crossing``).
+# The delta rule over stretches of time on several processes (``core.crossing``).
 #
-# W_before = what the summaries W <- A W + B of earlier stretches make of W,    out = the delta rule after W_before
+# W_before = W after the summaries W <- A W + B of earlier stretches,    out = the delta rule after W_before
 
 
 def delta_across(
@@ -129,7 +129,7 @@ def delta_across(
     return y, alone if after is None else after
 
 
-# The delta rule with attention normalisation: what is read is an average (Schlag, Irie and Schmidhuber 2021).
+# The delta rule with attention normalisation: a query reads an average (Schlag, Irie and Schmidhuber 2021).
 #
 #     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t / c_t))^T,   c_t = z_{t-1} . k_t,   z_t = z_{t-1} + k_t
 #     out_t = W_t^T q_t / (z_t . q_t + eps)
@@ -152,7 +152,7 @@ def normalised_delta_rule(
 
     tokens: q, k, v and beta as for :func:`delta_rule`; features are positive, k zero at invalid tokens.
     state: W and z. first: [batch, time] bool, the first token of a sequence, whether by ``reset`` or after a new state.
-    crossing: where the chunk is one stretch of a row, that of the processes that have the others.
+    crossing: set if the chunk is one stretch of a row whose other stretches are on other processes.
     """
     q, k, v, beta = tokens
     before, after = (state.z, None) if crossing is None else sums_across(k, state.z, reset, crossing)
@@ -160,7 +160,7 @@ def normalised_delta_rule(
     earlier = pad(k, (0, 0, 1, 0))[:, :, :-1]
     if reset is not None:
         earlier = earlier.masked_fill(reset[:, None, :, None], 0)
-    # c_t = sum over s < t of k_s . k_t: the keys of one token before, in a sum that is read with k_t
+    # c_t = sum over s < t of k_s . k_t: the sum of keys up to the token before, read with k_t
     c, _ = linear_attention(k, earlier, ones, sums, eps=None, reset=reset, impl=impl)
     c = c[..., 0].masked_fill(first[:, None], 1.0)
     total, (_, z) = linear_attention(q, k, ones, sums, eps=None, reset=reset, impl=impl)

@@ -4,8 +4,8 @@ With S, z the state before a block, Q, K, V its tokens and P = tril(Q K^T), the 
 
     out = (P V + Q S) / (P 1 + Q z + eps),    S <- S + K^T V,    z <- z + K^T 1
 
-(Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way: with
-Y the gradient of the numerator and g that of the denominator, the gradients of S and z after a block, dS and dz, give
+(Katharopoulos et al. 2020, eq. 9-12). The backward runs their cumulative gradients (eq. 13-15) in the same way. With Y
+and g the gradients of the numerator and the denominator, the gradients dS and dz of S and z after a block give
 
     dP = tril(Y V^T + g 1^T),   dQ = dP K + Y S^T + g z^T,   dK = dP^T Q + V dS^T + 1 dz^T,   dV = P^T Y + K dS
 
@@ -36,8 +36,8 @@ from kinformer.runtime.autograd import Context, Gradients, autocast_dtype, first
 # - G_mid) q_t and exp(G_mid - G_s) k_s are, where their decays add up to RANGE at most: such tokens are a tile, of one
 # batched product. Farther than that, a block is halved again and again; between the later and the earlier half, G_mid
 # being the sum at the end of the earlier, exp(G_t - G_mid) <= 1 belongs to the query and exp(G_mid - G_s) <= 1 to the
-# key, so that each level is one batched product, whatever the decay. A block that is one tile needs none of this: its
-# factors stay in queries and keys (``blocks.Fold``).
+# key, so that each level is one batched product, whatever the decay. A block of one tile is not halved: its factors
+# stay in queries and keys (``Fold``).
 
 RANGE = 60.0
 """How far the logarithms of the decay may lie apart in a tile. A pair of the future, which nobody reads, counts up to
@@ -87,7 +87,7 @@ class Channels:
         if self.tile == 1:
             total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), K)
         else:
-            # exp(G_mid - G_s) <= exp(G_mid - G_t) for s <= t: the sum is no larger than what it is divided by.
+            # exp(G_mid - G_s) <= exp(G_mid - G_t) for s <= t: the sum does not exceed its divisor.
             read = torch.bmm(self._tiles(P), self._tiled(K) * self.written)
             self._tiled(total).addcmul_(read, self.read)
         for (half, later, earlier), p in zip(self.levels, self._corners(P), strict=True):
@@ -139,12 +139,12 @@ def around_middle(sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def folded(sums: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for ``sums`` [rows * count, size, features] of blocks that are one tile, how far they lie from their
-    middles, and the logarithms of two factors: of the state before a row's first block [rows, features], and of the
-    state behind each block with what the block adds [rows, count, features] (``blocks.Fold``)."""
+    """Return, for ``sums`` [rows * count, size, features] of blocks of one tile, their distances from their middles,
+    and the logarithms of two factors: for the state before a row's first block [rows, features], and for the state
+    after each block, the block's addition included [rows, count, features] (``Fold``)."""
     middle, away = around_middle(sums)
     by_row = middle.view(rows, -1, sums.shape[2])
-    # After the last block the state stands as it is.
+    # After the last block the state is not scaled.
     retained = sums[:, -1].view_as(by_row) - by_row + functional.pad(by_row[:, 1:], (0, 0, 0, 1))
     return away, by_row[:, 0], retained
 
@@ -173,16 +173,16 @@ def _half(x: Tensor, half: int, which: int) -> Tensor:
     return x.unflatten(1, (-1, 2, half))[:, :, which]
 
 
-# Blocks of the chunkwise kernels: how a sequence is cut, what a ``reset`` inside a block hides, and what has decayed.
+# Blocks of the chunkwise kernels: the cuts of a sequence, the tokens that a ``reset`` inside a block hides, and decays.
 #
 # A block is a tile of the computation, without meaning to the caller: results do not depend on its size. With a decay
 # (Sun et al. 2023, RetNet; Yang et al. 2024, GLA and Gated DeltaNet) and G_t its logarithms summed from the block's
 # first token to t, the state that the block began with counts exp(G_t) at t, token s counts exp(G_t - G_s) at t, and
 # exp(G_last - G_s) in the state after the block. None of these exponents is positive.
 #
-# A decay by channel that stays in float32's range within a block needs no factors besides those of queries and keys:
-# with the middle M of the range of G, q'_t = exp(G_t - M) q_t, k'_s = exp(M - G_s) k_s and S' = exp(M) S, the state
-# that the block began with, all products are those without a decay, and
+# A decay by channel that stays in float32's range within a block is applied to queries and keys alone: with the middle
+# M of the range of G, q'_t = exp(G_t - M) q_t, k'_s = exp(M - G_s) k_s and S' = exp(M) S for the state before the
+# block, all products are the products without a decay, and
 #
 #     S' of the next block = keep (S' + K'^T V),    keep = exp(G_last - M + M of the next block)
 
@@ -191,7 +191,7 @@ TILE_ELEMENTS = 2**18
 
 
 def product_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of the big products: bfloat16 for bfloat16 inputs, else that of the accumulators.
+    """Return the dtype of the big products: bfloat16 for bfloat16 inputs, else the accumulators' dtype.
 
     float16 products are left out on purpose: a state summed over a long past overflows them.
     """
@@ -249,7 +249,7 @@ class SequenceBlocks:
     the first token (row) sees the second (column). ``sequence`` [batch, count, size] numbers a block's sequences.
 
     A decay makes the masks factors between 0 and 1; with one per channel, ``enter`` and ``leave`` are [.., size,
-    features], ``keep`` is [.., features, 1], and ``channels`` says what is left between two tokens of a block; with a
+    features], ``keep`` is [.., features, 1], and ``channels`` holds the factor between two tokens of a block; with a
     ``fold`` they remain masks.
     """
 
@@ -283,20 +283,20 @@ class SequenceBlocks:
         return x[:, :, : self.time]
 
     def read(self, x: Tensor) -> Tensor:
-        """Return queries, erasing keys, or their gradients, split, times what the fold gives to them."""
+        """Return queries, erasing keys, or their gradients, split into blocks, times the fold's factor for reading."""
         return x if self.fold is None else x * self.fold.read
 
     def written(self, x: Tensor) -> Tensor:
-        """Return keys that are written, or their gradients, split, times what the fold gives to them."""
+        """Return written keys, or their gradients, split into blocks, times the fold's factor for writing."""
         return x if self.fold is None else x * self.fold.written
 
     @property
     def late(self) -> Tensor | None:
-        """Return what is kept of a state and of what a block adds to it, [rows, count, features, 1]."""
+        """Return the retained fraction of a state and of a block's addition, [rows, count, features, 1]."""
         return None if self.fold is None else self.fold.keep
 
     def initial(self, state: Tensor) -> Tensor:
-        """Return a state before the first block, or its gradient, [rows, features, n], times what the fold gives it."""
+        """Return a state before the first block, or its gradient, [rows, features, n], times the fold's factor."""
         return state if self.fold is None else state * self.fold.initial
 
     def by_row(self, x: Tensor) -> Tensor:
@@ -327,14 +327,14 @@ class SequenceBlocks:
     def decay_gradient(self, change: Tensor, states: Tensor) -> Tensor:
         """Return the gradient of the logarithms of the decay, [batch, heads, time] or [.., features].
 
-        ``change`` [rows * count, size, features] is that of their sums G: q dq - k dk for a token that is read by its q
-        and written by its k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block.
-        A token's decay acts on all later ones of its sequence in the block, and on the state after it.
+        ``change`` [rows * count, size, features] is the gradient of their sums G: q dq - k dk for a token that reads by
+        q and writes by k. ``states`` [rows * count, features] is S dS summed over S's columns, after each block. A
+        token's decay acts on all later tokens of its sequence in the block, and on the state after the block.
         """
         if self.channels is None and self.fold is None:
             change, states = change.sum(-1, keepdim=True), states.sum(-1, keepdim=True)
         if self.sequence is None:
-            # G_t sums the decays up to t, so the gradient of a decay is the sum of those of all later G.
+            # G_t sums the decays up to t, so the gradient of a decay is the sum of the gradients of all later G.
             return self.join(change.flip(1).cumsum_(1).flip(1).add_(states.unsqueeze(1)))
         within = torch.ones(self.size, self.size, dtype=change.dtype, device=change.device).triu_()
         same = (self.sequence.unsqueeze(-1) == self.sequence.unsqueeze(-2)).to(change.dtype)
@@ -422,8 +422,8 @@ def scan(
 
     local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep, late: [rows, count, m or 1, 1], or
     None for 1.
-    ``reverse`` runs from the last block to the first (gradients of states: that of the sum in brackets of every block,
-    and that of the state before the first). Returns ([rows, count, m, n], [rows, m, n]) in the dtype of ``initial``.
+    ``reverse`` runs from the last block to the first and returns gradients of states: of the sum in brackets for every
+    block, and of the state before the first. Returns ([rows, count, m, n], [rows, m, n]) in the dtype of ``initial``.
     """
     state = initial
     states = []
@@ -481,8 +481,8 @@ def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tenso
 
 
 class _Chunked(torch.autograd.Function):
-    """The blockwise sums with a backward of their own: q, k, v in the dtype of the products, s, z and
-    log_decay in that of the accumulators."""
+    """The blockwise sums with a custom backward: q, k, v in the dtype of the products; s, z and log_decay in the dtype
+    of the accumulators."""
 
     @staticmethod
     def forward(
@@ -547,8 +547,8 @@ def _gradients(
     after: tuple[Tensor, Tensor],
     learns: bool,
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, from those of
-    the outputs and of S and z after it (``after``); ``before``: S and z before it."""
+    """Return the gradients of q, k, v, of S and z before the tile and, if it ``learns``, of log_decay, given the
+    gradients of the outputs and of S and z after it (``after``); ``before``: S and z before the tile."""
     q, k, v, log_decay, eps, reset = sequence
     (s, z), (grad_s, grad_z) = before, after
     blocks = cut(q, reset, log_decay)
@@ -565,7 +565,7 @@ def _gradients(
     dQ = torch.bmm(Y, S.mT)
     dP = torch.bmm(Y, V.mT)
     if eps is not None:
-        # g = -(Y . numerator) / D, the gradient of D; Y . (P V + Q S) needs no copy of the outputs.
+        # g = -(Y . numerator) / D, the gradient of D; Y . (P V + Q S) avoids a copy of the outputs.
         g = (P * dP).sum(-1, keepdim=True).add_((Q_enter * dQ).sum(-1, keepdim=True)).div_(-divisor)
         dQ.addcmul_(g, Z.to(dQ.dtype))
         dP.add_(g)
@@ -612,7 +612,7 @@ def _states(
 
 
 def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, grad_z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dz, the gradient of z after each block [rows * count, 1, features], and that of the initial z."""
+    """Return dz, the gradient of z after each block [rows * count, 1, features], and the gradient of the initial z."""
     last = grad_z.flatten(0, 1).unsqueeze(1)
     if g is None:
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
@@ -626,8 +626,8 @@ def _transposed(keep: Tensor | None) -> Tensor | None:
 
 
 def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
-    """Return states [rows * count, ...] after each block, before what a fold lets decay of them, from those before each
-    and the last, in the dtype of ``last``."""
+    """Return the states [rows * count, ...] after each block, before a fold's decay, given the states before each
+    block and the last state; in the dtype of ``last``."""
     rows = blocks.by_row(states)[:, 1:].to(last.dtype)
     after = torch.cat([rows, last.unsqueeze(1)], dim=1)
     if blocks.late is not None:

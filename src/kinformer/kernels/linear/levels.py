@@ -1,15 +1,16 @@
-"""Linear attention whose past is held by levels: log-linear attention (Guo, Yang, Goel, Xing, Dao and Kim 2025,
-"Log-Linear Attention", arXiv 2506.04761, equations 3 to 5).
+"""Linear attention with one state for each level of the past: log-linear attention (Guo, Yang, Goel, Xing, Dao and
+Kim 2025, "Log-Linear Attention", arXiv 2506.04761, equations 3 to 5).
 
     y_t = sum_{s <= t} lambda_t[level(t, s)] exp(G_t - G_s) (q_t . k_s) v_s,    level(t, s) = bits of t xor s
 
-with positions t, s and the logarithms G of the decay summed. Level 0 is the token itself; level l > 0 the 2^(l - 1)
-tokens before the position that t makes without its last l - 1 bits, if t has the bit before them (a Fenwick tree): the
-farther back, the coarser. With ``levels`` of them the last one holds all that is older, so that a state is constant.
+with positions t, s and the cumulative logarithms G of the decay. Level 0 is the token itself. Clear the last l - 1 bits
+of t: if bit l - 1 of the result is set, level l > 0 holds the 2^(l - 1) tokens before that position (a Fenwick tree),
+so levels are coarser farther back. With a limit of ``levels``, the last level holds all older tokens, and the size of
+the state is constant.
 
 The state S [batch, heads, levels, features, width] before position p holds at l - 1 the decayed sum of k_s v_s^T over
-level(p, s) = l. For a later t, tokens of one level of p are of one level of t: the higher of theirs and level(t, p).
-So a tile of tokens reads its pairs, and every level of the state that is not empty by one product.
+level(p, s) = l. For a later t, all tokens of one level of p belong to one level of t: the higher of their level and
+level(t, p). A tile of tokens therefore computes its pairs, and one product for every non-empty level of the state.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LeveledTokens(NamedTuple):
 
     def tiles(self, size: int) -> list[LeveledTokens]:
         """Return the tokens ``size`` at a time."""
-        # Not slices, the gradient of each of which is as long as the chunk.
+        # Not slices: the gradient of each slice is as long as the chunk.
         parts = [None if x is None else x.split(size, 1 + (index < 5)) for index, x in enumerate(self)]
         count = -(-self.q.shape[2] // size)
         return [LeveledTokens(*(None if x is None else x[i] for x in parts)) for i in range(count)]  # type: ignore[arg-type]
@@ -55,7 +56,7 @@ def leveled_attention(
     """Return the outputs [batch, heads, time, width] of a chunk after ``seen`` [batch] tokens, and the state after it,
     [batch, heads, levels * features, width].
 
-    impl: "reference" computes the pairs of all of the chunk, anything else those of TILE tokens at a time.
+    impl: "reference" computes all pairs of the chunk at once, anything else the pairs of TILE tokens at a time.
     """
     if tokens.log_decay is not None:
         tokens = tokens._replace(log_decay=_Laid.apply(tokens.log_decay.transpose(1, 2)).transpose(1, 2))
@@ -77,8 +78,8 @@ def leveled_attention(
 
 
 class _Laid(torch.autograd.Function):
-    """The identity, whose gradient is laid out as its input: in a graph of ``torch.compile`` the backward of softplus,
-    which decays are made by, takes no other."""
+    """The identity, with a gradient in the memory layout of its input: in a graph of ``torch.compile``, the backward of
+    softplus (which computes decays) requires this layout."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -90,9 +91,10 @@ class _Laid(torch.autograd.Function):
 
 
 class _Place(NamedTuple):
-    """Where the tokens of a tile stand: after ``start`` [batch] tokens of the sequence that the state is of; ``number``
-    [batch, time] of their sequences in the tile; ``end`` [batch] tokens of the last one behind it, ``last`` [batch,
-    time] those that are of it, ``stays`` [batch] whether the state is of it, too."""
+    """The places of the tokens of a tile. ``start`` [batch]: tokens of the carried sequence before the tile. ``number``
+    [batch, time]: the index of a token's sequence in the tile. ``end`` [batch]: tokens of the last sequence after the
+    tile. ``last`` [batch, time]: the token belongs to the last sequence. ``stays`` [batch]: the last sequence is the
+    carried one."""
 
     start: Tensor
     number: Tensor
@@ -110,7 +112,7 @@ def _place(tokens: LeveledTokens, start: Tensor) -> _Place:
 
 
 def _pairs(tokens: LeveledTokens, place: _Place, sums: Tensor | None) -> Tensor:
-    """Return what the tokens of a tile read of each other."""
+    """Return the outputs from pairs of tokens within a tile."""
     q, k, v, scales, _, positions, _, _ = tokens
     pairs = level(positions.unsqueeze(2), positions.unsqueeze(1), scales.shape[3] - 1)[:, None]
     weights = scales.gather(3, pairs.expand(-1, scales.shape[1], -1, -1)) * (q @ k.mT)
@@ -125,7 +127,7 @@ def _pairs(tokens: LeveledTokens, place: _Place, sums: Tensor | None) -> Tensor:
 
 
 def _read(tokens: LeveledTokens, states: Tensor, which: Tensor, place: _Place, sums: Tensor | None) -> Tensor:
-    """Return what the tile reads in ``states`` [batch, heads, n, features, width], levels ``which`` [n] of a state."""
+    """Return the outputs of a tile from ``states`` [batch, heads, n, features, width], the levels ``which`` [n]."""
     q, scales = tokens.q, tokens.scales
     reached = level(tokens.positions, place.start.unsqueeze(1), scales.shape[3] - 1)
     levels = torch.maximum(reached.unsqueeze(2), which + 1)[:, None].expand(-1, q.shape[1], -1, -1)
@@ -143,8 +145,9 @@ def _written(
     place: _Place,
     sums: Tensor | None,
 ) -> Tensor:
-    """Return the levels of the state after the tile from those ``states`` before it, [batch, heads, m or n, features,
-    width]; ``which``: the numbers of those before [n], after [m], and of those after that its tokens are in."""
+    """Return the levels of the state after the tile, given the levels ``states`` before it, [batch, heads, m or n,
+    features, width]. ``which``: the numbers of the levels before [n], of the levels after [m], and of the levels after
+    that contain tokens of the tile."""
     k, levels, (before, after, new) = tokens.k, tokens.scales.shape[3] - 1, which
     of = level(place.end.unsqueeze(1), tokens.positions, levels).unsqueeze(2) == new + 1
     share = (of & place.last.unsqueeze(2))[:, None].to(states.dtype)
@@ -184,7 +187,8 @@ def _host_counts(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
 def _counts_after(
     counts: list[int] | None, tokens: LeveledTokens, place: _Place
 ) -> tuple[list[int] | None, list[int] | None]:
-    """Return the tokens of the last sequence behind a tile, and those of them in it, as :func:`_host_counts` does."""
+    """Return the number of tokens of the last sequence after a tile, and how many lie in the tile, like
+    :func:`_host_counts`."""
     if counts is None:
         return None, None
     time = tokens.q.shape[2]
@@ -193,8 +197,8 @@ def _counts_after(
 
 
 def _levels(ends: list[int] | None, newest: list[int] | None, levels: int, device: torch.device) -> Tensor:
-    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens occupy, or of their ``newest`` ones; all
-    where the host has no counts."""
+    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens, or their ``newest`` tokens, occupy; all
+    levels if the counts are not on the host."""
     chosen = set(range(levels) if ends is None else ())
     for end, count in zip(ends or (), newest or (), strict=True):
         for index in range(levels):

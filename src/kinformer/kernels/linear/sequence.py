@@ -114,7 +114,7 @@ def check_call(name: str, q: Tensor, v: Tensor) -> None:
 
 
 def accumulator_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype of states and sums: that of the inputs, at least float32."""
+    """Return the dtype of states and sums: the inputs' dtype, at least float32."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

@@ -142,9 +142,9 @@ def accumulate(
     """Compute ``INNER`` rows and ``COLUMNS`` columns of S and z of one sequence, before every block and after the last
     one.
 
-    REVERSE: k and v are Q and Y, weights g or None, and states go from the last block to the first: those after every
-    block, and that before the first. retained [rows, count, m]: the logarithms of what is left of states behind a
-    block, or None.
+    REVERSE: k and v are Q and Y, weights g or None, and states run from the last block to the first: the states after
+    every block, and the state before the first. retained [rows, count, m]: the logarithms of the retained fraction of
+    a state after a block, or None.
     """
     row, f = tl.program_id(0).to(tl.int64), tl.program_id(1) * INNER + tl.arange(0, INNER)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -236,8 +236,7 @@ class Cut:
         self, a: Tensor, b: Tensor, x: Tensor, states: Tensor | None = None, *, transposed: bool = False,
         reverse: bool = False, strict: bool = False, dtype: torch.dtype | None = None, **normaliser: Unpack[Normaliser],
     ) -> Tensor:  # fmt: skip
-        """Run the kernel :func:`mix`, in ``dtype`` or that of x; the states, where
-        ``transposed``, are [rows, count, n, m]."""
+        """Run the kernel :func:`mix`, in ``dtype`` or in x's dtype; ``transposed`` states are [rows, count, n, m]."""
         out = torch.empty_like(x, dtype=dtype)
         m, n = a.shape[-1], x.shape[-1]
         extra = (normaliser.get(name) for name in ("weights", "sums_z", "divisor"))
@@ -271,8 +270,8 @@ class Cut:
         return (after * slopes.to(last.dtype)).flatten(2).sum(-1).view(-1, 1)
 
     def retained_gradient(self, states: Tensor, last: Tensor, slopes: Tensor) -> Tensor:
-        """Return the gradient of ``retained``, from the states [rows, count, m, n] before the blocks, the last one, and
-        the gradients of states behind each block, before they are reduced to what is retained."""
+        """Return the gradient of ``retained``, given the states [rows, count, m, n] before the blocks, the last state,
+        and the gradients of states after each block, before the factor ``retained``."""
         assert self.retained is not None
         after = torch.cat([states[:, 1:].to(last.dtype), last.unsqueeze(1)], 1)
         return (after * slopes.to(last.dtype)).sum(-1) / self.retained.exp()
@@ -295,9 +294,9 @@ class Normaliser(TypedDict, total=False):
 
 
 class Fold(NamedTuple):
-    """A decay by channel that queries and keys take up (``blocks.Fold``): factors ``read`` of queries and keys that are
-    read by, ``written`` of keys [batch, heads, time, m], ``initial`` of the state [batch, heads, m], and the logarithms
-    of what is ``retained`` of a state behind each block [rows, count, m]."""
+    """A decay by channel, applied to queries and keys (``Fold``): factors ``read`` of queries and erasing keys,
+    ``written`` of written keys [batch, heads, time, m], ``initial`` of the state [batch, heads, m], and the logarithms
+    of the ``retained`` fraction of a state after each block [rows, count, m]."""
 
     read: Tensor
     written: Tensor

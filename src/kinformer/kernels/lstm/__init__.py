@@ -78,12 +78,12 @@ _PAGES = 7 * 4096 // 2
 
 
 def _stand_in(x: Tensor, h: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return outputs of the right shapes where tensors have no numbers: all h_t [batch, time, width], h and c.
+    """Return outputs of the right shapes for meta and fake tensors: all h_t [batch, time, width], h and c.
 
-    The cost is that of the real call, which PyTorch hands to libraries whose products no counter sees:
-    2 * 4 width (dim + width) FLOPs a token forward, twice that backward, and what is kept for the backward. That is the
-    memory of oneDNN as measured (torch 2.13): 15.5 numbers per token and unit, 7 per token and feature of x beyond the
-    units, in some regions of whole pages.
+    The stand-in has the cost of the real call, which PyTorch passes to libraries that FLOP counters cannot see: 2 * 4
+    width (dim + width) FLOPs for a token forward, twice as many backward, and the memory saved for the backward. This
+    memory was measured for oneDNN (torch 2.13): 15.5 numbers per token and unit, 7 per token and feature of x beyond
+    the units, in some regions of whole pages.
     """
     w, u, w_bias, u_bias = weights
     before = h[:, None] + x[..., :1]
@@ -109,7 +109,7 @@ class _Work(torch.autograd.Function):
 
 @uncompiled("PyTorch's own LSTM is one operation")
 def _native_whole(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Run rows that are one sequence of full length each, going on from h and c."""
+    """Run rows of one full sequence each, from the initial h and c."""
     with _as_products(x.device):
         y, after, memory = torch._VF.lstm(
             x,
@@ -142,7 +142,7 @@ def _as_products(device: torch.device) -> Iterator[None]:
 def _native_ragged(
     x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor, reset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run sequences that begin at the tokens marked by ``reset`` (valid ones), and where a row goes on from h and c.
+    """Run the sequences that begin at valid tokens with ``reset``, and the sequences that continue from h and c.
 
     A sequence begins from zeros, whatever came before it, so all sequences of a chunk are independent. They run side by
     side, packed by their lengths without padding.

@@ -1,4 +1,5 @@
-"""The threshold of early exits, found on held-out text and stored in the run."""
+"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and stored in
+the run."""
 
 from __future__ import annotations
 
@@ -9,24 +10,15 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from kinformer.adaptive.rules import ThresholdConfig
 from kinformer.core.config import override
 from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, Tested, chosen, fixed_sequence, grid
+from kinformer.lab.calibration.search import Draw, outlook
 from kinformer.lab.evaluation.bits import Windows, measure
-from kinformer.lab.evaluation.exits import (
-    Draw,
-    Exited,
-    Samples,
-    Tested,
-    chosen,
-    fixed_sequence,
-    grid,
-    noting_exits,
-    outlook,
-    saved,
-    with_rule,
-)
+from kinformer.lab.evaluation.depths import Exited, noting_exits, saved, with_rule
 from kinformer.lab.runs.files import spooled
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings, TextTable
@@ -36,13 +28,27 @@ from kinformer.runtime.files import locked
 from kinformer.runtime.progress import ProgressCallback, progressing
 
 CALIBRATION = "calibration"
-"""The key of a run's ``data`` under which stands how its thresholds were found."""
+"""The key of a run's ``data`` that holds how its thresholds were found."""
+
+
+def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated | SearchResult:
+    """Find thresholds of the run in ``folder`` and write them into its config, in place of the thresholds before."""
+    if options.search is not None:
+        return search(folder, options)
+    return bound_risk(folder, options, quiet)
+
+
+# One threshold for all exits, whose risk is bounded (``lab.calibration.risk``).
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """The thresholds ``tested``, in order, and the ``chosen`` one, None if even the most careful failed, so that all
-    layers are used; the ``exits`` of new tokens with it; the identity of the ``data``; ``how`` samples were written."""
+    """The thresholds ``tested``, in order, and the ``chosen`` threshold, None if even the most careful failed, so that
+    tokens use all layers.
+
+    ``exits`` are the exits of new tokens with the chosen threshold, ``data`` is the identity of the data, ``how`` the
+    way in which samples were written.
+    """
 
     run: Run
     options: CalibrateOptions
@@ -55,7 +61,7 @@ class Calibrated:
 
     @property
     def saves(self) -> bool:
-        """Whether the chosen threshold saves FLOPs; one that does not is not stored in the run."""
+        """Whether the chosen threshold saves FLOPs; otherwise it is not stored in the run."""
         return self.exits is not None and self.exits.saves
 
     @property
@@ -81,7 +87,7 @@ class Calibrated:
 
     @property
     def text(self) -> tuple[TextTable | str, ...]:
-        """The thresholds that were tested, and a line about the chosen one."""
+        """The tested thresholds, and a line about the chosen threshold."""
         options, best = self.options, self.chosen
         rows = [(f"{step.threshold:.4f}", f"{step.risk:.4f}", f"{step.p:.3g}") for step in self.tested]
         what = (
@@ -89,31 +95,31 @@ class Calibrated:
             f"({plural(options.prompts, 'sample')})"
         )
         if best is None or self.exits is None:
-            result = f"{self.run.folder}: no threshold has {what}; all tokens go through all layers"
+            line = f"{self.run.folder}: no threshold has {what}; all tokens go through all layers"
         elif not self.saves:
-            result = (
+            line = (
                 f"{self.run.folder}: threshold {best.threshold:.4f} has {what}, but its exits cost as much as they "
                 f"save or more ({self.exits.text}), so it is not kept; all tokens go through all layers "
                 f"(fewer exits, {marked('after')}, cost less)"
             )
         else:
-            result = f"{self.run.folder}: threshold {best.threshold:.4f} has {what}: {self.exits.text}"
-        return TextTable(("threshold", f"{options.consistency} loss", "p"), rows, (0, 1, 2)), result
+            line = f"{self.run.folder}: threshold {best.threshold:.4f} has {what}: {self.exits.text}"
+        return TextTable(("threshold", f"{options.consistency} loss", "p"), rows, (0, 1, 2)), line
 
 
-def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated:
-    """Find the threshold of the run in ``folder`` and write it into its config, in place of the one before."""
+def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated:
+    """Find the lowest threshold whose risk is bounded, and write it into the run."""
     run = open_run(folder)
-    check_exits(run)
+    check_thresholds(run)
     device = options.prepare(options.seed)
-    changes = placed(run, options)
+    changes = exit_changes(run, options)
     if options.decay_tokens is not None:
         changes["stack.rule.decay_tokens"] = options.decay_tokens
     model = run.model({"stack.rule.thresholds": [], **changes}).to(device)
     model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
     started_at = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
-        samples = run.task.samples(run, model, options.sampling(data))
+        samples = run.task.samples(run, model, replace(options, data=data))
         steps = grid(options.thresholds)
         with progressing(quiet, "calibrating") as progress:
             epsilon = 1 - options.confidence
@@ -139,7 +145,7 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
 def _risk(
     samples: Samples, options: CalibrateOptions, progress: ProgressCallback | None, count: int
 ) -> Callable[[float], float]:
-    """Return the mean loss of all samples at a threshold, the empirical risk."""
+    """Return the function threshold -> mean loss of all samples, the empirical risk."""
 
     def risk(threshold: float) -> float:
         if progress is not None:
@@ -149,62 +155,20 @@ def _risk(
     return risk
 
 
-def check_exits(run: Run) -> None:
-    """Refuse runs whose exits have no threshold."""
-    from kinformer.stacks.exit_rules import ThresholdConfig
-
-    rule = getattr(run.config.stack, "rule", None)
-    if not isinstance(rule, ThresholdConfig):
-        what = (
-            "no token leaves early" if rule is None else f"tokens leave by the rule {rule.kind!r}, without a threshold"
-        )
-        raise KinformerError(
-            f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
-            "softmax_response, saturation or classifier."
-        )
-
-
 def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, object]:
     names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "after", "seed")
     measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
     return {name: getattr(options, name) for name in names} | measured
 
 
-def placed(run: Run, options: CalibrateOptions) -> dict[str, object]:
-    """Return the change of the run's config that puts its exits where ``options`` say."""
-    layers = options.layers()
-    if layers is None:
-        return {}
-    if getattr(run.config.stack, "classifiers", None) == "separate":
-        raise KinformerError(
-            f"`after` {options.after}: each exit of {run.folder} has learnt a head of its own, so "
-            "exits stay where they are; train with `set` stack.after=[...], or with stack.classifiers=tied."
-        )
-    return {"stack.rule.thresholds": [], "stack.after": layers}
-
-
-def keep(
-    run: Run,
-    thresholds: Sequence[float],
-    choice: Mapping[str, object],
-    data: Mapping[str, object],
-    changes: Mapping[str, object],
-) -> Run:
-    """Save the run with its ``thresholds``, the ``choice`` that led to them and the ``changes`` of its config."""
-    config = override(run.config, dict(changes) | {"stack.rule.thresholds": list(thresholds)}, kinds())
-    run_ = replace(run, config=config, data=dict(run.data) | {CALIBRATION: dict(choice) | {"data": dict(data)}})
-    run_.save()
-    return run_
-
-
-# Thresholds of every exit, found by random search on held-out text, measured, and stored in the run.
+# A threshold for every exit, found by random search on held-out text (``lab.calibration.search``) and then measured.
 
 TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """Evaluation in windows, as the run was trained."""
+    """The settings of an evaluation in windows of the run's training length."""
 
     context: str
     overlap: float = 0.0
@@ -212,8 +176,11 @@ class _Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, beside the bits of ``all_layers``;
-    thresholds are empty where none stayed within the tolerance. ``curve``: the draws that were better than others."""
+    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, and the bits per byte of
+    ``all_layers``.
+
+    Thresholds are empty if none stayed within the tolerance. ``curve`` are the draws that no other draw beats.
+    """
 
     run: Run
     thresholds: tuple[float, ...]
@@ -240,7 +207,7 @@ class SearchResult:
 
     @property
     def text(self) -> tuple[str]:
-        """A line with the thresholds, their bits per byte and what they save."""
+        """A line with the thresholds, their bits per byte and their savings."""
         if self.exits is None:
             return (f"{self.run.folder}: no thresholds cost so little; all tokens go through all layers",)
         thresholds = ", ".join(f"{threshold:.4f}" for threshold in self.thresholds)
@@ -251,9 +218,9 @@ class SearchResult:
 
 
 def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
-    """Search the thresholds of the run in ``folder`` and write them into its config, in place of those before."""
+    """Search a threshold for every exit of the run in ``folder``, and write the thresholds into the run."""
     run = open_run(folder)
-    check_exits(run)
+    check_thresholds(run)
     if not run.task.data.running_text:
         raise KinformerError(
             f"`search` {options.search}: looks at running text, which runs of the task {run.task.name} do not read; "
@@ -266,21 +233,21 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         limit = BYTES if options.max_bytes is None else options.max_bytes
         held = held_out(run, EvaluationSettings(data=data, split=options.split, max_bytes=limit))
         held.split.require(2, "a search")
-        changes = placed(run, options)
+        changes = exit_changes(run, options)
         model = run.model(changes | {"stack.rule.thresholds": [1.0]}).to(device)
         windows = main_windows(run, model, _Windows(str(run.training.get("length") or model.max_length)))
         assert windows is not None
-        outlook_ = outlook(model, held.split, windows)
-        curve = outlook_.search(options.search, options.seed)
+        predictions = outlook(model, held.split, windows)
+        curve = predictions.search(options.search, options.seed)
         with with_rule(model.stack, None):
             all_layers = measure(model, held.split, windows).bits_per_byte
         room = tolerance * log(2) * held.split.bytes / len(held.split)
-        fitting = [draw for draw in curve if draw.nats <= float(outlook_.nats[-1].mean()) + room]
+        fitting = [draw for draw in curve if draw.nats <= float(predictions.nats[-1].mean()) + room]
         thresholds, bits, exits = _first_within(model, held, windows, fitting[:TRIED], all_layers + tolerance)
         record = {"search": options.search, "tolerance": tolerance, "after": options.after, "seed": options.seed}
-        retained = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
+        stored = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
     return SearchResult(
-        run=retained,
+        run=stored,
         thresholds=thresholds,
         bits_per_byte=bits if thresholds else all_layers,
         all_layers=all_layers,
@@ -302,3 +269,46 @@ def _first_within(
         if bits <= limit and noted.result is not None:
             return draw.thresholds, bits, saved(model, noted.result, windows.context // 2)
     return (), limit, None
+
+
+# The run before and after a calibration.
+
+
+def check_thresholds(run: Run) -> None:
+    """Refuse a run whose exits have no threshold."""
+    rule = getattr(run.config.stack, "rule", None)
+    if not isinstance(rule, ThresholdConfig):
+        what = (
+            "no token leaves early" if rule is None else f"tokens leave by the rule {rule.kind!r}, without a threshold"
+        )
+        raise KinformerError(
+            f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
+            "softmax_response, saturation or classifier."
+        )
+
+
+def exit_changes(run: Run, options: CalibrateOptions) -> dict[str, object]:
+    """Return the changes of the run's config that put its exits after the layers that ``options`` name."""
+    layers = options.layers()
+    if layers is None:
+        return {}
+    if getattr(run.config.stack, "classifiers", None) == "separate":
+        raise KinformerError(
+            f"`after` {options.after}: each exit of {run.folder} has learnt a head of its own, so "
+            "exits stay where they are; train with `set` stack.after=[...], or with stack.classifiers=tied."
+        )
+    return {"stack.rule.thresholds": [], "stack.after": layers}
+
+
+def keep(
+    run: Run,
+    thresholds: Sequence[float],
+    choice: Mapping[str, object],
+    data: Mapping[str, object],
+    changes: Mapping[str, object],
+) -> Run:
+    """Save the run with its ``thresholds``, the ``choice`` that led to them and the ``changes`` of its config."""
+    config = override(run.config, dict(changes) | {"stack.rule.thresholds": list(thresholds)}, kinds())
+    run_ = replace(run, config=config, data=dict(run.data) | {CALIBRATION: dict(choice) | {"data": dict(data)}})
+    run_.save()
+    return run_

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from kinformer.lab.runs.options import Machine
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
-
-if TYPE_CHECKING:
-    from kinformer.lab.evaluation.exits import Sampling
 
 MAX_THRESHOLDS, MAX_DRAWN = 10_000, 1_000_000
 
@@ -18,9 +15,9 @@ MAX_THRESHOLDS, MAX_DRAWN = 10_000, 1_000_000
 class CalibrateOptions(Machine):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
-    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss, between
-    0 and 1, is how much what is written with early exits differs from that of all layers (textual), or how much worse
-    it is (risk).
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
+    0 and 1: the difference between the text with early exits and the text of all layers (textual), or how much worse
+    the text with early exits is (risk).
     """
 
     risk: float = 0.05
@@ -28,13 +25,13 @@ class CalibrateOptions(Machine):
     confidence: float = 0.95
     """The probability with which the bound holds."""
     consistency: Literal["textual", "risk"] = "textual"
-    """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much the continuation's
-    1 - ROUGE-L to the text itself, of a translation to the reference, is larger with early exits than without."""
+    """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much 1 - ROUGE-L of the
+    continuation and the text itself, or of the translation and its reference, is larger with early exits."""
     bound: Literal["bentkus", "hoeffding"] = "bentkus"
     """Which inequality bounds the risk by the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
-    takes more samples for the same."""
+    needs more samples for the same bound."""
     data: str | None = None
-    """The text: a path, - for standard input, or stdlib; the run's own if not given."""
+    """The text: a path, - for standard input, or stdlib; the run's data if not given."""
     split: str = "validation"
     """Which part of the data: train, validation or test. Evaluate the result on another part."""
     prompts: int = 1000
@@ -50,10 +47,10 @@ class CalibrateOptions(Machine):
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
     decay_tokens: float | None = None
     """Thresholds fall to nine tenths by exp(-position / this many tokens), stricter at the beginning (CALM, equation 5;
-    a quarter of the longest text there). The run's own if not given, which is none by default."""
+    a quarter of the longest text there). If not given, the run's setting, by default none."""
     after: str | None = None
     """Layers behind which tokens may leave, from 1, as in 2,4: an exit pays where its prediction costs less than the
-    layers behind it. Those of the run if not given."""
+    layers behind it. The run's exits if not given."""
     batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
@@ -85,7 +82,7 @@ class CalibrateOptions(Machine):
         for name in ("tolerance", "max_bytes"):
             if getattr(self, name) is not None:
                 raise KinformerError(f"{marked(name)}: is for `search`; give `search` N too, or leave it out.")
-        from kinformer.lab.evaluation.exits import samples_needed
+        from kinformer.lab.calibration.risk import samples_needed
 
         needed = samples_needed(self.risk, 1 - self.confidence, self.bound)
         if self.prompts < needed:
@@ -100,21 +97,6 @@ class CalibrateOptions(Machine):
             return None if self.after is None else [int(layer) for layer in self.after.split(",")]
         except ValueError:
             raise KinformerError(f"`after` {self.after}: is not a list of layers; write as in 2,4.") from None
-
-    def sampling(self, data: str | None) -> Sampling:
-        """Return how samples are drawn from ``data`` (None: the run's) and written."""
-        from kinformer.lab.evaluation.exits import Sampling
-
-        return Sampling(
-            size=self.prompts,
-            data=data,
-            split=self.split,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            prompt_tokens=self.prompt_tokens,
-            new_tokens=self.new_tokens,
-            beam=self.beam,
-        )
 
     def _check_search(self) -> None:
         require("search", self.search, 1, MAX_DRAWN)

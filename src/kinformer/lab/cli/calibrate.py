@@ -13,10 +13,10 @@ from kinformer.lab.cli.output import print_blocks, print_json
 class Options(CalibrateOptions, Printing):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
-    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss, between
-    0 and 1, is how much what is written with early exits differs from that of all layers (textual), or how much worse
-    it is (risk).
-    With --search thresholds of every exit are found by what they cost in bits per byte instead.
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
+    0 and 1: the difference between the text with early exits and the text of all layers (textual), or how much worse
+    the text with early exits is (risk).
+    With --search, thresholds of every exit are found by their cost in bits per byte instead.
     """
 
     folder: RunFolder
@@ -25,7 +25,7 @@ class Options(CalibrateOptions, Printing):
 
 def run(options: Options) -> int:
     """Calibrate the run, print the result, and return the exit status."""
-    from kinformer.lab.calibration.run import calibrate
+    from kinformer.lab.calibration.calibrate import calibrate
 
     result = calibrate(options.folder, options_as(CalibrateOptions, options), quiet=options.json or options.quiet)
     if options.json:

@@ -24,8 +24,7 @@ from kinformer.lab.comparison.cache import key_of
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.record import FactSheet, Results
 from kinformer.lab.data import FileTokenizer
-from kinformer.lab.drawing.formulas import Formula, formulas
-from kinformer.lab.drawing.text import pictures
+from kinformer.lab.drawing.text import Formula, formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes
 from kinformer.lab.runs.create import check_source, checked, group_of, named_data, planner_for
 from kinformer.lab.runs.minutes import resized

@@ -61,7 +61,7 @@ class KeyedDecoder(nn.Module):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
-        if decoder.exit_heads is not None:
+        if getattr(decoder, "exit_heads", None) is not None:
             raise KinformerError(
                 "the decoder's exits have heads of their own, of which a datastore knows one only; give a run with "
                 "tied classifiers (stack.classifiers=tied)."
@@ -90,8 +90,7 @@ class KeyedDecoder(nn.Module):
     def _probe(self) -> int | None:
         """Return the width of the last layer's feed-forward input; None unless that is one vector of every token."""
         stack = self.decoder.stack
-        skips = bool(stack.exits) or stack.halting is not None
-        if skips or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
+        if stack.adaptive or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
             return None
         tokens = self.decoder.input.example(1, 2, self.decoder.input.device)
         with torch.no_grad(), self._tapped() as seen:

@@ -1,51 +1,51 @@
-"""Pictures of a trained run: its exits, buckets, experts, spans, chosen blocks, and attention to an image."""
+"""Pictures of a trained run: exits, buckets, experts, spans and chosen blocks of a text, and attention to an image."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeAlias
-from unittest.mock import patch
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.blocks.experts import Experts
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.core.model import CausalModel, StackedModel
+from kinformer.core.model import StackedModel
+from kinformer.core.probe import NoWeights, probing
 from kinformer.core.span import Span, TokenSpan
 from kinformer.inputs.images import Patches
-from kinformer.lab.drawing.image import HeatOver, ImageDrawing, WindowsOver
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import MOST_CELLS, HeatPanel, PatternPanel, numbered
-from kinformer.lab.drawing.text import ColouredText
+from kinformer.lab.drawing.pictures import ColouredText, HeatOver, Picture, SeenImage, WindowsOver, picture_of
 from kinformer.lab.evaluation.bits import Windows, cut
-from kinformer.lab.evaluation.exits import EarlyExitRecorder, Exited, early_exit_stack
+from kinformer.lab.evaluation.depths import EarlyExitRecorder, early_exit_stack
 from kinformer.lab.runs.run import Run, open_run
-from kinformer.lab.runs.trace import AttentionTrace, trace, weights_of
+from kinformer.lab.runs.trace import trace, weights_of
 from kinformer.lab.runs.trace_options import TraceOptions
 from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.shared.classes import classes_of
 from kinformer.lab.tasks.shared.images import pictures
 from kinformer.lab.tasks.shared.text import held_out, main_windows
 from kinformer.lab.tasks.vision.work import probabilities_of
-from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 
-# What all pictures of a run's text share: the run, its tokens, and the pieces of text that they stand for.
+# The text of a run's data, or another, with a colour for every token.
 
+TEXT_OPTIONS = ("exits", "buckets", "experts", "blocks", "data")
 TOKENS, MAX_TOKENS = 1200, 6000
-TRACED = 512
-"""Tokens of a text that is read as a whole, where no length was asked: its attention takes the square of them."""
+TRACED, BLOCKS = 512, 32
+"""Tokens, or blocks, of a text that is read as a whole, unless an option gives a length."""
 
 
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
-    """Return the run whose text the option ``what`` draws; refuse options that it does not read, ``unread`` among them,
-    and runs that read no text."""
+    """Return the run whose text the option ``what`` draws.
+
+    Errors: ``KinformerError`` for options that it does not read, ``unread`` among them, and for runs that read no text.
+    """
     others = ("pattern", "position", *unread, "image_width")
     if wrong := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"`{what}` draws a text, and knows no {', '.join(wrong)}; leave them out.")
@@ -63,66 +63,118 @@ def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarra
     return np.array(split.tokens(0, count + 1), np.int64)
 
 
-def pieces_of(run: Run, tokens: list[int], groups: Sequence[int | None]) -> list[tuple[str, int | None]]:
-    """Return each token's text with its group; characters of several tokens stand with the last."""
+def _text(
+    run: Run,
+    ids: Sequence[int],
+    groups: Sequence[int | None],
+    title: str,
+    legend: str,
+    labels: Sequence[str],
+    ordered: bool = False,
+) -> Picture:
+    """Return the picture of a text, every token in the colour of its group; the bytes of one character stand with the
+    last of them."""
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
-    pieces = [(stream.feed(token), group) for token, group in zip(tokens, groups, strict=True)]
-    return [*pieces, (stream.finish(), None)]
+    pieces = [(stream.feed(token), group) for token, group in zip(ids, groups, strict=True)]
+    pieces.append((stream.finish(), None))
+    content = ColouredText(pieces=pieces, legend=legend, labels=labels, ordered=ordered)
+    return Picture(title=f"{run.folder.name} ({run.member}){title}", content=content)
 
 
-# The text of a run's data, or another, with the bucket or cluster that a head of the run sorts each token into.
+def _grouped(
+    run: Run, ids: Sequence[int], groups: Sequence[int], members: Sequence[int], legend: str, title: str
+) -> Picture:
+    """Return the picture of a text in groups without an order; ``members`` is the number of tokens of each."""
+    labels = [f"{number}  {count / len(ids):.0%}" for number, count in enumerate(members, start=1)]
+    return _text(run, ids, groups, title, legend, labels)
 
 
-def text_by_buckets(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
-    """Return the first ``options.length`` tokens of the text, coloured by the bucket of the first round, and facts:
-    ``layer``, ``head`` and the number of ``tokens`` in every bucket."""
+def text_by_buckets(options: DrawOptions) -> Picture:
+    """Draw the text in the colours of the buckets or clusters of one head, in the first round."""
     run = text_run(options, "buckets")
     assert run.tokenizer is not None
     tokens = tokens_of(run, options)[: options.length or TRACED].tolist()
     layers = None if options.layer is None else str(options.layer)
-    text = run.tokenizer.decode(tokens)
     settings = TraceOptions(layers=layers, max_tokens=len(tokens), set=options.set, seed=options.seed, device="cpu")
-    traced = trace(run.folder, text, settings)
+    traced = trace(run.folder, run.tokenizer.decode(tokens), settings)
     site = next((item for item in traced.attention if item.buckets is not None), None)
-    if site is None:
+    if site is None or site.buckets is None:
         raise KinformerError(
             f"{run.folder}: no head of {'this layer' if layers else 'this run'} attends within buckets or clusters; "
             "give a run of reformer or routing."
         )
-    head, groups = _head(site, options)
-    count = max(groups) + 1
-    members = [groups.count(group) for group in range(count)]
-    title = (
-        f"{run.folder.name} ({run.member}), layer {site.layer}, head {head}: {plural(len(groups), 'token')} in "
-        f"{plural(sum(map(bool, members)), 'group')}"
-    )
-    coloured = ColouredText(
-        title=title,
-        pieces=pieces_of(run, traced.ids.tolist(), groups),
-        legend="group",
-        labels=[f"{group + 1}  {number / len(groups):.0%}" for group, number in enumerate(members)],
-        ordered=False,
-    )
-    return coloured, {"layer": site.layer, "head": head, "tokens": members}
-
-
-def _head(site: AttentionTrace, options: DrawOptions) -> tuple[int, list[int]]:
-    """Return the head of ``options``, or the first that has buckets, and the buckets of its first round."""
-    assert site.buckets is not None
-    sorting = {
-        number: item[0].tolist() for number, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0
-    }
+    sorting = {head: item[0].tolist() for head, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0}
     head = options.head or min(sorting)
     if head not in sorting:
         raise KinformerError(
-            f"`head` {head}: does not attend within buckets or clusters; those that do are "
+            f"`head` {head}: does not attend within buckets or clusters; the heads that do are "
             f"{', '.join(map(str, sorting))}."
         )
-    return head, sorting[head]
+    groups = sorting[head]
+    members = [groups.count(group) for group in range(max(groups) + 1)]
+    used = plural(sum(map(bool, members)), "group")
+    title = f", layer {site.layer}, head {head}: {plural(len(groups), 'token')} in {used}"
+    picture = _grouped(run, traced.ids.tolist(), groups, members, "group", title)
+    return replace(picture, facts={"layer": site.layer, "head": head, "tokens": members})
 
 
-# The text of a run's data, or another, with the exits by which its tokens were predicted.
+def text_by_experts(options: DrawOptions) -> Picture:
+    """Draw the text in the colours of the experts of largest weight in one layer; the facts hold the number of
+    ``tokens`` of every expert, and its ``share`` of all weights."""
+    run = text_run(options, "experts", "head")
+    tokens = tokens_of(run, options)[: options.length or TRACED]
+    seen = _shown(run.model(options.set).eval(), "experts", torch.from_numpy(tokens[None]))
+    if not seen:
+        raise KinformerError(
+            f"{run.folder}: no layer of this run has experts; give a run of mixtral, or of deepseek's kind."
+        )
+    layer = options.layer or min(seen)
+    if layer not in seen:
+        raise KinformerError(
+            f"`layer` {layer}: has no experts; the layers with experts are {', '.join(map(str, seen))}."
+        )
+    experts, (weights, count) = seen[layer][0], (seen[layer][1][name] for name in ("weights", "count"))
+    first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
+    members = first.bincount(minlength=count).tolist()
+    share = torch.zeros(count, dtype=torch.float64).index_add_(0, experts.flatten(), weights.double().flatten())
+    used = f"{sum(map(bool, members))} of {count} are used"
+    title = f", layer {layer}: the first expert of {plural(len(tokens), 'token')}; {used}"
+    picture = _grouped(run, tokens.tolist(), first.tolist(), members, "expert", title)
+    return replace(picture, facts={"layer": layer, "tokens": members, "share": (share / share.sum()).tolist()})
+
+
+def text_by_exits(options: DrawOptions) -> Picture:
+    """Draw the text in the colours of the exits by which its tokens were predicted."""
+    run = text_run(options, "exits", "layer", "head")
+    model = run.model(options.set)
+    stack = early_exit_stack(model)
+    if stack is None:
+        raise KinformerError(
+            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
+            "give a threshold by `set` stack.rule.thresholds=[0.9]."
+        )
+    tokens = tokens_of(run, options)
+    # Of all but the last token, with half a window or more of text before each.
+    windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
+    hook = stack.left.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0]))
+    try:
+        with torch.inference_mode():
+            for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
+                model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
+                seen[-1] = seen[-1][window.unscored :]
+    finally:
+        hook.remove()
+    exits, recorder = torch.cat(seen), EarlyExitRecorder(stack)
+    recorder.note(exits, None)
+    exited = recorder.result
+    assert exited is not None
+    shares = zip(exited.layers, exited.tokens, strict=True)
+    labels = [f"{layers}  {count / sum(exited.tokens):.0%}" for layers, count in shares]
+    title = f": {exited.layers_per_token:.2f} of {plural(exited.layers[-1], 'layer')} per token"
+    groups = [None, *exits.tolist()]
+    picture = _text(run, tokens.tolist(), groups, title, legend="layers", labels=labels, ordered=True)
+    return replace(picture, lines=[exited.text], facts=exited.facts)
 
 
 @dataclass(frozen=True)
@@ -133,215 +185,63 @@ class _Windows:
     overlap: float = 0.5
 
 
-def text_by_exits(options: DrawOptions) -> tuple[ColouredText, Exited]:
-    """Return the first ``options.length`` tokens of the text, coloured by the exits by which they were predicted, and
-    the number of tokens by exit."""
-    run = text_run(options, "exits", "layer", "head")
-    model = run.model(options.set)
-    if early_exit_stack(model) is None:
-        raise KinformerError(
-            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
-            "give a threshold by `set` stack.rule.thresholds=[0.9]."
-        )
-    tokens = tokens_of(run, options)
-    exits, exited = _exits(run, model, tokens)
-    total = sum(exited.tokens)
-    shares = zip(exited.layers, exited.tokens, strict=True)
-    depth = f"{exited.layers_per_token:.2f} of {plural(exited.layers[-1], 'layer')} per token"
-    text = ColouredText(
-        title=f"{run.folder.name} ({run.member}): {depth}",
-        pieces=pieces_of(run, tokens.tolist(), [None, *exits]),
-        legend="layers",
-        labels=[f"{layers}  {tokens / total:.0%}" for layers, tokens in shares],
-        ordered=True,
-    )
-    return text, exited
+def _shown(model: StackedModel, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+    """Return the first value that each layer shows at a point of ``core.probe`` while the model reads ``tokens`` [1,
+    time], and its facts, by the layer's number."""
+    seen: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+    number = 0
 
+    def enter(entered: int, *_: object) -> None:
+        nonlocal number
+        number = entered
 
-def _exits(run: Run, model: CausalModel, tokens: np.ndarray) -> tuple[list[int], Exited]:
-    """Return the exits of all but the last of ``tokens``, read with half a window or more of text before each."""
-    windows, seen = main_windows(run, model, _Windows(), beside_lengths=True), []
-    stack = early_exit_stack(model)
-    assert stack is not None
-    hook = stack.left.register_forward_hook(lambda _, unread, __: seen.append(unread[0][0]))
-    try:
-        with torch.inference_mode():
-            for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
-                model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
-                seen[-1] = seen[-1][window.unscored :]
-    finally:
-        hook.remove()
-    recorder = EarlyExitRecorder(stack)
-    recorder.note(torch.cat(seen), None)
-    assert recorder.result is not None
-    return torch.cat(seen).tolist(), recorder.result
+    def observe(value: Tensor, at: int, **facts: Any) -> Tensor:
+        seen.setdefault(number, (value, facts))
+        return value
 
-
-# The text of a run's data, or another, with the expert that a layer of the run sends each token to.
-
-
-def text_by_experts(options: DrawOptions) -> tuple[ColouredText, dict[str, object]]:
-    """Return the first ``options.length`` tokens of the text, coloured by the expert of largest weight, and facts:
-    ``layer``, the number of ``tokens`` of every expert, and its ``share`` of all weights."""
-    run = text_run(options, "experts", "head")
-    model = run.model(options.set).eval()
-    layer, mixture = _mixture(model, options, str(run.folder))
-    tokens = tokens_of(run, options)[: options.length or TRACED]
-    experts, weights = _chosen(model, mixture, torch.from_numpy(tokens[None]))
-    first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
-    count: int = mixture.config.num_experts
-    members = first.bincount(minlength=count).tolist()
-    share = torch.zeros(count, dtype=torch.float64).index_add_(0, experts.flatten(), weights.double().flatten())
-    share = share / share.sum()
-    title = (
-        f"{run.folder.name} ({run.member}), layer {layer}: the first expert of {plural(len(tokens), 'token')}; "
-        f"{sum(map(bool, members))} of {count} are used"
-    )
-    coloured = ColouredText(
-        title=title,
-        pieces=pieces_of(run, tokens.tolist(), first.tolist()),
-        legend="expert",
-        labels=[f"{number}  {number_of / len(tokens):.0%}" for number, number_of in enumerate(members, start=1)],
-        ordered=False,
-    )
-    return coloured, {"layer": layer, "tokens": members, "share": share.tolist()}
-
-
-def _mixture(model: StackedModel, options: DrawOptions, folder: str) -> tuple[int, Experts]:
-    """Return the layer of ``options``, or the first that has experts, and its mixture."""
-    mixtures: dict[int, Experts] = {}
-    for number, layer in enumerate(model.stack.layers, start=1):
-        for module in layer.modules():
-            if isinstance(module, Experts):
-                mixtures.setdefault(number, module)
-    layer_number = options.layer or min(mixtures, default=0)
-    if layer_number in mixtures:
-        return layer_number, mixtures[layer_number]
-    if not mixtures:
-        raise KinformerError(
-            f"{folder}: no layer of this run has experts; give a run of mixtral, or of deepseek's kind."
-        )
-    raise KinformerError(
-        f"`layer` {layer_number}: has no experts; those that have some are {', '.join(map(str, mixtures))}."
-    )
-
-
-def _chosen(model: nn.Module, mixture: Experts, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts [1, time, topk] of ``tokens`` [1, time] and their weights."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    hook = mixture.selection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    try:
-        with torch.inference_mode():
-            model(tokens)
-    finally:
-        hook.remove()
-    return seen[0]
-
-
-# How far the heads of a trained model look back, where that was learnt: span by layer and head.
-
-
-def span_panel(model: nn.Module, title: str) -> HeatPanel:
-    """Return the spans in tokens, [layers, heads], of the layers of ``model`` that learn them, in order."""
-    spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
-    if any(isinstance(module, TokenSpan) for module in model.modules()):
-        raise KinformerError(
-            f"`spans`: the spans of {title} follow from its tokens, so that no table says them; draw a run whose heads "
-            "have spans of their own (span=soft_span)."
-        )
-    if not spans:
-        raise KinformerError(
-            f"`spans`: {title} learns no spans; train one that does, as adaptive-span or with "
-            "`set` layers.*.mixer.span=soft_span."
-        )
-    if len({len(heads) for heads in spans}) > 1:
-        raise KinformerError(f"`spans`: the layers of {title} differ in heads, which is no table; draw another model.")
-    return HeatPanel(
-        place="",
-        name="learnt span in tokens",
-        values=np.array(spans),
-        rows="layer",
-        columns="head",
-        signed=False,
-        first=1,
-    )
+    with ExitStack() as hooks, probing(**{point: observe}), torch.inference_mode():
+        for index, layer in enumerate(model.stack.layers, start=1):
+            for module in layer.modules():
+                hooks.callback(module.register_forward_pre_hook(partial(enter, index)).remove)
+        model(tokens)
+    return seen
 
 
 # The blocks of keys that the queries of a trained run chose on a text, by layer and head.
 
-Choose: TypeAlias = Callable[..., tuple[Tensor | None, Tensor]]
-BLOCKS = 32
-"""Blocks of a text, where no length was asked."""
 
-
-def chosen_panels(options: DrawOptions) -> tuple[list[PatternPanel], str]:
-    """Return a panel for every layer and for all heads in it that choose together, of what they see of the first
-    ``options.length`` tokens, without the branches that choose nothing; and a title."""
+def chosen_blocks(options: DrawOptions) -> Picture:
+    """Draw a panel for every layer and for all heads in it that choose together: what they see of the text's first
+    tokens, without the branches that choose nothing."""
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
-    mixers = _mixers(model, options, str(run.folder))
-    block = max(mixer.config.block for mixer in mixers.values())
-    length = options.length or min(MAX_TOKENS, max(TRACED, BLOCKS * block))
+    blocks = [facts["block"] for _, facts in _shown(model, "choices", torch.zeros(1, 1, dtype=torch.int64)).values()]
+    if not blocks:
+        raise KinformerError(f"{run.folder}: no layer of this run chooses blocks; give a run of moba or nsa.")
+    length = options.length or min(MAX_TOKENS, max(TRACED, BLOCKS * max(blocks)))
     tokens = torch.from_numpy(tokens_of(run, options, length)[:length])
-    chosen, panels = _choices(model, mixers, tokens[None]), []
-    for number, mixer in mixers.items():
-        for heads, choice in _by_head(mixer, chosen[number][0], options):
-            place = f"layer {number}, {numbered('head', heads)}"
-            panels.append(_panel(mixer.config, choice, place))
-    return panels, f"{run.folder.name} ({run.member}): blocks that {plural(len(tokens), 'token')} chose"
-
-
-def _mixers(model: StackedModel, options: DrawOptions, folder: str) -> dict[int, ChosenBlocks]:
-    """Return the mixers that choose blocks by the number of their layer: the one that was asked for, or all."""
-    mixers = {
-        number: module
-        for number, layer in enumerate(model.stack.layers, start=1)
-        for module in layer.modules()
-        if isinstance(module, ChosenBlocks)
-    }
-    if not mixers:
-        raise KinformerError(f"{folder}: no layer of this run chooses blocks; give a run of moba or nsa.")
-    if options.layer is None:
-        return mixers
-    if options.layer not in mixers:
+    chosen = _shown(model, "choices", tokens[None])
+    if options.layer is not None and options.layer not in chosen:
         raise KinformerError(
-            f"`layer` {options.layer}: chooses no blocks; those that do are {', '.join(map(str, mixers))}."
+            f"`layer` {options.layer}: chooses no blocks; the layers that do are {', '.join(map(str, chosen))}."
         )
-    return {options.layer: mixers[options.layer]}
+    panels = []
+    for number in chosen if options.layer is None else [options.layer]:
+        choices, facts = chosen[number]
+        if options.head is not None and options.head > facts["heads"]:
+            raise KinformerError(f"`head` {options.head}: the layer has {plural(facts['heads'], 'head')}.")
+        together = facts["heads"] // choices.shape[1]
+        for index, choice in enumerate(choices[0]):
+            heads = range(index * together, (index + 1) * together)
+            if options.head is None or options.head - 1 in heads:
+                panels.append(_choice_panel(choice, facts, f"layer {number}, {numbered('head', heads)}"))
+    title = f"{run.folder.name} ({run.member}): blocks that {plural(len(tokens), 'token')} chose"
+    return picture_of("run", title, panels)
 
 
-def _choices(model: nn.Module, mixers: dict[int, ChosenBlocks], tokens: Tensor) -> dict[int, Tensor]:
-    """Return what each mixer's queries chose, [1, choosers, time, count] as ``kernels.chosen.choose`` has it."""
-    chosen: dict[int, Tensor] = {}
-    with ExitStack() as stack, torch.inference_mode():
-        for number, mixer in mixers.items():
-            choose: Choose = mixer._choose
-
-            def choose_and_record(
-                *call: object, number: int = number, choose: Choose = choose
-            ) -> tuple[Tensor | None, Tensor]:
-                compressed, chosen[number] = choose(*call)
-                return compressed, chosen[number]
-
-            stack.enter_context(patch.object(mixer, "_choose", choose_and_record))
-        model(tokens)
-    return chosen
-
-
-def _by_head(mixer: ChosenBlocks, chosen: Tensor, options: DrawOptions) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield heads (from 0) that choose together, and their choice [time, count]; of ``options.head`` alone if set."""
-    together = mixer.config.num_heads // len(chosen)
-    if options.head is not None and options.head > mixer.config.num_heads:
-        raise KinformerError(f"`head` {options.head}: the layer has {plural(mixer.config.num_heads, 'head')}.")
-    for index, choice in enumerate(chosen):
-        heads = list(range(index * together, (index + 1) * together))
-        if options.head is None or options.head - 1 in heads:
-            yield heads, choice
-
-
-def _panel(config: ChosenBlocks.Config, chosen: Tensor, place: str) -> PatternPanel:
-    """Return the panel of a choice [time, count]: of every cell of queries and keys, the share of pairs seen."""
-    time, size = len(chosen), config.block
+def _choice_panel(chosen: Tensor, facts: dict[str, Any], place: str) -> PatternPanel:
+    """Return the panel of a choice [time, n]: of every cell of queries and keys, the share of pairs seen."""
+    (time, others), size = chosen.shape, facts["block"]
     blocks = -(-time // size)
     per_cell = -(-blocks // MOST_CELLS)
     cells, index = -(-blocks // per_cell), torch.arange(time)
@@ -349,12 +249,11 @@ def _panel(config: ChosenBlocks.Config, chosen: Tensor, place: str) -> PatternPa
     seen[:time].scatter_(1, torch.where(chosen < 0, cells * per_cell, chosen), float(size))
     seen[index, index // size] = (index % size + 1).double()
     pairs = seen[:, :-1].view(cells, per_cell * size, cells, per_cell).sum((1, 3))
-    always = [f"{getattr(config, name)} {name}" for name in ("first", "near") if getattr(config, name)]
-    others = f"{' and '.join(always)} among them" if always else ""
-    name = f"blocks of {size}: its own and {config.count - 1} others"
+    always = [f"{facts[name]} {name}" for name in ("first", "near") if facts.get(name)]
+    name = f"blocks of {size}: its own and {others} others"
     return PatternPanel(
         place=place,
-        name=f"{name}\n{others}" if others else name,
+        name=f"{name}\n{' and '.join(always)} among them" if always else name,
         shares=(pairs / (per_cell * size) ** 2).numpy(),
         tokens_per_cell=per_cell * size,
         causal=True,
@@ -363,42 +262,60 @@ def _panel(config: ChosenBlocks.Config, chosen: Tensor, place: str) -> PatternPa
     )
 
 
+# The span of every head that learns how far it looks back.
+
+
+def learnt_spans(options: DrawOptions) -> Picture:
+    """Draw the spans of a run by layer and head."""
+    others = ("pattern", "position", "length", "layer", "head", "image_width", *TEXT_OPTIONS)
+    if unread := [marked(name) for name in others if getattr(options, name)]:
+        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(unread)}; leave them out.")
+    run = open_run(options.subject)
+    title = f"{run.folder.name} ({run.member}, trained)"
+    return picture_of("run", title, [span_panel(run.model(options.set), title)])
+
+
+def span_panel(model: nn.Module, title: str) -> HeatPanel:
+    """Return the spans in tokens, [layers, heads], of the layers of ``model`` that learn them, in order."""
+    spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
+    if any(isinstance(module, TokenSpan) for module in model.modules()):
+        raise KinformerError(
+            f"`spans`: the spans of {title} follow from its tokens, so no table shows them; draw a run whose heads "
+            "learn one span each (span=soft_span)."
+        )
+    if not spans:
+        raise KinformerError(
+            f"`spans`: {title} learns no spans; train one that does, as adaptive-span or with "
+            "`set` layers.*.mixer.span=soft_span."
+        )
+    if len({len(heads) for heads in spans}) > 1:
+        raise KinformerError(
+            f"`spans`: the layers of {title} differ in their number of heads, so their spans fill no table; draw another model."
+        )
+    values, name = np.array(spans), "learnt span in tokens"
+    return HeatPanel(place="", name=name, values=values, rows="layer", columns="head", signed=False, first=1)
+
+
 # What a trained model looks at in an image: attention roll-out, or the windows of its stages.
 #
 # Roll-out (Abnar and Zuidema 2020, section 3): A_l = (mean over heads of the probabilities + I) / 2 for each layer,
 # and R = A_L ... A_1; a row of R is how much of each patch has reached a token by attention and residual connections.
 
 TASK = "vision"
+OF_OTHERS = ("pattern", "position", "spans", *TEXT_OPTIONS, "length", "layer", "head", "image_width")
+"""Options of other drawings."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a mixer was called with while the model read the image."""
+class _Call(NamedTuple):
+    """The arguments of a mixer while the model read the image."""
 
     mixer: EncoderMixer
     x: Tensor
     text: SequenceContext
 
 
-OF_OTHERS = (
-    "pattern",
-    "position",
-    "spans",
-    "exits",
-    "buckets",
-    "experts",
-    "blocks",
-    "data",
-    "length",
-    "layer",
-    "head",
-    "image_width",
-)
-"""Options that other drawings read."""
-
-
-def looked_at(options: DrawOptions) -> ImageDrawing:
-    """Return a drawing of the image ``options.image``, or of the first that it names, with what the run looks at."""
+def looked_at(options: DrawOptions) -> Picture:
+    """Draw the image ``options.image``, or the first that it names, with what the run looks at."""
     if unread := [marked(name) for name in OF_OTHERS if getattr(options, name)]:
         raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
@@ -409,33 +326,29 @@ def looked_at(options: DrawOptions) -> ImageDrawing:
     picture = next(pictures(run, options.image, 1))
     calls: list[_Call] = []
     shares: list[Tensor] = []
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda mixer, arguments: calls.append(_Call(mixer, arguments[0], *arguments[1:]))
-        )
-        for module in model.stack.modules()
-        if isinstance(module, EncoderMixer)
-    ]
-    if (gate := getattr(model.head, "gate", None)) is not None:
-        hooks.append(gate.register_forward_hook(lambda gate, arguments, result: shares.append(result[0])))
-    try:
+    with ExitStack() as hooks:
+        for module in model.stack.modules():
+            if isinstance(module, EncoderMixer):
+                hook = module.register_forward_pre_hook(lambda mixer, inputs: calls.append(_Call(mixer, *inputs)))
+                hooks.callback(hook.remove)
+        if (gate := getattr(model.head, "gate", None)) is not None:
+            hook = gate.register_forward_hook(lambda _, inputs, output: shares.append(output[0]))
+            hooks.callback(hook.remove)
         share, index = probabilities_of(model, [picture])[0].max(-1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    panels: Sequence[HeatOver | WindowsOver]
+    over: Sequence[HeatOver | WindowsOver]
     if all(isinstance(call.mixer, WindowAttention) for call in calls):
-        panels = _windows(calls, model.config.input.patch)
-    elif all(_rolls(call) for call in calls):
-        rolled = rollout([weights_of(call.mixer, (call.x, call.text)).weights for call in calls])
-        panels = _rolled(rolled, shares, calls[0], model.config.input)
+        over = _windows(calls, model.config.input.patch)
+    elif (layers := [_probabilities(call) for call in calls]) and None not in layers:
+        over = _rolled(rollout(layers), shares, calls[0], model.config.input)
     else:
         raise KinformerError(
             f"{run.folder}: `image` draws attention between all patches, as in vit and deit, or windows, as in swin, "
-            f"but {run.member} mixes otherwise; give a run of those."
+            f"but {run.member} mixes otherwise; give a run of vit, deit or swin."
         )
     title = f"{picture.name.rsplit('/')[-1]}: {names[int(index)]} {float(share):.1%} ({run.member}, {run.folder.name})"
-    return ImageDrawing(title=title, pixels=picture.pixels, panels=panels)
+    lines = [item.name.replace("\n", ", ") for item in over]
+    content = SeenImage(pixels=picture.pixels, over=over)
+    return Picture(title=title, content=content, lines=lines, facts={"image": title, "panels": lines})
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:
@@ -447,13 +360,14 @@ def rollout(layers: Sequence[Tensor]) -> Tensor:
     return output
 
 
-def _rolls(call: _Call) -> bool:
-    """Return whether the roll-out of the mixer's probabilities says what reaches its outputs."""
-    mixer, text = call.mixer, call.text
-    if not isinstance(mixer, BidirectionalAttention) or text.num_global or text.global_positions is not None:
-        return False
-    relative = mixer.position.relative(0, 0)
-    return relative is None or relative.values is None
+def _probabilities(call: _Call) -> Tensor | None:
+    """Return the mixer's probabilities [heads, time, time] where these alone say what reaches its outputs."""
+    try:
+        read = weights_of(call.mixer, (call.x, call.text))
+    except NoWeights:
+        return None
+    alone = read.keys == "text" and not read.implied and not read.constant.any()
+    return read.weights if alone and not call.text.num_global and call.text.global_positions is None else None
 
 
 def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Patches.Config) -> list[HeatOver]:
@@ -477,10 +391,10 @@ def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
     """Return the windows of every stage, apart for shifted layers; patches double in width from stage to stage."""
     windows: dict[tuple[int, int, int], list[int]] = {}
     widest = calls[0].x.shape[-1]
-    for layer, call in enumerate(calls):
+    for number, call in enumerate(calls, start=1):
         assert isinstance(call.mixer, WindowAttention) and call.text.grid is not None
         stage = (call.x.shape[-1] // widest).bit_length() - 1
-        windows.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(layer + 1)
+        windows.setdefault((stage, *call.mixer.sizes(call.text.grid)), []).append(number)
     return [
         WindowsOver(
             name=f"stage {stage + 1}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

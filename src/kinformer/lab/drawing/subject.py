@@ -17,7 +17,7 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import PatternConfig, Position, PositionConfig
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import EmbeddingConfig
-from kinformer.family.elsewhere import nearest_member
+from kinformer.family.table import nearest_member
 from kinformer.kernels.block_sparse import explain
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import (
@@ -40,10 +40,9 @@ from kinformer.lab.drawing.panels import (
     pattern_panel,
     raster,
 )
-from kinformer.lab.drawing.runs import span_panel
 from kinformer.lab.runs.run import CONFIG, open_run
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, marked, nearest, plural
+from kinformer.runtime.errors import KinformerError, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 if TYPE_CHECKING:
@@ -51,80 +50,9 @@ if TYPE_CHECKING:
 
     from kinformer.core.stack import ModelConfig
 
-# Encodings of positions to draw: those of a trained model, or untrained ones that are no random numbers.
-
-
 M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
-
-
-class Side(NamedTuple):
-    """A model, or the encoder that reads its source: config, width, and the trained module or None."""
-
-    config: Any
-    dim: int
-    model: nn.Module | None
-
-
-def undrawn(build: Callable[[], M]) -> M | None:
-    """Return what ``build`` makes, or None if its numbers depend on the seed: before training they say nothing."""
-    built = []
-    for seed in (0, 1):
-        with private_numbers(seed):
-            built.append(build())
-    values = [module.state_dict() for module in built]
-    return built[0] if all(torch.equal(values[0][name], values[1][name]) for name in values[0]) else None
-
-
-def alone(config: PositionConfig | EmbeddingConfig) -> Encoding | None:
-    """Return an encoding outside of any model: at the tokens where it can stand there, else in eight heads of 64
-    features; None where it is learnt."""
-    if isinstance(config, EmbeddingConfig):
-        return one_token(undrawn(lambda: config.build(1, DIM)), config)
-    position: Position | None
-    with suppress(KinformerError):  # it acts inside attention
-        position = undrawn(lambda: config.build_model(DIM, DEPTH))
-        return None if position is None else Encoding(position=position, name=describe(config), place="", depth=DEPTH)
-    position = undrawn(lambda: config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM))
-    return None if position is None else Encoding(position=position, name=describe(config), place="", head_dim=HEAD_DIM)
-
-
-def encoding_of(placed: Placed, side: Side) -> Encoding | None:
-    """Return the encoding of a part of a model's config; None where it is learnt and the model untrained."""
-    config, dim, model = side
-    depth, name, place = len(config.uses), describe(placed.part), place_of(placed)
-    if placed.layers is None:
-        if model is None:
-            position = undrawn(lambda: config.position.build_model(dim, depth))
-        else:
-            position = module_at(model, "position")
-        return None if position is None else Encoding(position=position, name=name, place="at the tokens", depth=depth)
-    heads = placed.owner.num_heads
-    head_dim = placed.owner.head_dim or dim // heads
-    if model is None:
-        position = undrawn(lambda: placed.part.build_heads(dim, heads, head_dim))
-    else:
-        position = module_at(model, placed.path)
-    return None if position is None else Encoding(position=position, name=name, place=place, head_dim=head_dim)
-
-
-def one_token(embedding: nn.Module | None, config: Config) -> Encoding | None:
-    """Return the encoding of an embedding of tokens and positions, shown for one token; None without an embedding."""
-    if embedding is None:
-        return None
-    return Encoding(position=OneToken(embedding), name=f"{describe(config)}\none token at every position", place="")
-
-
-def module_at(model: nn.Module, path: str) -> Any:
-    """Return the module that was built of the part of the config at ``path``."""
-    return model.get_submodule(f"stack.{path}" if path.startswith("layers.") else path)
-
-
-def place_of(placed: Placed) -> str:
-    """Return in words where a part stands."""
-    return "in the input" if placed.path.startswith("input.") else numbered("layer", placed.layers or ())
-
-
+"""Sizes of a position or an embedding that is drawn outside any model."""
 TITLE = 36
 POSITIONLESS = ("lookup", "adaptive")
 """Embeddings that do not look at positions."""
@@ -132,8 +60,8 @@ POSITIONLESS = ("lookup", "adaptive")
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is drawn: (pattern, name, place) of each head or layer that differs, encodings, and as ``others`` (mixer,
-    name, place, width) without a pattern. ``untrained``: kinds of encodings that are random before training."""
+    """The parts to draw: (pattern, name, place) of each head or layer that differs, encodings, and ``others``: (mixer,
+    name, place, width) of each mixer without a pattern. ``untrained``: kinds of encodings that only training fills."""
 
     kind: str
     title: str
@@ -141,12 +69,26 @@ class Subject:
     patterns: list[tuple[Pattern, str, str]] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)
     others: list[tuple[CausalMixer | EncoderMixer, str, str, int]] = field(default_factory=list)
-    ready: list[Panel] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
+
+    def add_position(self, config: Config, position: Position | None, place: str = "", **sizes: int) -> None:
+        """Add an encoding of positions; ``position`` None: it is random before training."""
+        if position is None:
+            self.untrained.append(config.kind)
+        else:
+            self.encodings.append(Encoding(position=position, name=describe(config), place=place, **sizes))
+
+    def add_embedding(self, config: Config, embedding: nn.Module | None, place: str = "") -> None:
+        """Add an embedding of tokens and positions; None: it is random before training."""
+        if embedding is not None:
+            name = f"{describe(config)}\none token at every position"
+            self.encodings.append(Encoding(position=OneToken(embedding), name=name, place=place))
+        elif config.kind not in POSITIONLESS:
+            self.untrained.append(config.kind)
 
     def panels(self) -> list[Panel]:
         """Return all panels of the picture, patterns first."""
-        options, panels = self.options, list(self.ready)
+        options, panels = self.options, []
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)
@@ -164,27 +106,29 @@ class Subject:
 
 
 def find(options: DrawOptions) -> Subject:
-    """Return what ``options.subject`` names: a member, else a run folder, a pattern or a position, or what an option
-    says it is."""
+    """Return the member, run folder, pattern or position with the name ``options.subject``; the first kind that has it
+    unless an option says which."""
+    from kinformer.family.build import configure
     from kinformer.family.table import FAMILY
 
     name = options.subject
-    if options.spans:
-        return _spans(options)
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
     if name.lstrip().startswith("{"):
         return _expression(options)
     named = not (options.pattern or options.position)
     if named and name in FAMILY and not _means_part(options):
-        return _member(options)
+        config = configure(name, options.recipe, None, options.set)
+        return _model("member", f"{name} ({options.recipe})", config, None, options)
     if named and (Path(name) / CONFIG).is_file():
-        return _run(options)
+        run = open_run(name)
+        model = run.model(options.set)
+        return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
     table = _parts(options)
     if name in table:
         return _part(options, {"kind": name})
     if named and "/" in name:
-        open_run(name)  # which says why it is none
+        open_run(name)  # raises an error that says why the folder does not hold a run
     kinds = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
@@ -192,19 +136,12 @@ def find(options: DrawOptions) -> Subject:
     raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
 
 
-def _spans(options: DrawOptions) -> Subject:
-    texts = ("exits", "buckets", "experts", "blocks", "data")
-    others = ("pattern", "position", "length", "layer", "head", "image_width", *texts)
-    if unread := [marked(name) for name in others if getattr(options, name)]:
-        raise KinformerError(f"`spans` draws all spans of a run, and knows no {', '.join(unread)}; leave them out.")
-    run = open_run(options.subject)
-    title = f"{run.folder.name} ({run.member}, trained)"
-    return Subject(kind="run", title=title, options=options, ready=[span_panel(run.model(options.set), title)])
+# A pattern or a position outside any model.
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
-    """Return the slots, by kind, of all parts that can be drawn alone, or of those that an option names; of a kind in
-    two slots, the pattern."""
+    """Return the slot of every kind of part that can be drawn alone, or that an option names; a kind in two slots is a
+    pattern."""
     from kinformer.family.kinds import kinds
 
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
@@ -214,7 +151,7 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
 
 def _means_part(options: DrawOptions) -> bool:
-    """Return whether the name is that of a pattern or a position too, and --set changes nothing that a model has."""
+    """Return whether a pattern or a position has the name too, and --set changes nothing that a model has."""
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
 
@@ -230,7 +167,7 @@ def _expression(options: DrawOptions) -> Subject:
         raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
     if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
         raise KinformerError(
-            f"{options.subject}: does not say what is to be drawn; {nearest(str(data.get('kind')), table)}"
+            f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
         )
     return _part(options, data)
 
@@ -249,68 +186,104 @@ def _part(options: DrawOptions, data: JsonObject) -> Subject:
     subject = Subject(kind="pattern" if slot == "pattern" else "position", title=title, options=options)
     if isinstance(config, PatternConfig):
         subject.patterns.extend(_heads(Placed(config, config, "", None), options))
-    elif isinstance(config, PositionConfig | EmbeddingConfig) and config.kind != "none":
-        _keep(subject, alone(config), config)
+    elif isinstance(config, EmbeddingConfig):
+        subject.add_embedding(config, _built(lambda: config.build(1, DIM)))
+    elif isinstance(config, PositionConfig) and config.kind != "none":
+        with suppress(KinformerError):  # raised by a position that acts inside attention
+            subject.add_position(config, _built(lambda: config.build_model(DIM, DEPTH)), depth=DEPTH)
+            return subject
+        position = _built(lambda: config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM))
+        subject.add_position(config, position, head_dim=HEAD_DIM)
     return subject
 
 
-def _member(options: DrawOptions) -> Subject:
-    from kinformer.family.build import configure
-
-    config = configure(options.subject, options.recipe, None, options.set)
-    return _model("member", f"{options.subject} ({options.recipe})", config, None, options)
+# The patterns, positions and other mixers of a model.
 
 
-def _run(options: DrawOptions) -> Subject:
-    run = open_run(options.subject)
-    model = run.model(options.set)
-    return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
+class _Side(NamedTuple):
+    """A model, or the encoder that reads its source: config, width, the trained module or None, and the name before
+    its places."""
+
+    config: Any
+    dim: int
+    model: nn.Module | None
+    name: str
+
+    def at(self, place: str) -> str:
+        return ", ".join(filter(None, (self.name, place)))
+
+
+def _built(build: Callable[[], M], model: nn.Module | None = None, path: str = "") -> M | None:
+    """Return the module at ``path`` of a trained model; without a model a new one, or None if its numbers depend on the
+    seed: before training they say nothing."""
+    if model is not None:
+        return _module_at(model, path)
+    built = []
+    for seed in (0, 1):
+        with private_numbers(seed):
+            built.append(build())
+    values = [module.state_dict() for module in built]
+    return built[0] if all(torch.equal(values[0][name], values[1][name]) for name in values[0]) else None
+
+
+def _module_at(model: nn.Module, path: str) -> Any:
+    """Return the module that was built of the part of the config at ``path``."""
+    return model.get_submodule(f"stack.{path}" if path.startswith("layers.") else path)
+
+
+def _place_of(placed: Placed) -> str:
+    """Return in words where a part stands."""
+    return "in the input" if placed.path.startswith("input.") else numbered("layer", placed.layers or ())
 
 
 def _model(kind: str, title: str, config: ModelConfig, model: nn.Module | None, options: DrawOptions) -> Subject:
-    """Return the patterns and positions of a model's config; the positions are those of a trained ``model``."""
+    """Return the patterns and positions of a model's config; with a trained ``model`` the positions are its."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"`layer` {options.layer}: {title} has {plural(depth, 'layer')}; give 1 to {depth}.")
     subject = Subject(kind=kind, title=title, options=options)
-    _add(subject, Side(config, config.dim, model), "")
+    _add(subject, _Side(config, config.dim, model, ""))
     if (encoder := getattr(config, "encoder", None)) is not None:
-        _add(subject, Side(encoder, config.dim, None if model is None else module_at(model, "encoder")), "encoder")
+        trained = None if model is None else _module_at(model, "encoder")
+        _add(subject, _Side(encoder, config.dim, trained, "encoder"))
     return subject
 
 
-def _add(subject: Subject, side: Side, name: str) -> None:
-    """Add all that can be drawn of a side, whose places begin with its ``name``."""
-    (config, dim, model), options, before = side, subject.options, len(subject.encodings)
-    at = lambda place: ", ".join(filter(None, (name, place)))  # noqa: E731
+def _add(subject: Subject, side: _Side) -> None:
+    """Add all that can be drawn of a side."""
+    config, dim, model, _ = side
+    options = subject.options
     for placed in _of_layer(parts_of(config, "pattern"), options):
-        parts = [(in_text(head, config), called, place) for head, called, place in _heads(placed, options)]
-        subject.patterns.extend((item, _with_globals(item, called), at(place)) for item, called, place in parts)
+        for head, name, place in _heads(placed, options):
+            pattern = in_text(head, config)
+            words = f"\n{global_token_words(pattern)}" if isinstance(pattern, FullSequence) else ""
+            subject.patterns.append((pattern, name + words, side.at(place)))
     for placed in _apart(_of_layer(parts_of(config, "position"), options), model):
         if placed.part.kind != "none":
-            _keep(subject, encoding_of(placed, side), placed.part)
+            _add_position(subject, placed, side)
     for placed in parts_of(config, "embedding") if options.layer is None else ():
-        vocab, part = placed.owner.vocab_size, placed.part
-        embedding = undrawn(partial(part.build, vocab, dim)) if model is None else module_at(model, "input.embedding")
-        _keep(subject, one_token(embedding, part), part)
-    subject.encodings[before:] = [replace(item, place=at(item.place)) for item in subject.encodings[before:]]
+        build = partial(placed.part.build, placed.owner.vocab_size, dim)
+        subject.add_embedding(placed.part, _built(build, model, "input.embedding"), side.at(""))
     mixers = [*parts_of(config, "mixer"), *parts_of(config, "encoder_mixer")]
     for placed in _apart(_of_layer(mixers, options), model):
         width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
-        mixer = placed.part.build(width) if model is None else module_at(model, placed.path)
-        if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):  # it sees all of that
-            subject.others.append((mixer, describe(placed.part), at(place_of(placed)), width))
+        mixer = placed.part.build(width) if model is None else _module_at(model, placed.path)
+        if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):  # it sees the whole source
+            subject.others.append((mixer, describe(placed.part), side.at(_place_of(placed)), width))
 
 
-def _keep(subject: Subject, encoding: Encoding | None, config: Config) -> None:
-    if encoding is not None:
-        subject.encodings.append(encoding)
-    elif config.kind not in POSITIONLESS:
-        subject.untrained.append(config.kind)
-
-
-def _with_globals(pattern: Pattern, name: str) -> str:
-    return f"{name}\n{global_token_words(pattern)}" if isinstance(pattern, FullSequence) else name
+def _add_position(subject: Subject, placed: Placed, side: _Side) -> None:
+    """Add a position at the tokens or in the heads of a mixer."""
+    config, dim, model, _ = side
+    if placed.layers is None:
+        depth = len(config.uses)
+        position = _built(lambda: config.position.build_model(dim, depth), model, "position")
+        subject.add_position(placed.part, position, side.at("at the tokens"), depth=depth)
+        return
+    heads = placed.owner.num_heads
+    head_dim = placed.owner.head_dim or dim // heads
+    position = _built(lambda: placed.part.build_heads(dim, heads, head_dim), model, placed.path)
+    subject.add_position(placed.part, position, side.at(_place_of(placed)), head_dim=head_dim)
 
 
 def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
@@ -322,23 +295,22 @@ def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
 
 
 def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
-    """Return the parts, those with weights of their own in every layer of a trained ``model`` one by one."""
+    """Return the parts; a part whose weights differ by layer of a trained ``model`` stands once for every layer."""
     separate = []
     for placed in placed_parts:
         layers = placed.layers or ()
         paths = [".".join(("layers", str(layer), *placed.path.split(".")[2:])) for layer in layers]
-        modules = [] if model is None else [module_at(model, path) for path in paths]
+        modules = [] if model is None else [_module_at(model, path) for path in paths]
         if len(set(map(id, modules))) > 1 and any(True for _ in modules[0].parameters()):
-            separate += [
-                Placed(placed.part, placed.owner, path, (layer,)) for path, layer in zip(paths, layers, strict=True)
-            ]
+            pairs = zip(paths, layers, strict=True)
+            separate += [Placed(placed.part, placed.owner, path, (layer,)) for path, layer in pairs]
         else:
             separate.append(placed)
     return separate
 
 
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
-    """Return each pattern that differs among the heads, or that of the head of ``options``."""
+    """Return each pattern that differs among the heads, or the pattern of the head of ``options``."""
     groups = heads_of(placed.part)
     alike = not groups[0][2]
     count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)
@@ -347,5 +319,5 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
     if options.head is not None and not alike:
         head = options.head - 1
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
-    named = [(pattern, name, [place_of(placed), numbered("head", heads)]) for pattern, name, heads in groups]
-    return [(pattern, name, ", ".join(filter(None, place))) for pattern, name, place in named]
+    where = _place_of(placed)
+    return [(item, name, ", ".join(filter(None, (where, numbered("head", heads))))) for item, name, heads in groups]

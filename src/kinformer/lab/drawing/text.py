@@ -1,120 +1,113 @@
-"""Text coloured token by token, patterns as characters, and the page of a trace."""
+"""A model in plain text: the formulas in the docstrings of its parts, its sizes in papers' symbols and ours, and its
+patterns as characters."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import nn
 
+from kinformer.core.config import Config, parts_in
 from kinformer.core.pattern import Pattern
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.drawing.panels import FullSequence, global_token_words, in_text
-from kinformer.lab.drawing.style import INK, PAPER, QUIET, figure, save
-from kinformer.runtime.errors import KinformerError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-
-# A text coloured token by token: by how many layers predicted it, or by the bucket that it is in.
-
-COLUMNS = 84
-CELL, LINE, MARGIN, TOP, FOOT = 0.092, 0.19, 0.3, 0.5, 0.55
-"""Inches: a character's width, a line's height, the space around, above and below the text."""
-LIGHTEST, DARKEST = 0.06, 0.85
-MOST_LABELS = 16
-Colour = tuple[float, ...]
-"""Red, green and blue from 0 to 1, and opacity."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColouredText:
-    """The ``pieces`` of text, each with the number of its group, or None.
-
-    ``labels``: a word for every group, under the ``legend``. ``ordered``: the groups go from little to much, and their
-    colours from light to dark; else any two look different, as far as there are colours.
-    """
-
-    title: str
-    pieces: Sequence[tuple[str, int | None]]
-    legend: str
-    labels: Sequence[str]
-    ordered: bool
+SLOTS = (
+    "mixer", "encoder_mixer", "projection", "position", "embedding", "pattern", "score", "span", "feature_map", "decay",
+    "feed_forward", "stack", "exit_rule", "halting", "head",
+)  # fmt: skip
+"""The slots of the parts whose formulas are shown, in this order."""
+PLAIN = {
+    ("position", "none"),
+    ("stack", "sequential"),
+    ("feed_forward", "mlp"),
+    ("head", "language"),
+    ("embedding", "lookup"),
+}
+"""Parts that are not specific to a member."""
+SYMBOLS = (
+    ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
+    ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
+)  # fmt: skip
+"""Symbols of papers, with the names of the settings here."""
 
 
-def draw_text(text: ColouredText, path: Path) -> None:
-    """Draw the text in lines of at most ``COLUMNS`` characters, and a legend; PNG or SVG by the ending of ``path``."""
-    lines = list(_lines(text.pieces))
-    width, height = 2 * MARGIN + COLUMNS * CELL, TOP + len(lines) * LINE + FOOT
-    colours = _colours(len(text.labels), text.ordered)
-    with figure(width, height) as drawn:
-        axes = drawn.add_axes((MARGIN / width, FOOT / height, 1 - 2 * MARGIN / width, len(lines) * LINE / height))
-        axes.set_xlim(0, COLUMNS)
-        axes.set_ylim(len(lines), 0)
-        axes.axis("off")
-        for row, line in enumerate(lines):
-            for column, (character, group) in enumerate(line):
-                _cell(axes, (column, row), character, None if group is None else colours[group])
-        drawn.text(MARGIN / width, 1 - 0.25 / height, text.title, fontsize=10, weight="bold", va="center")
-        _legend(drawn, text, colours, (width, height))
-        save(drawn, path)
+class Formula(NamedTuple):
+    """The formula of one part: its ``slot`` and ``kind``, a sentence, and formulas, a line each."""
+
+    slot: str
+    kind: str
+    says: str
+    lines: tuple[str, ...]
 
 
-def _lines(pieces: Sequence[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
-    """Yield characters with their groups, a list for each line; the end of a line is shown, as its group is."""
-    line: list[tuple[str, int | None]] = []
-    for piece, group in pieces:
-        for character in piece:
-            line.append(("\u21b5" if character == "\n" else character if character.isprintable() else " ", group))
-            if character == "\n" or len(line) == COLUMNS:
-                yield line
-                line = []
-    if line:
-        yield line
+def formulas(config: Config) -> list[Formula]:
+    """Return the formulas of every different part of a model's config, mixers first; formulas
+    stand indented in a module's docstring."""
+    formulas_by_name: dict[tuple[str, str], Formula] = {}
+    for part in parts_in(config):
+        key = (part.slot, part.kind)
+        if part.slot not in SLOTS or key in PLAIN or key in formulas_by_name:
+            continue
+        text = described(type(part))
+        if text:
+            formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_indented(text)))
+    return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
 
 
-def _cell(axes: Axes, place: tuple[int, int], character: str, colour: Colour | None) -> None:
-    from matplotlib.patches import Rectangle
-
-    column, row = place
-    if colour is not None:
-        axes.add_patch(Rectangle((column, row + 0.06), 1, 0.88, facecolor=colour, linewidth=0))
-    ink = QUIET if character == "\u21b5" else INK if colour is None or sum(colour[:3]) > 1.5 else PAPER
-    if character != " ":
-        axes.text(
-            column + 0.5, row + 0.5, character, ha="center", va="center", fontsize=8, family="monospace", color=ink
-        )
+def described(config: type[Config]) -> str:
+    """Return the text on the part that ``config`` builds: the docstring of its file, or of its class if the file holds
+    several parts."""
+    module = sys.modules.get(config.__module__)
+    if module is None:
+        return ""
+    classes = [item for item in vars(module).values() if isinstance(item, type) and item.__module__ == module.__name__]
+    parts = [item for item in classes if issubclass(item, Config) or isinstance(vars(item).get("Config"), type)]
+    return inspect.getdoc(built_by(config)) or "" if len(parts) > 1 else inspect.cleandoc(module.__doc__ or "")
 
 
-def _legend(drawn: Figure, text: ColouredText, colours: Sequence[Colour], size: tuple[float, float]) -> None:
-    from matplotlib.patches import Rectangle
-
-    width, height = size
-    shown = text.labels[:MOST_LABELS]
-    step = min(1.1, (width - 2 * MARGIN - 0.9) / len(shown))
-    drawn.text(MARGIN / width, 0.3 / height, text.legend, fontsize=8, va="center")
-    for index, (label, colour) in enumerate(zip(shown, colours, strict=False)):
-        left = MARGIN + 0.6 + index * step
-        drawn.add_artist(Rectangle((left / width, 0.22 / height), 0.16 / width, 0.16 / height, facecolor=colour))
-        drawn.text((left + 0.22) / width, 0.3 / height, label, fontsize=8, va="center")
+def built_by(config: type[Config]) -> type:
+    """Return the class that a nested config belongs to, or the config itself."""
+    outer, _, inner = config.__qualname__.rpartition(".")
+    return getattr(sys.modules[config.__module__], outer) if inner == "Config" and outer else config
 
 
-def _colours(count: int, ordered: bool) -> list[Colour]:
-    """Return colours from light to dark, or, of groups without an order, light ones that go around."""
-    from matplotlib import colormaps
+def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
+    """Return (symbol of papers, name here, value) of the sizes that all layers have in common."""
+    sizes: dict[str, set[int]] = {"dim": {config.dim}}
+    for layer in config.layers:
+        for part in parts_in(layer):
+            for _, name in SYMBOLS:
+                value = getattr(part, name, None)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    sizes.setdefault(name, set()).add(value)
+        mixer = getattr(layer, "mixer", None)
+        heads = getattr(mixer, "num_heads", None)
+        if heads and getattr(mixer, "head_dim", None) is None:
+            sizes.setdefault("head_dim", set()).add(config.dim // heads)
+    present = [(symbol, name, sizes[name]) for symbol, name in SYMBOLS if name in sizes]
+    return [
+        ("N", "layers", len(config.uses)),
+        *(
+            (symbol, name, next(iter(values)) if len(values) == 1 else sorted(values))
+            for symbol, name, values in present
+        ),
+    ]
 
-    if not ordered:
-        names = ("Pastel1", "Set3") if count <= 20 else ("Pastel1", "Set3", "Pastel2", "Accent", "Set2", "tab20")
-        palette = [colour for name in names for colour in colormaps[name].colors]  # type: ignore[attr-defined]
-        return [palette[index % len(palette)] for index in range(count)]
-    steps = [LIGHTEST + (DARKEST - LIGHTEST) * index / max(1, count - 1) for index in range(count)]
-    return [colormaps["Blues"](step) for step in steps]
+
+def _first_sentence(text: str) -> str:
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", paragraph, maxsplit=1)
+    return f"{first}." if more else first
+
+
+def _indented(text: str) -> Iterator[str]:
+    return (line[4:] for line in text.splitlines() if line.startswith("    "))
 
 
 # A softmax pattern as a small picture in text: row i is a query, column j a key, a filled cell one that it sees.
@@ -173,29 +166,3 @@ def _name(pattern: Pattern) -> str:
     if isinstance(pattern, FullSequence):
         return f"{_name(pattern.inner)}, {global_token_words(pattern)}"
     return getattr(pattern, "name", type(pattern).__name__.lower())
-
-
-# Attention over a text as one interactive page that holds all that it needs (in the manner of BertViz, Vig 2019).
-
-ASSETS = Path(__file__).parent / "assets"
-
-
-def trace_page(title: str, data: dict[str, object]) -> str:
-    """Return the page of ``data``: ``readings`` (name, tokens, exits, steps) and ``places`` (place, mixer, reading,
-    heads, keys, queries, count, note, implied, buckets, spans and the weights, base64 of deflated int16 [heads,
-    queries, count] times ``unit``). All text in it may be a stranger's and is escaped.
-
-    Errors: ``KinformerError`` where jinja2 is missing.
-    """
-    if find_spec("jinja2") is None:
-        raise KinformerError("pages need jinja2, which is not installed; pip install 'kinformer[plot]' gets it.")
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
-    # "<" inside a script would let a token end it.
-    embedded = Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))  # noqa: S704
-    read = {name: Markup((ASSETS / f"trace.{name}").read_text(encoding="utf-8")) for name in ("css", "js")}  # noqa: S704
-    return environment.get_template("trace.html").render(
-        title=title, style=read["css"], script=read["js"], data=embedded
-    )

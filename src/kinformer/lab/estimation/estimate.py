@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kinformer.adaptive.stack import ExitStack
 from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.encoder import EncoderMixer
@@ -420,7 +421,8 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
 def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
     """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
     whole model is run, and the first layer of each kind stands for its like."""
-    single = config if config.stack.reads_exits else distinct(config)
+    reads_exits = isinstance(config.stack, ExitStack.Config) and config.stack.rule is not None
+    single = config if reads_exits else distinct(config)
     costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
     keys = layer_keys(single)
     firsts = {str(keys.index(key)): str(number) for number, key in enumerate(dict.fromkeys(keys))}
@@ -453,7 +455,8 @@ def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtyp
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
     total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
     # The stack of ``single`` has no exits, whose rule may read the mean vector of the source.
-    return total + (batch * config.dim * dtype.itemsize if model.stack.reads_source else 0)
+    reads_source = isinstance(model.stack, ExitStack) and model.stack.reads_source
+    return total + (batch * config.dim * dtype.itemsize if reads_source else 0)
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:

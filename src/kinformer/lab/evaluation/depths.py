@@ -1,20 +1,189 @@
-"""The depth of each token in a model that lets tokens halt or leave early: steps taken, or layers used."""
+"""The depth of each token in a model that lets tokens leave early or halt: layers used, or steps taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import log
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from kinformer.adaptive.rules import AtExit, ExitRule
+from kinformer.adaptive.stack import ExitStack
 from kinformer.core.model import Model, device_of
-from kinformer.core.parts import Selection
-from kinformer.core.stack import HaltingState, Stack
-from kinformer.lab.evaluation.exits import LAYERS_PER_TOKEN, early_exit_stack
+from kinformer.core.state import fork, reserve
 from kinformer.lab.training.logging import Metric
+from kinformer.runtime.errors import plural
+from kinformer.stacks.universal import HaltingState, Universal
+
+# The exits by which tokens leave a stack with early exits, and the savings.
+
+LAYERS_PER_TOKEN = Metric("layers_per_token", "layers per token")
+ROUNDS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited:
+    """The numbers of ``tokens`` that left by each exit, and the number of ``layers`` before each exit.
+
+    ``flops_saved`` is the share of the FLOPs of all layers and the head that was not spent, ``speedup`` the time with
+    all layers divided by the time with early exits; None if they were not measured.
+    """
+
+    layers: tuple[int, ...]
+    tokens: tuple[int, ...]
+    flops_saved: float | None = None
+    speedup: float | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Return whether early exits save FLOPs, although the exits predict tokens too; True if this was not
+        measured."""
+        return self.flops_saved is None or self.flops_saved > 0
+
+    @property
+    def layers_per_token(self) -> float:
+        pairs = zip(self.layers, self.tokens, strict=True)
+        return sum(layers * count for layers, count in pairs) / sum(self.tokens)
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the values as JSON-ready data."""
+        by_layer = {str(layers): count for layers, count in zip(self.layers, self.tokens, strict=True)}
+        facts = {LAYERS_PER_TOKEN.name: self.layers_per_token, "layers": self.layers[-1], "tokens_by_layers": by_layer}
+        return facts | {"flops_saved": self.flops_saved, "speedup": self.speedup}
+
+    @property
+    def text(self) -> str:
+        """Return the values as one line of text."""
+        parts = [f"{self.layers_per_token:.2f} of {plural(self.layers[-1], 'layer')} per token"]
+        if self.flops_saved is not None:
+            parts.append(f"{self.flops_saved:.0%} of the FLOPs saved")
+        if self.speedup is not None:
+            parts.append(f"{self.speedup:.2f} times as fast as with all layers")
+        return ", ".join(parts)
+
+
+class EarlyExitRecorder:
+    """Counts the tokens of a model that leave by each exit."""
+
+    def __init__(self, stack: ExitStack | None) -> None:
+        self.stack = stack
+        self.tokens = [0] * (0 if stack is None else len(stack.exits))
+
+    @property
+    def result(self) -> Exited | None:
+        """Return the counts; None if there were no tokens, or all tokens go through all layers."""
+        if self.stack is None or not sum(self.tokens):
+            return None
+        return Exited(layers=tuple(use + 1 for use in self.stack.exits), tokens=tuple(self.tokens))
+
+    def note(self, exits: Tensor, valid: Tensor | None) -> None:
+        """Count the valid tokens of a chunk."""
+        some = exits.flatten() if valid is None else exits[valid]
+        counts = torch.bincount(some, minlength=len(self.tokens)).tolist()
+        self.tokens = [before + count for before, count in zip(self.tokens, counts, strict=True)]
+
+
+def early_exit_stack(model: nn.Module | Model) -> ExitStack | None:
+    """Return the model's stack if tokens may leave it early by its present rule, else None."""
+    assert isinstance(model, nn.Module)
+    stacks = (module for module in model.modules() if isinstance(module, ExitStack))
+    return next((stack for stack in stacks if stack.leaves_early), None)
+
+
+@contextmanager
+def noting_exits(model: nn.Module | Model) -> Iterator[EarlyExitRecorder]:
+    """Count the exits of all valid tokens of ``model`` within the context."""
+    stack = early_exit_stack(model)
+    early_exit = EarlyExitRecorder(stack)
+    hook = None if stack is None else stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch))
+    try:
+        yield early_exit
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def with_rule(stack: ExitStack | None, rule: ExitRule | None) -> Iterator[None]:
+    """Use another ``rule`` of ``stack`` within the context; with None all tokens go through all layers. Without a stack
+    nothing changes."""
+    if stack is None:
+        yield
+        return
+    previous, stack.rule = stack.rule, rule
+    try:
+        yield
+    finally:
+        stack.rule = previous
+
+
+class Forced(ExitRule):
+    """A rule by which all tokens leave by one exit, but which computes ``rule`` so that it costs as much."""
+
+    def __init__(self, rule: ExitRule, exit: int) -> None:
+        super().__init__(rule.exits)
+        self.rule, self.exit = rule, exit
+
+    def asks(self, number: int) -> bool:
+        return self.rule.asks(number)
+
+    def forward(self, at: AtExit) -> Tensor:
+        self.rule(at)
+        return torch.full(at.x.shape[:1], max(self.exit, at.number), device=at.x.device)
+
+
+def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0) -> Exited:
+    """Return ``result`` with the savings of early exits when tokens come one at a time after ``past`` tokens.
+
+    FLOPs are counted and times measured for a token that leaves by each exit and for a token that goes through all
+    layers. A model over a source first reads ``source`` tokens, which are not counted.
+    """
+    stack = early_exit_stack(model)
+    assert stack is not None and stack.rule is not None
+    rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
+    flops, seconds = [0] * len(rules), [[0.0] * ROUNDS for _ in rules]
+    with torch.no_grad():
+        tokens = model.input.example(rows, past + 1, device_of(model))
+        with with_rule(stack, None):
+            if source:
+                state = model.begin(model.source_input.example(rows, source, device_of(model)))
+            else:
+                state = model.initial_state(rows)
+            state = model.head_inputs(tokens[:, :past], state)[1] if past else state
+        state = reserve(state, 1)
+        for round, (index, rule) in product(range(ROUNDS), enumerate(rules)):
+            copy_of_state = fork(state)
+            counting = FlopCounterMode(display=False, custom_mapping=PACKED) if round == 0 else nullcontext()
+            started_at = time.perf_counter()
+            with with_rule(stack, rule), counting:
+                model.logits(model.head_inputs(tokens[:, past:], copy_of_state)[0])
+            seconds[index][round] = time.perf_counter() - started_at
+            if isinstance(counting, FlopCounterMode):
+                flops[index] = counting.get_total_flops()
+    fastest = [min(times[1:]) for times in seconds]
+    spent, took = (
+        sum(tokens * cost for tokens, cost in zip(result.tokens, costs, strict=False))
+        / (sum(result.tokens) * costs[-1])
+        for costs in (flops, fastest)
+    )
+    return replace(result, flops_saved=1 - spent, speedup=1 / took)
+
+
+def _packed_flops(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: object) -> int:
+    return 2 * prod(out_shape) * x[-1]
+
+
+PACKED = {torch.ops.mkldnn._linear_pointwise: _packed_flops} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}
+"""The FLOP counters of products with packed weights (``generation.packed``)."""
+
 
 # Steps per token in a model whose stack lets tokens halt.
 
@@ -22,10 +191,10 @@ PONDER_STEPS = Metric("ponder_steps", "steps per token")
 
 
 class PonderRecorder:
-    """The steps that the tokens of a model have taken so far; ``halts``: whether they can take fewer than all."""
+    """Counts the steps of the tokens of a model; ``halts``: whether tokens can take fewer than all steps."""
 
     def __init__(self, model: nn.Module) -> None:
-        stacks = (module for module in model.modules() if isinstance(module, Stack))
+        stacks = (module for module in model.modules() if isinstance(module, Universal))
         self.deciding = [stack.halting for stack in stacks if stack.halting is not None]
         self.tokens, self.steps = 0, 0
 
@@ -35,7 +204,7 @@ class PonderRecorder:
 
     @property
     def mean(self) -> float | None:
-        """Return the steps per token, None where there were no tokens or nothing halts."""
+        """Return the steps per token, None if there were no tokens or no token halts."""
         return self.steps / self.tokens if self.tokens else None
 
     def note(self, progress: HaltingState) -> None:
@@ -63,7 +232,7 @@ def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
 
 class Depths:
     """The depths of tokens: ``last`` [batch, time] int64 are the steps or layers of the last call, 0 where not valid,
-    in the order in which the model left-aligned them; ``metric`` says what they count."""
+    in the model's left-aligned order. ``metric`` is the unit."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -76,17 +245,17 @@ class Depths:
         self.last = running if progress.number == 0 else self.last + running
 
     def left(self, layers: Tensor, exits: Tensor, valid: Tensor | None) -> None:
-        """Record by which of the exits, behind this many ``layers``, the tokens of a chunk left."""
+        """Record the ``exits`` of the tokens of a chunk; ``layers`` is the number of layers before each exit."""
         depth = layers.to(exits.device)[exits]
         self.last = depth if valid is None else depth.masked_fill(~valid, 0)
 
 
 @contextmanager
 def noting_depths(model: nn.Module | Model) -> Iterator[Depths | None]:
-    """Record the depths of all tokens of ``model``, a causal one, within the
-    context; None where all go equally deep."""
+    """Record the depths of all tokens of a causal ``model`` within the context; None if all tokens have the same
+    depth."""
     stack = getattr(model, "stack", None)
-    halting, exits = getattr(stack, "halting", None), early_exit_stack(model)
+    halting, exits = stack.halting if isinstance(stack, Universal) else None, early_exit_stack(model)
     if halting is not None:
         depths = Depths(PONDER_STEPS)
         hook = halting.register_forward_pre_hook(depths.step)
@@ -100,71 +269,3 @@ def noting_depths(model: nn.Module | Model) -> Iterator[Depths | None]:
         yield depths
     finally:
         hook.remove()
-
-
-# The usage of a model's memory tables and experts: the weight of every value in all look-ups (Lample et al. 2019,
-# section 4.5).
-#
-# z_i = sum over tokens of the weight of value i, divided by the sum over all values
-# used = share of the values with z_i > 0,    kl = log n + sum_i z_i log z_i    (0 where all are used alike)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """The usage of the table, or mixture, ``part`` of ``values`` values or experts: the share ``used``,
-    and ``kl`` in nats from using all alike."""
-
-    part: str
-    values: int
-    used: float
-    kl: float
-
-
-class Usages:
-    """The weights of a model's tables in all look-ups so far."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.tables = {
-            name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | Selection)
-        }
-        self.weights = {
-            name: torch.zeros(_size(table), dtype=torch.float64, device=device_of(model))
-            for name, table in self.tables.items()
-        }
-
-    def note(self, name: str, slots: Tensor, weights: Tensor) -> None:
-        """Add look-ups of ``slots`` and their ``weights``, of equal shapes."""
-        self.weights[name].index_add_(0, slots.flatten(), weights.detach().double().flatten())
-
-    def read(self) -> tuple[Usage, ...]:
-        """Return the usage of each table, none where the model has no table or made no look-up."""
-        usages = []
-        for name, weights in self.weights.items():
-            if not (total := float(weights.sum())):
-                continue
-            shares = weights[weights > 0] / total
-            # log n + sum_i z_i log z_i, in which values that were never used count 0
-            kl = log(len(weights)) + float((shares * shares.log()).sum())
-            part = name.removesuffix(".values").removesuffix(".selection").removeprefix("stack.")
-            usages.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
-        return tuple(usages)
-
-
-def _size(table: nn.EmbeddingBag | Selection) -> int:
-    return table.size if isinstance(table, Selection) else table.num_embeddings
-
-
-@contextmanager
-def record_usage(model: nn.Module) -> Iterator[Usages]:
-    """Record every look-up that ``model`` makes in the tables (slots, weights) of its memories within the context."""
-    usages = Usages(model)
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], None]:
-        return lambda module, inputs: usages.note(name, *inputs)
-
-    handles = [table.register_forward_pre_hook(hook(name)) for name, table in usages.tables.items()]
-    try:
-        yield usages
-    finally:
-        for handle in handles:
-            handle.remove()

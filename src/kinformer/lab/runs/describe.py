@@ -18,8 +18,7 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Member, MemberFacts
 from kinformer.family.table import FAMILY, member
-from kinformer.lab.drawing.formulas import formulas, symbols
-from kinformer.lab.drawing.text import TextPicture, pictures
+from kinformer.lab.drawing.text import TextPicture, formulas, pictures, symbols
 from kinformer.lab.estimation.cluster import Cluster, MeshCost, ServingCost, serving_costs
 from kinformer.lab.estimation.estimate import (
     Estimate,

@@ -15,15 +15,13 @@ from kinformer.core.model import CausalModel, SourceModel, WholeModel
 from kinformer.core.state import Leaf
 from kinformer.family.table import member as member_called
 from kinformer.generation.packed import use_package
-from kinformer.interop.checkpoint import TOKENIZER
-from kinformer.interop.encoder_routes import labels_of
-from kinformer.interop.encoders import ids_of
-from kinformer.interop.graphs import onnx, package
-from kinformer.interop.graphs.flat import require_graphable
-from kinformer.interop.routes import Padding
+from kinformer.interop import graphs
+from kinformer.interop.architecture import Padding
+from kinformer.interop.settings import TOKENIZER, labels_of
 from kinformer.interop.tokenizer_files import (
     Special,
     chat_templates,
+    ids_of,
     of_encoder,
     padding_of,
     write_chat_templates,
@@ -80,13 +78,13 @@ class ExportedGraph:
 
 
 def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], object]) -> ExportedGraph:
-    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with what it will be.
+    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with a sentence on the folder.
 
-    Errors: ``KinformerError`` for a model that is no graph, and for what is not installed here.
+    Errors: ``KinformerError`` for a model that cannot be a graph, and for packages that are not installed.
     """
-    (onnx.require_packages if format == "onnx" else package.require_compiler)()
+    (graphs.require_packages if format == "onnx" else graphs.require_compiler)()
     try:
-        require_graphable(run.config)
+        graphs.require_graphable(run.config)
     except KinformerError as error:
         raise KinformerError(f"{run.folder}: {error}") from None
     require_new(out)
@@ -96,9 +94,9 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
     with appearing(out) as place:
         try:
             if format == "onnx":
-                described, difference = onnx.write_onnx(model, place, facts)
+                described, difference = graphs.write_onnx(model, place, facts)
             else:
-                described = package.write_package(model, place)
+                described = graphs.write_package(model, place)
         except KinformerError as error:
             raise KinformerError(f"{run.folder}: {error}") from error
         if facts["tokenizer"] == TOKENIZER:
@@ -137,7 +135,7 @@ def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
 
 
 def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
-    """Let sessions of ``model``, that of ``run``, step by the package in ``folder``.
+    """Let sessions of ``model``, the model of ``run``, step by the package in ``folder``.
 
     Errors: ``KinformerError`` for a folder without a package, one of other weights, and one for another machine.
     """
@@ -147,7 +145,7 @@ def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
         raise KinformerError(
             f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
         )
-    step = package.load_package(folder / facts["file"], facts)
+    step = graphs.load_package(folder / facts["file"], facts)
     use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
 
@@ -178,7 +176,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 class Exported:
     """The ``folder``, its ``model_type``, the classes of transformers that load it, and how much it holds.
 
-    ``reason``: why the model is no architecture of transformers; empty if it is one.
+    ``reason``: why the model is not an architecture of transformers; empty if it is.
     """
 
     folder: Path
@@ -211,7 +209,7 @@ def export(
     max_shard_size: str | int = "5GB",
     announce: Callable[[str], object] = lambda sentence: None,
 ) -> Exported | ExportedGraph:
-    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with what it will be and why."""
+    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with a sentence on the folder."""
     require_path("out", out)
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
@@ -221,7 +219,7 @@ def export(
             )
         return export_graph(_exportable(folder), Path(out), format, announce)
     if dtype not in DTYPES:
-        raise KinformerError(f"`dtype` {dtype!r}: is no type of exported weights; {nearest(str(dtype), DTYPES)}")
+        raise KinformerError(f"`dtype` {dtype!r}: is not a type of exported weights; {nearest(str(dtype), DTYPES)}")
     shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
         has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
@@ -251,10 +249,10 @@ def export(
 
 
 def _exportable(folder: str | Path) -> Run:
-    """Return the run in ``folder``; refuse one that is not complete without a datastore."""
+    """Return the run in ``folder``; refuse a run that needs a datastore."""
     run = open_run(folder)
     if "retrieval" in run.data:
-        raise KinformerError(f"{folder}: reads a datastore, which has no place in an exported folder; export its base.")
+        raise KinformerError(f"{folder}: reads a datastore, which an exported folder cannot hold; export its base.")
     return run
 
 
@@ -262,12 +260,12 @@ def size_in_bytes(size: str | int) -> int:
     """Return the bytes of a size such as ``5GB``, ``500 MB``, ``64KiB`` or a number of bytes."""
     match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([KMG]?I?)B?\s*", str(size).upper())
     if match is None or match[2] not in UNITS or (count := int(float(match[1]) * UNITS[match[2]])) < 1:
-        raise KinformerError(f"`max_shard_size` {size}: is no size; write for example 5GB, 500MB or 64KiB.")
+        raise KinformerError(f"`max_shard_size` {size}: is not a size; write for example 5GB, 500MB or 64KiB.")
     return count
 
 
 def sentence_of(form: Form) -> str:
-    """Return what a folder in ``form`` will be."""
+    """Return a sentence on a folder in ``form``: the kind of folder, and why."""
     if form.native is None:
         return (
             f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
@@ -377,7 +375,7 @@ PIPELINES = {
 
 
 def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
-    """Return the model card: what the model is, what it was trained on, and what was measured."""
+    """Return the model card, which describes the model, its training data and its measurements."""
     record = member_called(run.member)
     sentence = sentence_of(form)
     preparer, use = _use(run, form, name)

@@ -15,9 +15,8 @@ from kinformer.core.model import CausalModel
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
 from kinformer.interop import read_checkpoint
-from kinformer.interop.checkpoint import OURS
+from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.proof import LIMIT, Plain, Theirs, Verdict, beside, judge
-from kinformer.interop.routes import DECODERS
 from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
 from kinformer.interop.writing import form_of
 from kinformer.lab.runs.exporting import export
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """The run, how many parameters its model has, whether it came with a tokenizer, and what is to be known of it."""
+    """The run, its number of parameters, whether the folder had a tokenizer, and notes for the user."""
 
     run: Run
     parameters: int
@@ -205,15 +204,18 @@ def _run_proof(folder: Path, length: int, limit: float) -> Proof:
 
 
 def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
-    """Return the proof of a folder of transformers: its laws there, and what is imported beside it."""
+    """Return the proof of a folder of transformers: its laws there, and the imported model beside it."""
     kind = str(config["model_type"])
     with _quiet():
         loaded = _loaded(folder, trust)
     if not getattr(loaded.config.get_text_config(), "vocab_size", None):
-        raise KinformerError(f"{folder / CONFIG}: has no vocab_size; give a folder with a causal language model.")
+        raise KinformerError(
+            f"{folder / CONFIG}: does not have a vocab_size; give a folder with a causal language model."
+        )
     theirs = Theirs(loaded)
     laws = tuple(judge(theirs, length, limit))
-    if kind not in (*DECODERS, OURS):
+    form = ARCHITECTURES.get(kind)
+    if kind != OURS and (form is None or not form.exported or form.auto_class != "AutoModelForCausalLM"):
         note = f"the model_type {kind!r} is not imported as a decoder, so nothing is compared beside it."
         return Proof(str(folder), kind, laws, notes=(note,))
     imported = read_checkpoint(folder)
@@ -221,8 +223,8 @@ def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, lengt
         model = model_config(imported.model, f"{folder}: model").build()
     model.load_state_dict(dict(imported.weights))
     names: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _prefixed
-    if kind != OURS:
-        names = lambda weights: DECODERS[kind].write(weights, imported.model)  # noqa: E731
+    if form is not None:
+        names = partial(form.write_tensors, model=imported.model, settings=dict(config))
     return Proof(str(folder), kind, laws, tuple(beside(Plain(model), theirs, names, limit)))
 
 
@@ -275,6 +277,6 @@ def _object(name: str) -> object:
             return value() if isinstance(value, type) or type(value).__name__ == "function" else value
     except Exception as error:
         raise KinformerError(
-            f"{name}: is no folder, and no object that can be imported ({type(error).__name__}: {error}); give a run, "
-            "a folder of transformers, or module:object of a causal model."
+            f"{name}: is not a folder, and not an object that can be imported ({type(error).__name__}: {error}); give "
+            "a run, a folder of transformers, or module:object of a causal model."
         ) from None

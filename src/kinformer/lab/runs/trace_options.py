@@ -35,7 +35,7 @@ class TraceOptions(Machine):
 def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
     """Return the numbers from 1 to ``highest`` that an option's text lists, in order; all where it is None.
 
-    Errors: ``KinformerError`` for what is no such number.
+    Errors: ``KinformerError`` for any other part of the text.
     """
     if text is None:
         return tuple(range(1, highest + 1))

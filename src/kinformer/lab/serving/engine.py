@@ -1,4 +1,13 @@
-"""An engine that continues many sequences as one batch, by turns: admit, absorb prompts, step."""
+"""An engine that continues many sequences as one batch, by turns: admit, absorb prompts, step.
+
+A turn removes cancelled requests, admits new ones, absorbs one chunk of prompts, steps the batch, and reports every
+token to its listener. Rows join and leave between steps: the functions of ``core.state`` select, join and reserve their
+states. The copies of one prompt share one absorbed state. Every row draws from the random stream of its seed, as in
+``generate``, so its tokens do not depend on the other rows.
+
+A request is admitted if the states of all rows at their full lengths stay within a bound of bytes. The states of a
+batch are right-aligned, so a growing state takes as many slots for every row as the longest row needs.
+"""
 
 from __future__ import annotations
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from kinformer.core.model import CausalModel
     from kinformer.core.stack import ModelConfig
+    from kinformer.lab.calibration.options import CalibrateOptions
+    from kinformer.lab.calibration.risk import Samples
     from kinformer.lab.data import Tokenizer
-    from kinformer.lab.evaluation.exits import Samples, Sampling
     from kinformer.lab.training.data_module import DataModule, Objective
     from kinformer.lab.training.settings import Settings
 
@@ -361,7 +362,7 @@ class Task:
         has a ``prediction`` without a refusal."""
         raise NotImplementedError
 
-    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
         """Return samples of what ``model``, the model of ``run``, writes with early exits and without.
 
         Errors: ``KinformerError`` for a task whose models write nothing token by token.

@@ -3,6 +3,11 @@
 ``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
 sha256 and the numbers of the run. One process writes whole tensors; processes that share the weights write a part each
 (``lab/training/shards.py``). Any number of processes reads both. Nothing is a pickle.
+
+With ``training.async_saves`` training pauses only for the copy to host memory, between two steps. A thread writes the
+copy and commits it by the same rename. At most the saves of one step are in flight: the next save, the end of the run,
+a signal and an error wait for them, and a failed save ends the run. The setting is off by default, because the copy
+takes memory and the thread takes time from training where every core trains (``benchmarks/sharded_checkpoint.py``).
 """
 
 from __future__ import annotations

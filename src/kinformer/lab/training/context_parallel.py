@@ -279,7 +279,7 @@ def check_time(model: nn.Module, ring: bool) -> None:
     if readers_of(model) == [model]:
         return
     _check_stack(stack)
-    if stack.exits or stack.halting is not None:
+    if stack.adaptive:
         raise _unshared(stack.config, "how many layers it applies depends on the tokens")
     waiting = [mixer for mixer in mixers_of(stack) if not crosses(mixer)]
     if stack.config.recomputes and waiting:
@@ -312,7 +312,7 @@ def _check_reader(reader: Any, ring: bool) -> None:
     if config.global_tokens or config.global_input is not None:
         raise _unshared(config, "its global tokens see the whole row from one process")
     _check_stack(stack)
-    if stack.halting is not None:
+    if stack.adaptive:
         raise _unshared(stack.config, "how many layers it applies depends on the tokens")
     for mixer in stack.modules():
         if isinstance(mixer, EncoderMixer) and not mixer.crosses:

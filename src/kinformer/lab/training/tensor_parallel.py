@@ -2,10 +2,15 @@
 
     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
 
-:mod:`kinformer.lab.training.tensor_parallel` says what a part is. Here its weights become DTensors of the mesh's axis
-"tp", so that FSDP can cut them again along another axis, optimisers and norms see whole weights, and checkpoints can
-be written. While a unit computes, its modules see plain local tensors: they run as they do in one process, on fewer
-heads.
+A config says what one of N equal parts of it is (``core.division``): usually a config with fewer heads or hidden
+features, whose outputs add up to the output of the whole. The rows of each weight that a part takes follow from the two
+shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that cannot be
+divided raises the reason.
+
+The weights of a part become DTensors of the mesh's axis "tp". FSDP can cut them again along another axis, and
+optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors: they
+run as they do in one process, on fewer heads. The rows of a part are not neighbours in the whole weight, so a
+checkpoint gathers one weight at a time into the order of the whole.
 """
 
 from __future__ import annotations
@@ -116,9 +121,6 @@ class DivisibleModel(StackedModel, Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
-    @property
-    def exit_heads(self) -> nn.ModuleList | None: ...
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -288,9 +290,9 @@ def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
     """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
     embedding = getattr(model.config.input, "embedding", None)
     simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
-    if not simple or model.exit_heads is not None or model.vocab_size % parts:
+    if not simple or model.vocab_size % parts:
         return False
-    if getattr(model, "ahead", None) is not None:
+    if getattr(model, "exit_heads", None) is not None or getattr(model, "ahead", None) is not None:
         return False
     return output_product(model) is not None
 

@@ -23,11 +23,11 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class RandomBlocks(ChosenBlocks):
-    """The pattern in which block b sees ``count`` distinct earlier blocks (all if there are no more), each equally
+    """The pattern in which block b sees ``count`` distinct earlier blocks (all if there are fewer), each equally
     likely.
 
-    With ``total`` it sees ``count`` of the other blocks out of 0 .. total - 1, earlier or later. What is drawn depends
-    on ``seed``, ``head`` and b alone, so that it is the same at every length.
+    With ``total`` it sees ``count`` of the other blocks out of 0 .. total - 1, earlier or later. The draw depends on
+    ``seed``, ``head`` and b alone, so it is the same at every length.
     """
 
     block: int
@@ -38,7 +38,7 @@ class RandomBlocks(ChosenBlocks):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config; ``num_heads``: a draw of its own for each of that many heads; None: all heads see the same."""
+        """The config; ``num_heads``: the number of heads with different draws; None: all heads share one draw."""
 
         kind = "random_blocks"
         block: int = 64
@@ -116,15 +116,15 @@ class BigBird(Unsized):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config: ``block`` tokens are a block; a query sees its own and the two beside it, and ``random`` others.
+        """The config: ``block`` tokens are a block; a query sees its block, the two beside it, and ``random`` others.
 
-        ``edges``: the first and the last block are global (the internal construction); without them something else
-        must be, as a global input (the extended one). ``seed`` gives the random blocks that the authors' code gives
-        layer number ``seed``, for each of ``num_heads`` heads its own (None: the same for all). A block that is drawn
-        twice, or that all see anyway, counts once.
+        ``edges``: the first and the last block are global (the internal construction). Without ``edges``, something
+        else must be global, such as a global input (the extended construction). ``seed`` selects the random blocks of
+        layer number ``seed`` in the authors' code, different for each of ``num_heads`` heads (None: equal for all). A
+        block that is drawn twice, or that every query sees anyway, counts once.
 
-        ``length``: the pattern of a sequence of that many tokens for shorter ones too, as padded ones have it in the
-        authors' code; None: that of each sequence's length.
+        ``length``: use the pattern of a sequence of ``length`` tokens for shorter sequences too, as the authors' code
+        does for padded sequences; None: the pattern of each sequence's length.
         """
 
         kind = "big_bird"
@@ -183,8 +183,7 @@ def _sized(pattern: BigBird, blocks: int) -> Pattern:
 
 @dataclass(frozen=True)
 class NearAndDrawn(ChosenBlocks):
-    """The part of near and random blocks: of ``blocks`` blocks, block i sees i - 1, i, i + 1
-    and those of ``drawn[i]`` (-1 is none)."""
+    """The near and random blocks: among ``blocks`` blocks, block i sees i - 1, i, i + 1 and ``drawn[i]`` (-1: none)."""
 
     block: int
     blocks: int
@@ -248,23 +247,23 @@ class FirstAndLast(Pattern):
 Table = NDArray[np.int32]
 
 PAPER_LENGTHS = (1024, 2048, 3072, 4096)
-"""Lengths in tokens with a plan of their own, that of the paper's experiments: it draws for the longest of them, and
-from the blocks of the shortest."""
+"""Lengths in tokens with the plan of the paper's experiments: it draws for the longest length, from the blocks of the
+shortest."""
 
 
 def random_table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
     """Return the random blocks that queries see in a sequence of ``blocks`` blocks of ``block`` tokens, as the authors'
     code draws them; ``seed`` is a layer's number.
 
-    The table is [heads, blocks, random] int32: the key blocks of every query block, -1 where there are too few to draw
-    from. Draws are NumPy's (Mersenne Twister), so that a seed gives what it gives in the authors' code. The first and
-    the last row are those of blocks that see everything, and mean nothing.
+    The table is [heads, blocks, random] int32: the key blocks of every query block, -1 if there are too few blocks.
+    Draws are NumPy's (Mersenne Twister), so a seed gives the same blocks as in the authors' code. The first and the
+    last row belong to blocks that see everything, and are arbitrary.
     """
     if blocks * block in PAPER_LENGTHS:
         shortest, longest = PAPER_LENGTHS[0], PAPER_LENGTHS[-1]
         last = shortest // block - 1 if shortest > 2 * block else longest // block - 1
         return paper_plan(longest // block, last, random, seed, heads)[:, :blocks]
-    rows = max(64, 1 << (blocks - 1).bit_length())  # a longer text's table begins with that of a shorter one
+    rows = max(64, 1 << (blocks - 1).bit_length())  # a longer text's table begins with a shorter text's table
     return general_plan(rows, random, seed, heads)[:, :blocks]
 
 
@@ -308,3 +307,9 @@ def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
     drawn[:, 1:] = np.take_along_axis(orders, first, axis=-1).swapaxes(0, 1)
     drawn.flags.writeable = False
     return drawn
+
+
+PARTS = {
+    "RandomBlocksPattern": RandomBlocks.Config,
+    "BigBirdPattern": BigBird.Config,
+}

@@ -1,4 +1,4 @@
-"""Patterns of an image that is read as a sequence of cells."""
+"""Patterns of an image read as a sequence of cells."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Image1D(PatternConfig):
 
     The earlier tokens of the query's block and the whole block before it: between block + 1 and 2 * block keys.
 
-    With ``masked`` False, in an encoder, the whole block and those on both sides of it: at most 3 * block keys. It
-    needs no more of the positions than their order, so it serves text as well.
+    With ``masked`` False, in an encoder, the whole block and the blocks on both sides: at most 3 * block keys. The
+    pattern uses only the order of positions, so it works for text too.
     """
 
     kind = "image_1d"
@@ -209,3 +209,9 @@ class Image2D(Pattern):
             np.where(one_line, x, np.where(one_row, left, 0)),
             np.where(one_line, last_x, np.where(one_row, last_left + self.raster.block_width - 1, self.width - 1)),
         )
+
+
+PARTS = {
+    "Image1DPattern": Image1D,
+    "Image2DPattern": Image2D.Config,
+}

@@ -18,7 +18,7 @@ from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes, Cover, Ints, Pattern
 from kinformer.runtime.errors import KinformerError, plural
 
-# Patterns that are defined block of queries by block of queries: their covers, and those that choose key blocks.
+# Patterns defined block of queries by block of queries: their covers, and patterns that choose key blocks.
 
 MOST_BLOCKS = 256
 """A box of more query blocks than these is SOME; the executor's boxes are at most 128 queries tall."""
@@ -27,8 +27,7 @@ Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> Cover:
-    """Return the cover of ``boxes`` from ``rule``'s covers of their parts, each
-    of which has queries of one block only."""
+    """Return the cover of ``boxes`` from ``rule``'s covers of their parts; each part has queries of one block only."""
     q_low, q_high, k_low, k_high, step = boxes
     if step <= block:
         count = q_high // block - q_low // block + 1
@@ -129,8 +128,8 @@ class Comb(Pattern):
         return seen if self.ahead is None else seen & (distance >= -self.ahead)
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return the exact cover: a box has the distances nearest + n * step; every
-        ``period``-th of them is allowed, or none is."""
+        """Return the exact cover: a box has the distances nearest + n * step, and either every ``period``-th distance
+        is allowed or no distance is."""
         step = boxes.step
         nearest, farthest = boxes.q_low - boxes.k_high, boxes.q_high - boxes.k_low
         low = nearest if self.ahead is None else np.maximum(nearest, -self.ahead)
@@ -170,7 +169,7 @@ class PerHead(Pattern):
         for pattern in self.patterns:
             if pattern.num_heads not in (None, len(self.patterns)):
                 raise KinformerError(
-                    f"a pattern for {plural(pattern.num_heads, 'head')} stands among those of "
+                    f"a pattern for {plural(pattern.num_heads, 'head')} stands among patterns for "
                     f"{plural(len(self.patterns), 'head')}; give every head a pattern for one head."
                 )
 
@@ -376,8 +375,8 @@ class Summaries(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config: ``summary`` keys of every ``segment``, the last ones, or with ``skip`` those that end this many
-        slices before.
+        """The config: the last ``summary`` keys of every ``segment``, or with ``skip`` the ``summary`` keys that end
+        this many slices before.
 
         All queries see them: a decoder takes it in an ``intersection`` with ``causal``.
         """
@@ -422,12 +421,11 @@ class Summaries(Pattern):
 class Fixed(PatternConfig):
     """Fixed attention of the Sparse Transformer (Child et al. 2019, section 4.3): a segment, and summaries of all.
 
-    The earlier tokens of the query's segment, and ``summary`` tokens of every segment, together or either part
-    alone.
+    A query sees the earlier tokens of its segment and ``summary`` tokens of every segment, or only one of these parts.
 
     ``segment`` and ``summary`` are the paper's l and c. With ``slices`` the heads look at different summaries: head
-    h of ``num_heads`` at slice h mod ``slices``, counted from the segment's end. A query of part "columns" that has
-    no summary before it sees nothing.
+    h of ``num_heads`` at slice h mod ``slices``, counted from the segment's end. A query of part "columns" without an
+    earlier summary sees nothing.
     """
 
     kind = "fixed"
@@ -555,7 +553,7 @@ class Blockwise(ChosenBlocks):
             for permutation in self.permutations:
                 if not permutation or sorted(permutation) != list(range(len(permutation))):
                     raise KinformerError(
-                        f"{list(permutation)} is no permutation of blocks; list 0, 1, ... in any order, each once."
+                        f"{list(permutation)} is not a permutation of blocks; list 0, 1, ... in any order, each once."
                     )
 
         def build(self) -> Pattern:
@@ -606,7 +604,7 @@ class Documents(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config, for boundaries that are the same in every row (a chunk's ``reset`` marks those that are not).
+        """The config, for boundaries that are equal in all rows (a chunk's ``reset`` marks boundaries of single rows).
 
         Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
         """
@@ -688,12 +686,12 @@ def check_sizes(segment: int, memory: int) -> None:
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """A window and the first tokens (Xiao et al. 2023, StreamingLLM): what a trained model attends to in endless text.
+    """A window and the first tokens (Xiao et al. 2023, StreamingLLM), so that a trained model can read endless text.
 
     Query t sees the keys j with j < count or t - window < j <= t. A decoder keeps ``count`` + ``window`` - 1 keys,
-    whatever the length, and counts positions inside this cache: a first token stands at j, a query at min(t, count +
-    window - 1) for it, so that no distance exceeds those of a text of count + window tokens. Texts that are no
-    longer than the window are attended to in full.
+    whatever the length, and counts positions inside this cache: a first token has position j, and a query has position
+    min(t, count + window - 1) for it. Distances are therefore never larger than in a text of count + window tokens.
+    Texts up to the length of the window are attended to in full.
 
     The pairs with k < count or q - k < window, k <= q. Parts of other patterns see them by absolute positions.
     """
@@ -844,3 +842,26 @@ def _alike(kind: str, patterns: Sequence[Pattern]) -> Sequence[Pattern]:
             f"the patterns of {kind!r} are for {' and for '.join(map(str, counts))} heads; give them one head count."
         )
     return patterns
+
+
+PARTS = {
+    "FullPattern": Full.Config,
+    "CausalPattern": Causal.Config,
+    "LocalPattern": Local.Config,
+    "SinksPattern": Sinks.Config,
+    "DilatedPattern": Dilated.Config,
+    "ColumnsPattern": Columns.Config,
+    "StridedPattern": Strided,
+    "BlocksPattern": Blocks.Config,
+    "SegmentsPattern": Segments.Config,
+    "SummariesPattern": Summaries.Config,
+    "FixedPattern": Fixed,
+    "GlobalTokensPattern": GlobalTokens.Config,
+    "BlockwisePattern": Blockwise.Config,
+    "DocumentsPattern": Documents.Config,
+    "PerHeadPattern": PerHead.Config,
+    "WindowPattern": Window,
+    "UnionPattern": Union,
+    "IntersectionPattern": Intersection,
+    "ComplementPattern": Complement,
+}

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.lab.calibration.options import CalibrateOptions
+    from kinformer.lab.calibration.risk import Samples
     from kinformer.lab.data import Corpus
     from kinformer.lab.data.labelled import TextSource
-    from kinformer.lab.evaluation.exits import Samples, Sampling
     from kinformer.lab.tasks.next_token.generate import Generated
     from kinformer.lab.training.data_module import DataModule, Objective
 
@@ -139,10 +140,10 @@ class NextToken(Task):
 
         return continue_text(subject, prompt, options, write)
 
-    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
         from kinformer.lab.tasks.next_token.evaluate import TextSamples
 
-        return TextSamples(run, model, sampling)
+        return TextSamples(run, model, options)
 
     def embed(self, subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
         from kinformer.lab.tasks.shared.text import embed_texts

@@ -13,21 +13,22 @@ import torch
 
 from kinformer.core.model import CausalModel
 from kinformer.generation.generate import generate
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, at_threshold
 from kinformer.lab.data import NgramModel
 from kinformer.lab.evaluation.bits import Measurement, Windows, measure
-from kinformer.lab.evaluation.depths import PONDER_STEPS, Usage, noting_steps, record_usage
-from kinformer.lab.evaluation.exits import (
+from kinformer.lab.evaluation.depths import (
     LAYERS_PER_TOKEN,
+    PONDER_STEPS,
     Exited,
-    Samples,
-    Sampling,
-    at_threshold,
     early_exit_stack,
     noting_exits,
+    noting_steps,
     saved,
     with_rule,
 )
 from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
+from kinformer.lab.evaluation.usage import Usage, record_usage
 from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
 from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared.options import (
@@ -157,26 +158,26 @@ class TextSamples(Samples):
     Prompts of a text, drawn evenly; the truth is how the text goes on.
     """
 
-    def __init__(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> None:
-        if sampling.beam is not None:
+    def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
+        if options.beam is not None:
             raise KinformerError(
-                f"`beam` {sampling.beam}: is of translations; a text is continued greedily here, so leave it out."
+                f"`beam` {options.beam}: is of translations; a text is continued greedily here, so leave it out."
             )
-        held = held_out(run, EvaluationSettings(data=sampling.data, split=sampling.split))
-        self.prompt_tokens, self.new_tokens = sampling.prompt_tokens or PROMPT_TOKENS, sampling.new_tokens or NEW_TOKENS
+        held = held_out(run, EvaluationSettings(data=options.data, split=options.split))
+        self.prompt_tokens, self.new_tokens = options.prompt_tokens or PROMPT_TOKENS, options.new_tokens or NEW_TOKENS
         super().__init__(model, held.identity, {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens})
         split, length = held.split, self.prompt_tokens + self.new_tokens
-        if len(split) < length + sampling.size:
+        if len(split) < length + options.prompts:
             raise KinformerError(
                 f"split {split.name!r} of {split.corpus} holds {plural(len(split), 'token')}, too few for "
-                f"{sampling.size} samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or "
+                f"{options.prompts} samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or "
                 "`new_tokens`."
             )
-        draw = np.random.default_rng(sampling.seed)
-        starts = np.sort(draw.choice(len(split) - length, sampling.size, replace=False))
+        draw = np.random.default_rng(options.seed)
+        starts = np.sort(draw.choice(len(split) - length, options.prompts, replace=False))
         rows = split.rows(starts, length)
         self.prompts, self.truth = rows[:, : self.prompt_tokens], rows[:, self.prompt_tokens :]
-        self.batch_size = sampling.batch_size
+        self.batch_size = options.batch_size
         self.begin()
 
     def write(self) -> np.ndarray:

@@ -16,7 +16,7 @@ from kinformer.generation.sampling import StoppedText, ends_of_text
 from kinformer.generation.session import Session
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.tokenizer import prompt_ids
-from kinformer.lab.evaluation.exits import Exited, noting_exits, saved
+from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
 from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared.options import tell_untrained
 from kinformer.lab.tasks.shared.text import tokenizer_of

@@ -3,28 +3,30 @@ ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from math import log
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.adaptive.decoder import ExitDecoder
+from kinformer.adaptive.rules import AllExits
 from kinformer.core.model import CausalModel, StackedCausalModel
 from kinformer.core.stack import ModelConfig, units_of
 from kinformer.core.state import State
 from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
 from kinformer.lab.data.mixture import MixedWindows
 from kinformer.lab.tasks.shared.records import part_of
-from kinformer.lab.tasks.shared.text import ExitModel, aligned_loss, all_exits, vocab_size_of
+from kinformer.lab.tasks.shared.text import vocab_size_of
 from kinformer.lab.training import cross_entropy
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_BYTE
 from kinformer.lab.training.settings import Settings
+from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AllExits
 
 # Rows of text for a causal model, and the objective of the next token.
 
@@ -258,14 +260,14 @@ class ExitLosses:
     @classmethod
     def of(cls, model: nn.Module) -> ExitLosses:
         """Make the objective for ``model``; KinformerError if its stack has no exits."""
-        if not (units_of(model) and getattr(model, "stack").exits):  # noqa: B009
+        if not isinstance(model, ExitDecoder):
             raise KinformerError(
                 "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
                 "train calm or depth-adaptive, add `set` stack=exits, or leave `objective` out."
             )
         return cls()
 
-    def __call__(self, model: ExitModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         config = model.stack.config
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
@@ -274,14 +276,14 @@ class ExitLosses:
         return self._aligned(model, batch, state, progress)
 
     def _mixed(
-        self, model: ExitModel, batch: TokenBatch, state: State, progress: float, samples: int
+        self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float, samples: int
     ) -> ObjectiveOutput:
         drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
         losses, metrics, states = zip(*drawn, strict=True)
         nats = torch.stack([metric["nats"] for metric in metrics]).mean()
         return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
 
-    def _aligned(self, model: ExitModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+    def _aligned(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         targets, stack = batch.tokens[:, 1:], model.stack
         _, state, tapped = model.hidden(
             batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=stack.exits
@@ -289,7 +291,7 @@ class ExitLosses:
         logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
         losses, nats = zip(*(next_token_nats(logit, targets, batch.valid) for logit in logits), strict=True)
         seen = None if stack.rule is None else exits_of(tapped, logits, batch)
-        loss = aligned_loss(stack, losses, seen, progress)
+        loss = stack.aligned_loss(losses, seen, progress)
         return loss, {"nats": nats[-1], "predicted": predicted(batch)}, state
 
 
@@ -298,7 +300,7 @@ def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch
     targets = batch.tokens[:, 1:]
     valid = torch.ones_like(targets, dtype=torch.bool) if batch.valid is None else batch.valid
     sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)
-    return all_exits(hidden, logits, targets, valid, sequence)
+    return AllExits.of(hidden, logits, targets, valid, sequence)
 
 
 class DeepSupervision(nn.Module):
@@ -382,17 +384,6 @@ class _Reader(nn.Module):
 # Next tokens and those after them (multi-token prediction: Gloeckle et al. 2024; DeepSeek-V3 2024, section 2.2).
 
 
-class AheadModel(CausalModel, Protocol):
-    """A causal model with parts ``ahead``, each of which predicts one token further."""
-
-    @property
-    def ahead(self) -> Sized: ...
-
-    def further(self, number: int, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return the hidden states of part ``number``, from 1, after those before it and the ``tokens`` between."""
-        ...
-
-
 class MultiToken:
     """The loss of models that predict further tokens (``ahead``), n of them:
 
@@ -416,7 +407,7 @@ class MultiToken:
             )
         return cls()
 
-    def __call__(self, model: AheadModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Decoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
         tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
@@ -425,15 +416,16 @@ class MultiToken:
         further = self.further(model, hidden, batch)
         return loss + self.WEIGHT * further.mean(), {"nats": nats, "predicted": predicted(batch)}, state
 
-    def further(self, model: AheadModel, hidden: Tensor, batch: TokenBatch) -> Tensor:
+    def further(self, model: Decoder, hidden: Tensor, batch: TokenBatch) -> Tensor:
         """Return L_2 ... L_(n + 1), [n], from the ``hidden`` states [batch, time, width]."""
+        assert model.ahead is not None
         losses, time = [], hidden.shape[1]
         valid = torch.ones_like(batch.tokens[:, 1:], dtype=torch.bool) if batch.valid is None else batch.valid
         for number in range(1, len(model.ahead) + 1):
             if number >= time:
                 losses.append(hidden.sum() * 0.0)
                 continue
-            hidden = model.further(number, hidden[:, : time - number], batch.tokens[:, number:time])
+            hidden = model.ahead.further(number, hidden[:, : time - number], batch.tokens[:, number:time], model.input)
             valid = valid[:, : time - number] & (
                 valid[:, 1:] if batch.reset is None else valid[:, 1:] & ~batch.reset[:, number:]
             )

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from kinformer.adaptive.decoder import ExitEncoderDecoder
     from kinformer.core.model import CausalModel
     from kinformer.core.stack import ModelConfig
+    from kinformer.lab.calibration.options import CalibrateOptions
+    from kinformer.lab.calibration.risk import Samples
     from kinformer.lab.data.labelled import TextSource
     from kinformer.lab.data.pairs import Languages, Parallel
-    from kinformer.lab.evaluation.exits import Samples, Sampling
     from kinformer.lab.tasks.next_token.generate import Generated
-    from kinformer.lab.tasks.translate.work import TranslationModel
     from kinformer.lab.training.data_module import DataModule, Objective
 
 # The options of translation, for training, measuring and generating. Free of PyTorch.
@@ -119,7 +120,7 @@ def _smoothed(model: SourceModel) -> Objective:
     return TranslationLoss(0.0)
 
 
-def _exits(model: TranslationModel) -> Objective:
+def _exits(model: ExitEncoderDecoder) -> Objective:
     from kinformer.lab.tasks.translate.work import TranslationExits
 
     return TranslationExits.of(model, 0.0)
@@ -202,7 +203,7 @@ class Translate(Task):
 
         return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
 
-    def objective(self, name: str | None, model: TranslationModel, data: DataModule | None = None) -> Objective:
+    def objective(self, name: str | None, model: ExitEncoderDecoder, data: DataModule | None = None) -> Objective:
         from kinformer.lab.tasks.translate.work import TranslationExits, TranslationLoss
 
         smoothing = getattr(data, "smoothing", 0.0)
@@ -237,11 +238,11 @@ class Translate(Task):
 
         return translate_lines(subject, prompt, options, write)
 
-    def samples(self, run: TrainedRun, model: CausalModel, sampling: Sampling) -> Samples:
+    def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
         from kinformer.lab.tasks.translate.work import PairSamples
 
         self.check_generation(run)
-        return PairSamples(self, run, model, sampling)
+        return PairSamples(self, run, model, options)
 
     def predict(
         self, subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: BeamOptions

@@ -5,27 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, lcm, log
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.adaptive.decoder import ExitEncoderDecoder, source_means
+from kinformer.adaptive.rules import AllExits
 from kinformer.core.model import CausalModel, SourceModel, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.generation.beam import Hypothesis, Search, beam_search
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, at_threshold
 from kinformer.lab.data import IGNORED, BosEos
 from kinformer.lab.data.buckets import TokenBatches
 from kinformer.lab.data.labelled import LABEL_NAMES, TEXT_NAMES, Columns, TextItem, TextSource
 from kinformer.lab.data.pairs import NUMBER_WORDS, Pairs, Parallel
 from kinformer.lab.data.tokenizer import Tokenizer, as_bytes
-from kinformer.lab.evaluation.exits import (
+from kinformer.lab.evaluation.depths import (
     LAYERS_PER_TOKEN,
     Exited,
-    Samples,
-    Sampling,
-    at_threshold,
     early_exit_stack,
     noting_exits,
     saved,
@@ -36,9 +37,6 @@ from kinformer.lab.tasks.next_token.generate import Generated, Sample
 from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared.records import arriving, in_batches
 from kinformer.lab.tasks.shared.text import (
-    ExitModel,
-    aligned_loss,
-    all_exits,
     ends_of,
     heading,
     identity_of_part,
@@ -245,10 +243,6 @@ class TranslationLoss:
 # Translations by the losses of all exits of a decoder's stack (Elbayad et al. 2020, section 3.1, for translation).
 
 
-class TranslationModel(ExitModel, SourceModel, Protocol):
-    """An encoder-decoder whose decoder's stack has exits."""
-
-
 class TranslationExits(TranslationLoss):
     """The loss of translators with early exits, of the kind that the decoder's stack names, as of texts alone:
 
@@ -262,16 +256,16 @@ class TranslationExits(TranslationLoss):
     trains_exits = True
 
     @classmethod
-    def of(cls, model: TranslationModel, smoothing: float) -> TranslationExits:
+    def of(cls, model: ExitEncoderDecoder, smoothing: float) -> TranslationExits:
         """Make the objective for ``model``; KinformerError if its stack has no exits."""
-        if not model.stack.exits:
+        if not isinstance(model, ExitEncoderDecoder):
             raise KinformerError(
                 "the objective 'exits' needs a decoder whose tokens may leave early, which those of this one may not; "
                 "add `set` stack=exits, or leave `objective` out."
             )
         return cls(smoothing)
 
-    def __call__(self, model: TranslationModel, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: ExitEncoderDecoder, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
         stack = model.stack
         if not model.training:
             return super().__call__(model, batch, state, progress)
@@ -281,10 +275,10 @@ class TranslationExits(TranslationLoss):
             return torch.stack(losses).mean(), metrics[-1], states[-1]
         return self._aligned(model, batch, progress)
 
-    def _aligned(self, model: TranslationModel, batch: PairBatch, progress: float) -> ObjectiveOutput:
+    def _aligned(self, model: ExitEncoderDecoder, batch: PairBatch, progress: float) -> ObjectiveOutput:
         stack, counted = model.stack, batch.labels != IGNORED
         state = model.begin(batch.source, batch.source_valid)
-        source = state.source.mean if stack.reads_source else None
+        source = source_means(state, len(batch.target))
         _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
         logits = [model.exit_logits(x, number).float() for number, x in enumerate(tapped)]
         labels, smoothing = batch.labels[counted], self.smoothing
@@ -293,8 +287,8 @@ class TranslationExits(TranslationLoss):
         if stack.rule is not None:
             targets = batch.labels.masked_fill(~counted, 0)
             one = torch.zeros_like(targets)  # a row is one sequence
-            seen = all_exits(tapped, logits, targets, counted, one, source)
-        loss = aligned_loss(stack, losses, seen, progress)
+            seen = AllExits.of(tapped, logits, targets, counted, one, source)
+        loss = stack.aligned_loss(losses, seen, progress)
         last = logits[-1].detach()[counted]
         metrics = {
             "nats": functional.cross_entropy(last, labels, reduction="sum"),
@@ -455,28 +449,28 @@ class PairSamples(Samples):
     Sources of a part of the pairs, drawn evenly; the truth is their reference.
     """
 
-    def __init__(self, task: Translate, run: TrainedRun, model: CausalModel, sampling: Sampling) -> None:
+    def __init__(self, task: Translate, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
         for name in ("prompt_tokens", "new_tokens"):
-            if getattr(sampling, name) is not None:
+            if getattr(options, name) is not None:
                 raise KinformerError(
-                    f"{marked(name)} {getattr(sampling, name)}: is of running text; a sample of this run is a whole "
+                    f"{marked(name)} {getattr(options, name)}: is of running text; a sample of this run is a whole "
                     "source and its translation, so leave it out."
                 )
-        decoding = BeamOptions() if sampling.beam is None else BeamOptions(beam=sampling.beam)
-        held = held_out_pairs(task, run, EvaluationSettings(data=sampling.data, split=sampling.split))
+        decoding = BeamOptions() if options.beam is None else BeamOptions(beam=options.beam)
+        held = held_out_pairs(task, run, EvaluationSettings(data=options.data, split=options.split))
         how = {"beam": decoding.beam, "length_penalty": decoding.length_penalty}
-        super().__init__(model, identity_of_part(held.data, sampling.split, held.same), how)
-        if len(held.pairs.source) < sampling.size:
+        super().__init__(model, identity_of_part(held.data, options.split, held.same), how)
+        if len(held.pairs.source) < options.prompts:
             raise KinformerError(
-                f"split {sampling.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
-                f"for {sampling.size} samples; give another by `split`, or fewer by `prompts`."
+                f"split {options.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
+                f"for {options.prompts} samples; give another by `split`, or fewer by `prompts`."
             )
-        draw = np.random.default_rng(sampling.seed)
-        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), sampling.size, replace=False).tolist())
+        draw = np.random.default_rng(options.seed)
+        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), options.prompts, replace=False).tolist())
         # Sources of like length are translated together.
-        pairs = pairs.taken(sorted(range(sampling.size), key=lambda index: len(pairs.source[index])))
+        pairs = pairs.taken(sorted(range(options.prompts), key=lambda index: len(pairs.source[index])))
         self.translator, self.sources = Translator(LoadedRun(run, model), decoding), pairs.source
-        self.batch_size = sampling.batch_size
+        self.batch_size = options.batch_size
         self.truth = [ids.tolist() for ids in tokenizer_of(run).encode_batch(pairs.target)]
         self.begin()
 

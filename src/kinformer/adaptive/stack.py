@@ -1,43 +1,57 @@
 """Early exits: a token leaves after some layers, as a rule decides from its past (Elbayad et al. 2020, section 3;
 Schuster et al. 2022, section 3).
 
-With h^l the output of layer l, a token that leaves after layer l is predicted from h^l, and every later layer absorbs
-h^l in its place, each by its own keys and values, so that later tokens find it there (the papers' copied state, or
-state propagation). Without a rule, and in aligned training, all tokens go through all layers: the sequential stack,
-exactly.
+Let h^l be the output of layer l. A token that leaves after layer l is predicted from h^l. Every later layer absorbs h^l
+in place of its own input and projects it to keys and values, so that later tokens find it there (the papers call this a
+copied state, or state propagation). Without a rule, and in aligned training, all tokens go through all layers: the
+stack is then exactly the sequential stack.
 
-With the layer ``decoder`` and softmax attention nothing else than that key and value is computed of a token that has
-left; other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a graph
-is captured, and where tensors are shapes alone, all tokens go through all layers, with equal results: costs are
-estimated as if no token left early.
+With the layer ``decoder`` and softmax attention, a later layer computes only the key and the value of a token that has
+left. Other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a graph
+is captured, and where tensors are shapes alone, all tokens go through all layers, with equal results: estimated costs
+are costs without early exits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.adaptive.rules import AllExits, AtExit, ExitRule, ExitRuleConfig
 from kinformer.core.contract import Chunk
-from kinformer.core.stack import BeforeUse, ReadExit, Stack, StackConfig
+from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import has_data
-from kinformer.stacks.exit_rules import AtExit, ExitRule, ExitRuleConfig
+
+M = TypeVar("M", bound=nn.Module)
+
+ReadExit = Callable[[Tensor, int], Tensor]
+"""(x [..., dim], outputs of the layer before an exit, number of the exit) -> the exit's logits [..., vocab]."""
+
+WEIGHTS: dict[str, Callable[[int], list[float]]] = {
+    "linear": lambda exits: [1.0 + number for number in range(exits)],
+    "uniform": lambda exits: [1.0] * exits,
+    "powers": lambda exits: [2.0**number for number in range(exits)],
+}
+"""The weights of the losses of all exits in aligned training, by name."""
 
 
-class Exits(Stack):
-    """The layers in order, with exits ``after`` some of them, counted from 1 (None: every one) and after the last.
+class ExitStack(Stack):
+    """The layers in order, with exits ``after`` some layers, counted from 1 (None: after every layer), and after the
+    last.
 
-    ``rule`` None lets no token leave early. ``classifiers``: ``tied``, one head for all exits, or ``separate``, each
-    exit has a head of its own, all alike. ``training``: ``aligned``, all tokens go through all layers and the objective
-    looks at every exit, or ``mixed``, each token leaves by an exit drawn evenly, ``samples`` times in a step.
-    ``weights``: of the losses of exits 1, 2, ... in aligned training: their numbers (``linear``), equal (``uniform``),
-    or powers of 2.
+    ``rule`` None lets no token leave early. ``classifiers``: ``tied``, one head for all exits, or ``separate``, one
+    head for each exit. ``training``: ``aligned``, all tokens go through all layers and the objective reads every exit,
+    or ``mixed``, each token leaves by an exit drawn evenly, ``samples`` times in a step. ``weights`` are the weights of
+    the losses of exits 1, 2, ... in aligned training: their numbers (``linear``), equal (``uniform``), or powers of 2.
     """
+
+    adaptive = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
@@ -72,7 +86,7 @@ class Exits(Stack):
                 )
 
         def exits(self, layers: int) -> tuple[int, ...]:
-            """Return the layers behind which exits are, from 0, the last included."""
+            """Return the numbers of the layers before exits, counted from 0, the last layer included."""
             after = tuple(range(1, layers + 1)) if self.after is None else self.after
             if not all(1 <= layer <= layers for layer in after):
                 raise KinformerError(
@@ -87,15 +101,14 @@ class Exits(Stack):
                 )
             return exits
 
-        @property
-        def reads_exits(self) -> bool:
-            return self.rule is not None
+        def model_class(self, plain: type[M]) -> type[M]:
+            from kinformer.adaptive.decoder import ExitDecoder, ExitEncoderDecoder
 
-        def exit_heads(self, layers: int) -> int:
-            return len(self.exits(layers)) - 1 if self.classifiers == "separate" else 0
+            classes: tuple[type, ...] = (ExitDecoder, ExitEncoderDecoder)
+            return next(item for item in classes if issubclass(item, plain))
 
-        def build_model(self, layers: Sequence[nn.Module], dim: int) -> Exits:
-            return Exits(self, layers, dim)
+        def build_model(self, layers: Sequence[nn.Module], dim: int) -> ExitStack:
+            return ExitStack(self, layers, dim)
 
     config: Config
 
@@ -108,8 +121,8 @@ class Exits(Stack):
             )
         self.exits = config.exits(len(self.layers))
         self.rule: ExitRule | None = None if config.rule is None else config.rule.build(dim, len(self.exits))
-        # Of the rule that it was built with: it stays where another stands in for it in a measurement.
-        self._reads_source = self.rule is not None and self.rule.reads_source
+        # Measurements replace the rule for a while, but the states still hold the source that this rule reads.
+        self.reads_source = self.rule is not None and self.rule.reads_source
         self.left = Left()
 
     @property
@@ -120,14 +133,27 @@ class Exits(Stack):
         return owns and config.training == "aligned"
 
     @property
-    def reads_source(self) -> bool:
-        return self._reads_source
-
-    @property
     def leaves_early(self) -> bool:
+        """Return whether tokens may leave by an exit before the last, outside of training."""
         return self.rule is not None and not self.rule.off
 
-    def absorb_early_exits(
+    def aligned_loss(self, losses: Sequence[Tensor], seen: AllExits | None, progress: float) -> Tensor:
+        """Return the loss of a step of aligned training: the weighted mean of the exits' ``losses``, scalars, and the
+        loss by which the rule learns from the outputs ``seen``, None without a rule.
+
+            sum of w_n L_n over the exits n / sum of w_n                         (Elbayad et al. 2020, section 3.1)
+
+        ``progress`` is the share of training that is over.
+        """
+        weights = WEIGHTS[self.config.weights](len(losses))
+        loss = torch.stack([weight * item for weight, item in zip(weights, losses, strict=True)]).sum() / sum(weights)
+        if seen is None:
+            return loss
+        assert self.rule is not None
+        cost = self.rule.cost(seen, progress)
+        return loss if cost is None else loss + cost
+
+    def absorb_by_exits(
         self,
         chunk: Chunk,
         state: tuple[State, ...],
@@ -136,6 +162,12 @@ class Exits(Stack):
         read: ReadExit,
         source: Tensor | None = None,
     ) -> tuple[tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]], Tensor | None]:
+        """Absorb ``chunk`` as :meth:`absorb` does, but let tokens leave early; also return the exit of each token,
+        [batch, time] int64, None where all tokens go through all layers.
+
+        A rule decides by the logits that ``read`` returns, or by ``source`` [batch, dim], the mean of each row's
+        source.
+        """
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
             return self.absorb(chunk, state, before, taps), None
@@ -156,53 +188,9 @@ class Exits(Stack):
         self.left(running.leaves_by, chunk.valid)
         return (x, tuple(after), tuple(tapped)), running.leaves_by
 
-    def asks(self, number: int) -> bool:
-        """Return whether the rule decides at exit ``number`` which tokens leave."""
-        return self.rule is not None and number < len(self.exits) - 1 and self.rule.asks(number)
-
-    def leads(self, number: int) -> range:
-        """Return the uses between the exit before exit ``number``, or the input, and that exit."""
-        return range(self.exits[number - 1] + 1 if number else 0, self.exits[number] + 1)
-
-    def until(
-        self,
-        number: int,
-        chunk: Chunk,
-        state: tuple[State, ...],
-        before: BeforeUse,
-        read: ReadExit,
-        source: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[State, ...]]:
-        """Run a chunk, all of whose tokens run, from the exit before to exit ``number``, with ``state`` of the uses
-        there.
-
-        Return the outputs of the last use, [batch, time, dim]; its logits; by which exit each token is to leave as
-        decided up to there, [batch, time] int64; and the states after.
-        """
-        x, after = chunk.x, []
-        for use, layer_state in zip(self.leads(number), state, strict=True):
-            x, layer_state = self._used(use, chunk._replace(x=before(x, use)), layer_state, None)
-            after.append(layer_state)
-        logits = read(x, number)
-        leaves = torch.full(x.shape[:2], len(self.exits) - 1, device=x.device)
-        if self.asks(number):
-            assert self.rule is not None and chunk.positions is not None
-            here, earlier, positions = x.flatten(0, 1), chunk.x.flatten(0, 1), chunk.positions.flatten()
-            of_tokens = None if source is None else source.repeat_interleave(x.shape[1], dim=0)
-            at = AtExit(number, here, earlier, positions, lambda: logits.flatten(0, 1), of_tokens)
-            leaves = self.rule(at).view(leaves.shape)
-        return x, logits, leaves, tuple(after)
-
-    def past(self, number: int, chunk: Chunk, state: tuple[State, ...], before: BeforeUse) -> tuple[State, ...]:
-        """Return the states of the same uses after a chunk whose tokens have left before."""
-        nothing = torch.ones(chunk.x.shape[0], 0, dtype=torch.bool, device=chunk.x.device)
-        pairs = zip(self.leads(number), state, strict=True)
-        return tuple(self._used(use, chunk._replace(x=before(chunk.x, use)), pair, nothing)[1] for use, pair in pairs)
-
     def _leave(self, number: int, x: Tensor, earlier: Tensor, running: _Running, read: ReadExit | None) -> None:
-        """Let the tokens leave that do so by exit ``number``; ``read`` None: their exits were drawn."""
-        if read is not None and self.asks(number) and running.some:
-            assert self.rule is not None
+        """Let tokens leave by exit ``number``, as the rule decides; ``read`` None: their exits were drawn."""
+        if read is not None and self.rule is not None and self.rule.asks(number) and running.some:
             here = running.pick(x)
             at = AtExit(
                 number,
@@ -217,18 +205,19 @@ class Exits(Stack):
 
 
 class Left(nn.Module):
-    """A module called with the ``exits`` [batch, time] int64 by which the tokens of a
-    chunk left, and ``valid``, for hooks."""
+    """A module without effect, for hooks: the stack calls it with the exit of every token of a chunk, ``exits`` [batch,
+    time] int64, and ``valid`` [batch, time]."""
 
     def forward(self, exits: Tensor, valid: Tensor | None) -> None:
         return None
 
 
 class _Running:
-    """The tokens of a chunk that still run, ``mask`` [batch, time] bool, and by which exit each ``leaves_by``.
+    """The tokens of a chunk that still run, ``mask`` [batch, time] bool, and the exit of each token, ``leaves_by``
+    [batch, time] int64.
 
-    ``output_mask``: where layers must give outputs, None for everywhere. ``some``: whether any token runs, as far as
-    the host has read.
+    ``output_mask`` are the tokens whose outputs layers must compute, None for all. ``some``: whether any token runs, as
+    far as the host has read.
     """
 
     def __init__(self, chunk: Chunk, last: int, source: Tensor | None) -> None:
@@ -247,24 +236,24 @@ class _Running:
         return None if self.whole or not self.has_values else self.mask
 
     def merged(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return y, a layer's output, for tokens that run, and x for the others."""
+        """Return the outputs y of a layer for running tokens, and its inputs x for the others."""
         if self.whole:
             return y
         return torch.where(self.mask[..., None], y, x.to(y.dtype)) if self.some else x
 
     def pick(self, per_token: Tensor) -> Tensor:
-        """Return the running tokens [n, ...] of [batch, time, ...]; all where the host cannot read the mask."""
+        """Return the running tokens [n, ...] of [batch, time, ...], or all tokens if the host cannot read the mask."""
         return per_token.flatten(0, 1) if self._picked is None else per_token[self._picked]
 
     def put(self, leaves_by: Tensor) -> None:
-        """Store the decision [n] about the tokens that :meth:`pick` returned."""
+        """Store the exits [n] of the tokens that :meth:`pick` returned."""
         if self._picked is not None:
             leaves_by = self.leaves_by.index_put((self._picked,), leaves_by)
         leaves_by = leaves_by.view(self.mask.shape)
         self.leaves_by = leaves_by if self._picked is not None else torch.where(self.mask, leaves_by, self.leaves_by)
 
     def leave(self, number: int) -> None:
-        """Let the tokens leave that do so by exit ``number``."""
+        """Stop the tokens whose exit is ``number``."""
         if not self.some:
             return
         stay = self.leaves_by > number
@@ -273,3 +262,8 @@ class _Running:
         self.mask = self.mask & stay
         self.whole, self._picked = False, self.mask if self.has_values else None
         self.some = not self.has_values or bool(self.mask.any())
+
+
+PARTS = {
+    "ExitStack": ExitStack.Config,
+}

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.adaptive.rules import AtExit, ExitClassifier, Saturation, SoftmaxResponse
+from kinformer.adaptive.stack import _Running
 from kinformer.core.state import detach, difference
+from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AtExit, ExitClassifier, Saturation, SoftmaxResponse
-from kinformer.stacks.exits import _Running
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 RULES = {
@@ -190,6 +191,20 @@ def test_checkpoints_give_equal_gradients():
         model(torch.arange(20)[None] % 23)[0].square().sum().backward()
         found.append([weight.grad for weight in model.stack.layers.parameters()])
     assert all(torch.allclose(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_generation_is_not_recorded_and_takes_the_same_exits(rows):
+    """The host reads which tokens leave, so steps stay in Python, in a session that would record others too."""
+    model, made = build("softmax"), []
+    for recorded in (True, False):
+        session = Session(model, rows, temperature=1.0, seed=0, room=12, recorded=recorded)
+        session._stepping.record_at = 2
+        session.feed(torch.randint(23, (rows, 9), generator=torch.Generator().manual_seed(0)))
+        made.append(exits_of(model, lambda session=session: torch.cat([session.step() for _ in range(8)])))
+        assert session._stepping.running is None
+    (tokens, left), (expected, own) = made
+    assert torch.equal(tokens, expected) and torch.equal(left, own)
 
 
 def at(x, number=0, earlier=None, positions=None):

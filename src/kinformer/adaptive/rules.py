@@ -1,8 +1,8 @@
-"""Exit rules: by which exit of a stack a token leaves for the head, decided from its own past alone."""
+"""Exit rules decide by which exit of a stack a token leaves for the head, from the token's own past."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -16,12 +16,12 @@ from kinformer.runtime.errors import KinformerError, plural
 
 
 class AtExit(NamedTuple):
-    """The n tokens that are still running at exit ``number``, counted from 0.
+    """The n tokens that still run at exit ``number``, counted from 0.
 
-    ``x`` [n, dim]: the outputs of the layer before the exit. ``earlier`` [n, dim]: those at the exit before, at the
-    first exit the inputs of the stack. ``positions`` [n] int64: of the tokens in their sequences. ``logits()``: [n,
-    vocab], of the exit's head for ``x``. ``source`` [n, dim]: the mean vector of each token's source, where the rule
-    reads it.
+    ``x`` [n, dim] are the outputs of the layer before the exit, ``earlier`` [n, dim] the outputs at the exit before (at
+    the first exit the inputs of the stack), ``positions`` [n] int64 the positions in the tokens' sequences.
+    ``logits()`` returns the logits [n, vocab] of the exit's head for ``x``. ``source`` [n, dim] is the mean vector of
+    each token's source, for rules that read it.
     """
 
     number: int
@@ -33,12 +33,12 @@ class AtExit(NamedTuple):
 
 
 class AllExits(NamedTuple):
-    """The outputs of all exits in a training step, the last included, where ``valid`` [batch, time] bool.
+    """The outputs of all exits, the last included, in a training step, for the tokens that are ``valid`` [batch, time].
 
-    ``hidden``: [batch, time, dim] of each. ``nats`` [exits, batch, time]: -ln p of the next token there. ``best``
-    [exits, batch, time] int64: the most probable one; ``targets`` [batch, time]: the right one. ``sequence`` [batch,
-    time] int64: tokens of unlike numbers in a row belong to unlike sequences. ``source`` [batch, dim]: the mean vector
-    of each row's source, where the rule reads it.
+    ``hidden`` are the outputs [batch, time, dim] of the layer before each exit, ``nats`` [exits, batch, time] the
+    numbers -ln p of the next token there, ``best`` [exits, batch, time] int64 the most probable token, ``targets``
+    [batch, time] the right token. ``sequence`` [batch, time] int64: tokens of a row with different numbers belong to
+    different sequences. ``source`` [batch, dim] is the mean vector of each row's source, for rules that read it.
     """
 
     hidden: tuple[Tensor, ...]
@@ -49,17 +49,34 @@ class AllExits(NamedTuple):
     sequence: Tensor
     source: Tensor | None = None
 
+    @classmethod
+    def of(
+        cls,
+        hidden: tuple[Tensor, ...],
+        logits: Sequence[Tensor],
+        targets: Tensor,
+        valid: Tensor,
+        sequence: Tensor,
+        source: Tensor | None = None,
+    ) -> AllExits:
+        """Make the outputs from the ``logits`` [batch, time, vocab] of every exit; only ``hidden`` and ``source`` keep
+        their graph."""
+        with torch.no_grad():
+            nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
+            best = [logit.argmax(-1) for logit in logits]
+        return cls(hidden, torch.stack(nats), torch.stack(best), targets, valid, sequence, source)
+
 
 class ExitRule(nn.Module):
     """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
-    one.
+    exit.
 
-    It is called at every exit but the last, for the tokens that are not to leave by an earlier one. ``exits`` is their
-    number, the last included.
+    The stack calls it at every exit but the last, for the tokens that are not to leave by an earlier exit. ``exits`` is
+    the number of exits, the last included.
     """
 
     reads_source: ClassVar[bool] = False
-    """Whether it decides by the source of a sequence."""
+    """Whether the rule reads the source of a sequence."""
 
     def __init__(self, exits: int) -> None:
         super().__init__()
@@ -71,7 +88,7 @@ class ExitRule(nn.Module):
 
     @property
     def off(self) -> bool:
-        """Return whether the rule lets no token leave early, whatever the token."""
+        """Return whether the rule lets no token leave early."""
         return False
 
     def asks(self, number: int) -> bool:
@@ -79,7 +96,7 @@ class ExitRule(nn.Module):
         return True
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:
-        """Return the rule's training loss, a mean over tokens; None where it learns nothing."""
+        """Return the rule's training loss, a mean over tokens; None for a rule that learns nothing."""
         return None
 
     def forward(self, at: AtExit) -> Tensor:
@@ -87,12 +104,12 @@ class ExitRule(nn.Module):
 
 
 class ExitRuleConfig(Config):
-    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of width ``dim`` with
-    that many exits."""
+    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of width ``dim`` with ``exits``
+    exits."""
 
     slot = "exit_rule"
     learns: ClassVar[bool] = False
-    """Whether it has weights, which learn from all exits."""
+    """Whether the rule has weights, which learn from all exits."""
 
     def build(self, dim: int, exits: int) -> ExitRule:
         raise NotImplementedError
@@ -104,12 +121,13 @@ class ExitRuleConfig(Config):
 #
 #     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
 #
-# or lambda itself without a decay. No thresholds: no token leaves early, as before a calibration.
+# or lambda itself without a decay. Without thresholds, as before a calibration, no token leaves early.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
-    """The config of confidence rules; ``thresholds``: one for all exits, or one for each but the last."""
+    """The config of confidence rules; ``thresholds`` has one number for all exits, or one for each exit but the
+    last."""
 
     thresholds: tuple[float, ...] = ()
     decay_tokens: float | None = None
@@ -131,7 +149,7 @@ class ThresholdConfig(ExitRuleConfig):
 
 
 class ThresholdRule(ExitRule):
-    """A rule by confidence; ``confidence(at)`` [n] is at least 0 and, if it is no cosine, at most 1."""
+    """A rule by confidence: ``confidence(at)`` returns numbers [n] from 0 to 1, or cosines from -1 to 1."""
 
     def __init__(self, config: ThresholdConfig, exits: int) -> None:
         super().__init__(exits)
@@ -145,7 +163,7 @@ class ThresholdRule(ExitRule):
         raise NotImplementedError
 
     def threshold(self, at: AtExit) -> Tensor | float:
-        """Return the threshold of each token [n], or of all."""
+        """Return the threshold of each token, [n], or one number for all tokens."""
         level = self.thresholds[at.number]
         if self.decay_tokens is None:
             return level
@@ -196,11 +214,11 @@ class Saturation(ThresholdRule):
 
 
 class ExitClassifier(ThresholdRule):
-    """Confidence sigmoid(w . h + b), the probability that the last exit would predict the same, by one w and b of all
-    exits.
+    """Confidence sigmoid(w . h + b), the probability that the last exit would predict the same token; all exits share w
+    and b.
 
-    (In the paper a softmax over two classes, which is the same function.) Its loss is the cross-entropy of that,
-    both answers weighing alike, on average over the exits but the last. It moves w and b alone.
+    The paper writes it as a softmax over two classes, which is the same function. The loss is the cross-entropy of this
+    probability, with equal weights for both answers, averaged over the exits but the last. It trains w and b alone.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -226,7 +244,7 @@ class ExitClassifier(ThresholdRule):
             losses = functional.binary_cross_entropy_with_logits(logits, agrees.to(logits.dtype), reduction="none")
             classes = []
             for which in (agrees & seen.valid, ~agrees & seen.valid):
-                # The mean within each answer, so that both weigh alike however rare one is.
+                # A mean within each answer, so that both have equal weights even where one is rare.
                 classes.append(torch.where(which, losses, 0.0).sum() / which.sum().clamp_min(1))
             costs.append(0.5 * (classes[0] + classes[1]))
         return torch.stack(costs).mean()
@@ -241,29 +259,28 @@ class ExitClassifier(ThresholdRule):
 #     geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
 #                       a token leaves by the first exit with chi^n >= threshold
 #
-# The geometric-like distribution is also called Poisson binomial. What they learn is an oracle's choice, from the
-# log-likelihoods LL_t^n of the right token, or from C_t^n, 1 where the most probable token is the right one, else 0
-# (equations 13 to 16):
+# The geometric-like distribution is also called Poisson binomial. Both learn the choice of an oracle, from the
+# log-likelihoods LL_t^n of the right token, or from C_t^n, which is 1 if the right token is the most probable token,
+# else 0 (equations 13 to 16):
 #
 #     likelihood     q*_t = argmax_n (smoothed LL_t^n - lambda n)
 #     correctness    q*_t = argmax_n (smoothed C_t^n - lambda n)
-#     smoothed S_t = sum over t' of exp(-|t - t'|^2 / sigma) S_t', over the sequence; sigma = 0 leaves it as it is
+#     smoothed S_t = sum over t' of exp(-|t - t'|^2 / sigma) S_t', over the sequence; sigma = 0 does not smooth
 #
-# The loss is alpha times the mean of -ln q_t(q*_t), which moves the network too. Of equal values the lowest exit
-# counts.
+# The loss is alpha times the mean of -ln q_t(q*_t), and it trains the network too. Between exits of equal value the
+# oracle takes the lowest.
 #
 # One exit for a whole translation is predicted from its source x (section 3.2.1), by the sums of its tokens' LL or C:
 #
-#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all tokens leave by the arg
-# max
+#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all leave by the arg max
 #     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
 #     correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OracleConfig(ExitRuleConfig):
-    """The config of an oracle: ``penalty`` (lambda) is the price of an exit further up; ``alpha`` weighs the loss, from
-    the share ``since`` of training on, before which exits are trained without it."""
+    """The config of an oracle: ``penalty`` (lambda) is the cost of each further exit, ``alpha`` the weight of the
+    rule's loss. The loss begins at the share ``since`` of training; before, exits are trained without it."""
 
     learns = True
     oracle: Literal["likelihood", "correctness"] = "likelihood"
@@ -294,7 +311,7 @@ class TokenOracleConfig(OracleConfig):
 
 
 class PredictedExit(ExitRule):
-    """The base of rules that predict the exit at the first one, by softmax(W x + b) of a vector x."""
+    """The base of rules that predict the exit at the first exit, by softmax(W x + b) of a vector x."""
 
     def __init__(self, config: OracleConfig, dim: int, exits: int) -> None:
         super().__init__(exits)
@@ -311,7 +328,7 @@ class PredictedExit(ExitRule):
 
 
 class Multinomial(PredictedExit):
-    """The multinomial rule; W and b begin as the model's initialisation has them."""
+    """The multinomial rule: q_t = softmax(W h_t^1 + b), from the first exit's vector."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig):
@@ -334,7 +351,7 @@ class Multinomial(PredictedExit):
 
 
 class SequenceMultinomial(PredictedExit):
-    """The rule, for decoders over a source; W and b begin as the model's initialisation has them."""
+    """The multinomial rule for decoders over a source: one exit for a whole sequence, from its source's mean."""
 
     reads_source = True
 
@@ -357,14 +374,14 @@ class SequenceMultinomial(PredictedExit):
         return cross_entropy(self.config, log_q, self.oracle(seen), seen.valid.any(-1), progress)
 
     def oracle(self, seen: AllExits) -> Tensor:
-        """Return the exit [batch] int64, from 0, that is best for every row's sequence."""
+        """Return the best exit [batch] int64, counted from 0, of each row's sequence."""
         scores = torch.where(seen.valid, scores_of(self.config, seen), 0.0).sum(-1)
         return cheapest(scores, self.config.penalty)
 
 
 class Geometric(ThresholdRule):
-    """The geometric-like rule (Poisson binomial): one w and b for all exits, as in the paper, or one each by
-    ``per_exit``."""
+    """The geometric-like rule (Poisson binomial): one w and b for all exits, as in the paper, or with ``per_exit`` one
+    for each exit."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig, ThresholdConfig):
@@ -393,7 +410,7 @@ class Geometric(ThresholdRule):
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
         logits = torch.stack([self._logits(x, number) for number, x in enumerate(hidden[:-1])], dim=-1)
-        # ln prod_{m <= n} (1 - chi^m), by logarithms so that long products do not underflow
+        # ln prod_{m <= n} (1 - chi^m), as a sum of logarithms so that long products do not underflow
         stays = functional.logsigmoid(-logits).cumsum(-1)
         before = functional.pad(stays[..., :-1], (1, 0))
         return torch.cat([functional.logsigmoid(logits) + before, stays[..., -1:]], dim=-1)
@@ -416,7 +433,7 @@ def cross_entropy(config: OracleConfig, log_q: Tensor, best: Tensor, valid: Tens
 
 
 def oracle(config: TokenOracleConfig, seen: AllExits) -> Tensor:
-    """Return the exit [batch, time] int64, from 0, that is best for every token."""
+    """Return the best exit [batch, time] int64, counted from 0, of each token."""
     return cheapest(smoothed(scores_of(config, seen), seen, config.smoothing), config.penalty)
 
 
@@ -426,7 +443,8 @@ def scores_of(config: OracleConfig, seen: AllExits) -> Tensor:
 
 
 def cheapest(scores: Tensor, penalty: float) -> Tensor:
-    """Return the exit [...] int64 of the greatest ``scores`` [exits, ...] less ``penalty`` times its number."""
+    """Return the exit [...] int64 with the greatest value of ``scores`` [exits, ...] less ``penalty`` times the exit's
+    number."""
     numbers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
     return (scores - penalty * numbers.view(-1, *[1] * (scores.dim() - 1))).argmax(0)
 
@@ -440,3 +458,13 @@ def smoothed(scores: Tensor, seen: AllExits, width: float) -> Tensor:
     weights = torch.exp(-((time[:, None] - time) ** 2) / width)
     same = (seen.sequence[:, :, None] == seen.sequence[:, None]) & seen.valid[:, None]
     return torch.einsum("btu,ebu->ebt", torch.where(same, weights, 0.0), scores)
+
+
+PARTS = {
+    "SoftmaxResponseExit": SoftmaxResponse.Config,
+    "SaturationExit": Saturation.Config,
+    "ClassifierExit": ExitClassifier.Config,
+    "MultinomialExit": Multinomial.Config,
+    "GeometricExit": Geometric.Config,
+    "SequenceMultinomialExit": SequenceMultinomial.Config,
+}

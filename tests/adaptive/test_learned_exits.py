@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.adaptive.rules import AllExits, AtExit, Geometric, Multinomial, oracle, smoothed
 from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.exit_rules import AllExits, AtExit, Geometric, Multinomial, oracle, smoothed
 
 EXITS, BATCH, TIME, DIM = 4, 2, 7, 6
 

@@ -1,0 +1,648 @@
+"""Models of this library as classes of the library transformers, for models that none of its architectures computes.
+
+Folders that ``kinformer export`` writes name these classes in their ``auto_map``; the code in the folder imports them
+from here. ``generate``, ``Trainer`` and PEFT use them. Importing this file registers the classes, so that
+``trust_remote_code`` is not needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import ctc_loss
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    CausalLMOutput,
+    ImageClassifierOutput,
+    MaskedLMOutput,
+    ModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+
+from kinformer.core.config import find, from_dict
+from kinformer.core.contract import select_valid
+from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
+from kinformer.core.model import PROTOCOLS, CausalModel, modules_of
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import State, map_tensors, nbytes, pop_aux, repeat_rows, select_rows
+from kinformer.inputs.filterbank import Filterbank, features_of
+from kinformer.interop.key_map import ConfigView
+from kinformer.interop.writing import auto_class_of, auto_map, use_of, write_code
+from kinformer.runtime.errors import KinformerError
+
+__all__ = [
+    "CLASSES",
+    "KinformerForCTC",
+    "KinformerConfig",
+    "KinformerForCausalLM",
+    "KinformerForImageClassification",
+    "KinformerForMaskedLM",
+    "KinformerForSeq2SeqLM",
+    "KinformerForSequenceClassification",
+    "KinformerForTokenClassification",
+]
+
+
+# The config, and what all models share.
+
+
+class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
+    """The config of a model of this library.
+
+    ``composition``: our model config as data, as in a run's ``config.json``. ``member``: the member of the family.
+    ``settings``: settings of transformers.
+    """
+
+    model_type = "kinformer"
+
+    def __init__(self, composition: ConfigView | None = None, member: str = "", **settings: Any) -> None:
+        self.composition = dict(composition or {})
+        self.member = member
+        tokens = self.composition.get("input", {})
+        self.vocab_size = tokens.get("vocab_size")
+        self.hidden_size = self.composition.get("dim")
+        self.num_hidden_layers = len(self.composition.get("layers", ()))
+        for derived in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            settings.pop(derived, None)
+        classes = self.composition.get("head", {}).get("classes")
+        if classes is not None and not settings.get("id2label"):
+            settings["num_labels"] = classes
+        settings["is_encoder_decoder"] = self.composition.get("kind") == "encoder_decoder"
+        settings["tie_word_embeddings"] = False  # a tied head reads the table of the input; there is one tensor
+        settings.setdefault("use_cache", True)
+        self.use_cache = settings["use_cache"]
+        super().__init__(**settings)
+
+    def build(self) -> Any:
+        """Return a new model of this composition."""
+        return from_dict(ModelConfig, self.composition, find(), "composition").build()
+
+
+IGNORED = -100
+"""The label of positions without a prediction."""
+
+
+class KinformerModel(PreTrainedModel):  # type: ignore[misc]
+    """A model of this library, ``model``, with the interface of transformers.
+
+    ``use``: the purpose of the class, which ends its name, as in ``KinformerForMaskedLM``.
+    """
+
+    use: ClassVar[str]
+    config_class = KinformerConfig
+    base_model_prefix = ""
+    supports_gradient_checkpointing = False
+    _no_split_modules: list[str] = []
+
+    def __init__(self, config: KinformerConfig) -> None:
+        super().__init__(config)
+        self.model = config.build()
+        use = use_of(self.model.config)
+        if use != self.use:
+            theirs = f"load it by {auto_class_of(use)}" if use else "transformers does not have a class for it"
+            raise KinformerError(
+                f"composition: its model is {PROTOCOLS[self.model.config.protocol]} with the input "
+                f"{self.model.config.input.kind!r} and the head {self.model.config.head.kind!r}, which is no "
+                f"{self.use}; {theirs}."
+            )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise what no file held, and buffers that no file holds, as a new model of ours has them."""
+        if module is self:
+            with torch.device("cpu"):
+                fresh = self.config.build()
+            values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if not getattr(tensor, "_is_hf_initialized", False):
+                    init.copy_(tensor, values[name].to(tensor.dtype))
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:
+        """Write the model as ``kinformer export`` does, with the code that loads it."""
+        self.config.auto_map = auto_map(self.use)
+        super().save_pretrained(save_directory, *arguments, **options)
+        write_code(Path(save_directory), self.use)
+
+    @contextmanager
+    def _costs(self) -> Iterator[dict[str, Tensor]]:
+        """Collect the auxiliary losses [batch] of the forward passes within the context, in training."""
+        with gather_aux_losses(modules_of(self.model, AuxLoss) if self.training else ()) as costs:
+            yield costs
+
+    def _with_costs(
+        self, loss: Tensor, labels: Tensor, positions: int, options: Mapping[str, Any], *costs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return ``loss``; in training with the auxiliary losses and penalties that a run's trainer adds.
+
+        An auxiliary loss [batch] is a mean over the ``positions`` that were read.
+
+        Of several micro-batches in a step, each counts by its ``labels``, as in the loss of transformers.
+        """
+        if not self.training:
+            return loss
+        further = [module.penalty() for module in modules_of(self.model, Regularized)]
+        further += [cost.float().sum() / positions for some in costs for cost in some.values()]
+        if not further:
+            return loss
+        items = options.get("num_items_in_batch")
+        return loss + torch.stack(further).sum() * (1 if items is None else (labels != IGNORED).sum() / items)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table of the input, or the input of a model of images."""
+        return getattr(self.model.input, "embedding", self.model.input)  # type: ignore[no-any-return]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Refuse another table: the composition says how many ids there are."""
+        raise KinformerError("the table of ids cannot be exchanged; train a run with another vocab_size instead.")
+
+
+def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
+    """Return which positions of ``values`` [batch, time] are real, bool, by a mask [batch, tokens so far]; None if all
+    are."""
+    if attention_mask is None:
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] < values.shape[1]:
+        raise KinformerError(
+            f"attention_mask is {list(attention_mask.shape)}, but must be [batch, tokens] and cover the "
+            f"{values.shape[1]} of input_ids."
+        )
+    valid = attention_mask[:, -values.shape[1] :].bool()
+    return None if bool(valid.all()) else valid
+
+
+def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
+    """Return ``values``; refuse a call with vectors in their place."""
+    if values is None or options.get("inputs_embeds") is not None:
+        raise KinformerError("inputs_embeds: this model reads input_ids alone; leave it out.")
+    return values
+
+
+def scaling(options: dict[str, object]) -> dict[str, object]:
+    """Return the option by which a trainer says how many labels there are in all micro-batches of a step."""
+    return {name: options[name] for name in ("num_items_in_batch",) if name in options}
+
+
+# Models that generate: their cache holds a state.
+
+CACHES = ("cache", "past_key_values")
+CACHE = next(
+    one for one in CACHES if one in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""What this version of transformers calls a cache: ``cache`` from 5.24 on."""
+
+
+class StateCache(Cache):  # type: ignore[misc]
+    """The ``state`` after ``length`` tokens, padding included; None before the first."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = [False]
+    is_linear = [False]
+    """False, so that transformers gives tokens that the state has absorbed only once."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state: State = None
+        self.length = 0
+
+    @property
+    def is_initialized(self) -> bool:
+        """Return whether a token was absorbed."""
+        return self.state is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the state holds."""
+        return 0 if self.state is None else nbytes(self.state)
+
+    def advance(self, state: State, tokens: int) -> None:
+        """Hold ``state``, which absorbed ``tokens`` more."""
+        self.state, self.length = state, self.length + tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens were absorbed, padding included."""
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1, which means without a limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the number of tokens that a mask covers, and their offset."""
+        return self.length + (len(query_length) if isinstance(query_length, Tensor) else query_length), 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the rows ``beam_idx``, for beam search."""
+        if self.state is not None:
+            self.state = select_rows(self.state, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take the rows ``indices``, in that order."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times."""
+        if self.state is not None:
+            self.state = repeat_rows(self.state, repeats)
+
+    def reset(self) -> None:
+        """Forget all tokens, as if the cache were new."""
+        self.state, self.length = None, 0
+
+    def crop(self, *arguments: object, **options: object) -> None:
+        """Refuse to take tokens back: a state does not hold them one by one."""
+        raise KinformerError(
+            "a state cannot be rewound, as it does not hold tokens one by one; copy the cache before them "
+            "(copy.deepcopy), or generate without assistance."
+        )
+
+
+@dataclass
+class ContinuedOutput(ModelOutput):  # type: ignore[misc]
+    """The ``loss`` if there are labels, ``logits`` [batch, time, vocab], the cache as the version calls it, and of a
+    model of a source the encoder's hidden states [batch, length, dim]."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: StateCache | None = None
+    past_key_values: StateCache | None = None
+    encoder_last_hidden_state: Tensor | None = None
+
+
+class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
+    """A model whose state is its cache."""
+
+    main_input_name = "input_ids"
+    _is_stateful = True
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Return False: the first forward pass makes the cache."""
+        return False
+
+    def _continued(
+        self,
+        tokens: Tensor,
+        valid: Tensor | None,
+        cache: StateCache | None,
+        state: State,
+        logits_to_keep: int | Tensor = 0,
+    ) -> tuple[Tensor, State]:
+        """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``,
+        and the state behind them, which ``cache``, if there is one, then holds."""
+        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
+        if cache is not None:
+            cache.advance(state, tokens.shape[1])
+        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(map_tensors(lambda leaf: leaf[:, rows], inputs))
+        return select_valid(logits, None if valid is None else valid[:, rows]), state
+
+    def _cache_to_fill(self, cache: StateCache | None, use_cache: bool | None) -> StateCache | None:
+        """Return the cache for the state behind a chunk; None if the call wants no cache."""
+        if not (use_cache if use_cache is not None else self.config.use_cache and not self.training):
+            return None
+        return StateCache() if cache is None else cache
+
+
+def cache_in(options: Mapping[str, Any]) -> StateCache | None:
+    """Return the cache that a call names, whatever the version of transformers calls it; None if there is none."""
+    cache: Cache | None = options.get("cache")
+    cache = options.get("past_key_values") if cache is None else cache
+    if cache is None or isinstance(cache, StateCache):
+        return cache
+    if cache.get_seq_length():
+        raise KinformerError(
+            f"the cache is of the type {type(cache).__name__} and holds another model's tokens; leave it out."
+        )
+    return StateCache()
+
+
+def as_output(output: ContinuedOutput, options: Mapping[str, object]) -> ContinuedOutput | tuple[object, ...]:
+    """Return ``output``, as a tuple where a call asks for one."""
+    return output.to_tuple() if options.get("return_dict") is False else output
+
+
+class KinformerForCausalLM(ContinuingModel):
+    """A causal model of tokens, which generates."""
+
+    use = "CausalLM"
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **options: object,
+    ) -> ContinuedOutput | tuple[object, ...]:
+        """Return logits [batch, time, vocab] of ``input_ids`` [batch, time], which follow the tokens in the cache.
+
+        attention_mask: [batch, tokens so far] or [batch, time]; 0 marks padding, on either side. labels: shifted here;
+        -100 is ignored. logits_to_keep: how many last positions have logits, or which; 0 for all. The cache is
+        ``cache`` or ``past_key_values``, whatever the version of transformers.
+        """
+        tokens, before = require_ids(input_ids, options), cache_in(options)
+        state = None if before is None else before.state if labels is None else pop_aux(before.state)[1]
+        cache = self._cache_to_fill(before, use_cache)
+        with self._costs() as costs:
+            valid = valid_of(attention_mask, tokens)
+            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
+            loss = self._with_costs(loss, labels, tokens.numel(), options, costs, pop_aux(after)[0])
+        caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
+        return as_output(ContinuedOutput(loss=loss, logits=logits, **caches), options)
+
+
+class SourceReader(nn.Module):
+    """The ``encoder`` of a model, with the call of transformers."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> BaseModelOutput:
+        """Return hidden states [batch, length, dim] of ``input_ids`` [batch, length], zero at padding."""
+        valid = _source_valid(attention_mask, len(input_ids), input_ids.shape[1])
+        return BaseModelOutput(last_hidden_state=self.encoder(input_ids, valid))
+
+
+class KinformerForSeq2SeqLM(ContinuingModel):
+    """A model that continues a source of tokens."""
+
+    use = "Seq2SeqLM"
+
+    def __init__(self, config: KinformerConfig) -> None:
+        super().__init__(config)
+        self.loss_type = "ForMaskedLM"  # labels stand where they are predicted
+
+    def get_encoder(self, modality: str | None = None) -> SourceReader:
+        """Return the encoder of the source."""
+        return SourceReader(self.model.encoder)
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """Return the ids that the decoder reads to predict ``labels`` [batch, time]: the begin id, then all but the
+        last label."""
+        begin = self.config.decoder_start_token_id
+        if begin is None:
+            raise KinformerError("decoder_start_token_id is None, so that no target begins; set it in the config.")
+        before = torch.cat([torch.full_like(labels[:, :1], begin), labels[:, :-1]], dim=1)
+        return before.masked_fill(before == IGNORED, begin)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None = None,
+        **options: Any,
+    ) -> ContinuedOutput | tuple[object, ...]:
+        """Return logits [batch, time, vocab] of ``decoder_input_ids`` [batch, time], which follow the ids in the cache.
+
+        A cache holds everything that the decoder reads of the source. Without a cache the source is ``input_ids``
+        [batch, length], or the outputs of the encoder, ``encoder_outputs``. attention_mask, of the source, and
+        decoder_attention_mask: 0 marks padding. labels [batch, time]: the ids to predict; they give
+        ``decoder_input_ids`` where the call leaves them out; -100 is ignored.
+        """
+        if decoder_input_ids is None and labels is not None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        if decoder_input_ids is None:
+            raise KinformerError("decoder_input_ids: is missing; give what was written so far, or labels.")
+        before, hidden = cache_in(options), None
+        cache = self._cache_to_fill(before, options.get("use_cache"))
+        with self._costs() as costs:
+            if before is not None and before.is_initialized:
+                state = before.state if labels is None else pop_aux(before.state)[1]
+            else:
+                hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
+                valid = _source_valid(attention_mask, *hidden.shape[:2])
+                state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+            valid = valid_of(decoder_attention_mask, decoder_input_ids)
+            logits, state = self._continued(decoder_input_ids, valid, cache, state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
+            loss = self._with_costs(loss, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
+        caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
+        return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **caches), options)
+
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None,
+        options: dict[str, object],
+    ) -> Tensor:
+        """Return the hidden states of the source."""
+        if encoder_outputs is not None:
+            return encoder_outputs[0]  # type: ignore[no-any-return]
+        source = require_ids(input_ids, options)
+        return self.get_encoder()(source, attention_mask).last_hidden_state  # type: ignore[no-any-return]
+
+
+def _source_valid(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return which tokens of sources [batch, length] are real; None without a mask."""
+    if attention_mask is not None and tuple(attention_mask.shape) != (batch, length):
+        raise KinformerError(
+            f"attention_mask is {list(attention_mask.shape)}, but must have the shape of the source, {[batch, length]}."
+        )
+    return None if attention_mask is None else attention_mask.bool()
+
+
+# Models that read whole texts and images.
+
+
+class TextEncoder(KinformerModel):
+    """An encoder of full texts; ``output``: the class of the outputs."""
+
+    main_input_name = "input_ids"
+    output: type[ModelOutput]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> ModelOutput | tuple[object, ...]:
+        """Return the logits of ``input_ids`` [batch, time], zero at padding, or of texts.
+
+        attention_mask: 0 marks padding, on either side. global_attention_mask: 1 marks tokens that all others see;
+        without one the first are global that the model makes so. ``sentences`` [batch, time]: the sentence of each
+        token, for models with a global input. labels: -100 is ignored.
+        """
+        tokens = require_ids(input_ids, options)
+        further = {"kinds": global_attention_mask, "sentences": options.get("sentences"), "types": token_type_ids}
+        if token_type_ids is not None and not self.model.config.input.types:
+            if bool(token_type_ids.any()):
+                raise KinformerError("token_type_ids: this model does not have types of tokens; leave them out.")
+            del further["types"]
+        marks = {name: one.long() for name, one in further.items() if one is not None}
+        with self._costs() as costs:
+            logits = self.model(tokens, valid=valid_of(attention_mask, tokens), **marks)
+        loss = None if labels is None else self._loss(logits, labels, scaling(options))
+        if loss is not None and labels is not None:
+            loss = self._with_costs(loss, labels, tokens.numel(), options, costs)
+        output = self.output(loss=loss, logits=logits)
+        return output.to_tuple() if options.get("return_dict") is False else output
+
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
+        """Return the loss of ``logits``, as transformers has it for the use of the class."""
+        raise NotImplementedError
+
+
+class KinformerForMaskedLM(TextEncoder):
+    """An encoder that predicts the tokens behind masks."""
+
+    use, output = "MaskedLM", MaskedLMOutput
+
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
+        return self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scale)  # type: ignore[no-any-return]
+
+
+class KinformerForSequenceClassification(TextEncoder):
+    """An encoder that predicts the class of a text."""
+
+    use, output = "SequenceClassification", SequenceClassifierOutput
+
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
+        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **scale)  # type: ignore[no-any-return]
+
+
+class KinformerForTokenClassification(TextEncoder):
+    """An encoder that predicts the class of every token."""
+
+    use, output = "TokenClassification", TokenClassifierOutput
+
+    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
+        return self.loss_function(logits=logits, labels=labels, config=self.config, **scale)  # type: ignore[no-any-return]
+
+
+class KinformerForImageClassification(KinformerModel):
+    """An encoder that predicts the class of an image."""
+
+    use = "ImageClassification"
+    main_input_name = "pixel_values"
+
+    def forward(
+        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: object
+    ) -> ImageClassifierOutput | tuple[object, ...]:
+        """Return the logits [batch, classes] of ``pixel_values`` [batch, channels, height, width], from 0 to 1 or
+        uint8; the model normalises them itself. Of several classifiers logits and losses are means."""
+        if pixel_values is None:
+            raise KinformerError("pixel_values: is missing; give images [batch, channels, height, width].")
+        with self._costs() as costs:
+            logits = self.model(pixel_values)
+        heads, loss = logits.unbind(1) if logits.dim() == 3 else (logits,), None
+        if labels is not None:
+            scale = scaling(options)
+            losses = [
+                self.loss_function(labels=labels, pooled_logits=head, config=self.config, **scale) for head in heads
+            ]
+            positions = len(pixel_values) * self.model.input.length(pixel_values)
+            loss = self._with_costs(torch.stack(losses).mean(), labels, positions, options, costs)
+        output = ImageClassifierOutput(loss=loss, logits=logits.mean(1) if logits.dim() == 3 else logits)
+        return output.to_tuple() if options.get("return_dict") is False else output
+
+
+# Models of sound.
+
+BLANK = 0
+
+
+class KinformerForCTC(KinformerModel):
+    """A model that tells a symbol or none at every position of sound; ``config.sampling_rate`` samples are a second."""
+
+    use = "CTC"
+    main_input_name = "input_values"
+
+    def forward(
+        self,
+        input_values: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutput | tuple[object, ...]:
+        """Return the logits [batch, positions, classes] of sound ``input_values`` [batch, samples] from -1 to 1, zero
+        behind the end of a row.
+
+        attention_mask [batch, samples]: 0 marks padding behind a row. labels [batch, n]: the classes of transcripts,
+        padded with -100. The loss is the mean over symbols, as in a run.
+        """
+        if input_values is None or input_values.dim() != 2:
+            raise KinformerError("input_values: give sound as floats [batch, samples] from -1 to 1.")
+        frames, valid = self._positions(input_values, attention_mask)
+        with self._costs() as costs:
+            outputs = self.model(frames, valid=valid)
+        logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
+        loss = None
+        if labels is not None:
+            loss = _nats(logits, valid.sum(1), labels) / options.get("num_items_in_batch", (labels >= 0).sum())
+            absorbed = {} if state is None else pop_aux(state)[0]
+            loss = self._with_costs(loss, labels, valid.numel(), options, costs, absorbed)
+        output = CausalLMOutput(loss=loss, logits=select_valid(logits, valid))
+        return output.to_tuple() if options.get("return_dict") is False else output
+
+    def _positions(self, sound: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return positions [batch, time, width, mels] of ``sound`` [batch, samples] and which are real."""
+        if attention_mask is not None and attention_mask.shape != sound.shape:
+            raise KinformerError(
+                f"attention_mask is {list(attention_mask.shape)}, but must have the shape of input_values, "
+                f"{list(sound.shape)}."
+            )
+        lengths = [sound.shape[1]] * len(sound) if attention_mask is None else attention_mask.sum(1).tolist()
+        config = self.model.config
+        bank, causal = Filterbank(self.config.sampling_rate, config.input.mels), config.protocol is CausalModel
+        width, stride = config.input.width, config.input.stride
+        rows = [
+            features_of(row[: int(length)].float().cpu(), bank, width, stride, causal)
+            for row, length in zip(sound, lengths, strict=True)
+        ]
+        time = torch.arange(max(map(len, rows)))
+        valid = time < torch.tensor([len(row) for row in rows])[:, None]
+        return pad_sequence(rows, batch_first=True).to(sound.device), valid.to(sound.device)
+
+
+def _nats(logits: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+    """Return -log p of all transcripts ``labels`` [batch, n]; 0 where positions are too few for one."""
+    precise = logits.float().log_softmax(-1).transpose(0, 1)
+    targets, counts = labels.masked_fill(labels == IGNORED, BLANK), (labels != IGNORED).sum(1)
+    return ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True).sum()
+
+
+CLASSES = (
+    KinformerForCausalLM,
+    KinformerForSeq2SeqLM,
+    KinformerForMaskedLM,
+    KinformerForSequenceClassification,
+    KinformerForTokenClassification,
+    KinformerForImageClassification,
+    KinformerForCTC,
+)
+transformers.AutoConfig.register(KinformerConfig.model_type, KinformerConfig, exist_ok=True)
+for _class in CLASSES:
+    getattr(transformers, auto_class_of(_class.use)).register(KinformerConfig, _class, exist_ok=True)

@@ -1,0 +1,295 @@
+"""The settings of a ``config.json`` of the library transformers.
+
+Each setting is checked when it is read. A wrong setting is a ``KinformerError`` of one sentence, which names the file
+and the setting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from reprlib import repr as excerpt
+from typing import Any
+
+from kinformer.interop.key_map import ConfigData, ConfigView
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import read_json
+from kinformer.runtime.parsing import JsonObject
+
+CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
+TOKENIZER, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
+"""The names of the files in a folder of transformers."""
+DEPTH = 10_000
+"""The largest number of layers; a config with more layers is damaged."""
+EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
+CAUSAL: Mapping[str, object] = {
+    "is_causal": True,
+    "layer_types": None,
+    "sliding_window": None,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+}
+"""Settings that transformers reads in every architecture, and in every causal architecture.
+
+An architecture that does not read such a setting is imported with this value only.
+"""
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""The kinds of layers in the setting ``layer_types``."""
+
+
+class Settings(dict[str, Any]):
+    """The settings of the ``config.json`` at ``place``."""
+
+    def __init__(self, settings: Mapping[str, object], place: Path) -> None:
+        super().__init__(settings)
+        self.place = place
+
+    def changed(self, **changes: object) -> Settings:
+        """Return the settings with ``changes``."""
+        return Settings({**self, **changes}, self.place)
+
+    def error(self, reason: str) -> KinformerError:
+        """Return the error of a file whose settings cannot be imported for a ``reason``."""
+        return KinformerError(f"{self.place}: {reason}")
+
+    def integer(self, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        """Return a whole number between ``minimum`` and ``maximum``."""
+        value = self.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.error(f"{name} is {excerpt(value)}, but must be a whole number from {minimum} to {maximum}.")
+        return value
+
+    def number(self, name: str) -> float:
+        """Return a number of at least 0 and below 1."""
+        value = self.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            raise self.error(f"{name} is {excerpt(value)}, but must be a number of 0 or more and below 1.")
+        return float(value)
+
+    def positive(self, name: str) -> float:
+        """Return a finite number above 0."""
+        value = self.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise self.error(f"{name} is {excerpt(value)}, but must be a number above 0.")
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        """Return a setting that must be true or false."""
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.error(f"{name} is {excerpt(value)}, but must be true or false.")
+        return value
+
+    def choice(self, name: str, *names: str) -> str:
+        """Return the setting ``name``, which must be one of ``names``."""
+        value = self.get(name)
+        if value not in names:
+            raise self.error(f"{name} is {excerpt(value)}, but only {', '.join(names)} can be imported.")
+        return str(value)
+
+    def named(self, name: str, values: Mapping[str, str]) -> str:
+        """Return the value in ``values`` of the setting ``name``, which must be one of its keys."""
+        return values[self.choice(name, *values)]
+
+    def require(self, values: Mapping[str, object]) -> None:
+        """Raise an error if a setting differs from its value in ``values``.
+
+        A missing setting has this value, and null equals false.
+        """
+        for name, value in values.items():
+            setting = self.get(name, value)
+            if setting != value and (setting is not None or value):
+                raise self.error(f"{name} is {excerpt(self[name])}, but only {value!r} can be imported.")
+
+    def table(self, name: str) -> JsonObject:
+        """Return the table ``name`` within the settings; a missing table is empty."""
+        table = self.get(name) or {}
+        if not isinstance(table, Mapping):
+            raise self.error(f"{name} is not a table of settings; restore the file from a copy.")
+        return dict(table)
+
+    def layer_types(self, *kinds: str) -> list[str]:
+        """Return the setting ``layer_types``, a list with one of ``kinds`` for each layer."""
+        value, depth = self["layer_types"], self["num_hidden_layers"]
+        if not isinstance(value, list) or len(value) != depth or not all(one in kinds for one in value):
+            raise self.error(
+                f"layer_types must be a list of {depth} kinds of attention; only {', '.join(kinds)} can be imported."
+            )
+        return value
+
+
+def complete(
+    config: Mapping[str, object],
+    place: Path,
+    defaults: Mapping[str, object],
+    required: Mapping[str, object] | None = None,
+    names: Mapping[str, str] | None = None,
+    causal: bool = True,
+) -> Settings:
+    """Return the settings of the ``config.json`` at ``place``, with ``defaults`` for missing settings.
+
+    Every setting that transformers reads must be in ``defaults``, or must have its only value in ``required``.
+    ``names``: further names of settings to their names in ``defaults``; transformers prefers the further names.
+    ``causal``: whether the model is causal.
+    """
+    full = Settings({**defaults, **config}, place)
+    full |= {ours: config[theirs] for theirs, ours in (names or {}).items() if config.get(theirs) is not None}
+    shared = {**EVERYWHERE, **(CAUSAL if causal else {})}
+    full.require({name: value for name, value in shared.items() if name not in defaults} | dict(required or {}))
+    return full
+
+
+def read_table(path: Path) -> JsonObject:
+    """Return the table in a JSON file."""
+    table = read_json(path)
+    if not isinstance(table, dict):
+        raise KinformerError(f"{path}: is not a table of settings; restore it from a copy.")
+    return table
+
+
+def optional_table(path: Path) -> JsonObject:
+    """Return the table in a JSON file; an empty table if the file is missing."""
+    return read_table(path) if path.is_file() else {}
+
+
+# The names of classes.
+
+
+def class_names(config: Mapping[str, object], place: Path) -> tuple[str, ...]:
+    """Return the names of the classes, in order; the names that transformers uses where the config has none."""
+    full, names = Settings({"num_labels": 2, **config}, place), config.get("id2label")
+    if names is None:
+        return tuple(f"LABEL_{number}" for number in range(full.integer("num_labels")))
+    if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
+        raise full.error("id2label does not name the classes 0, 1, 2, ...; restore it from a copy.")
+    return tuple(str(names[str(number)]) for number in range(len(names)))
+
+
+def count_classes(full: Settings) -> int:
+    """Return the number of classes, which must exclude each other."""
+    if full.get("problem_type") not in (None, "single_label_classification"):
+        raise full.error(
+            f"problem_type is {excerpt(full['problem_type'])}, but only classes that exclude each other, "
+            "'single_label_classification', can be imported."
+        )
+    return len(class_names(full, full.place))
+
+
+def labels_of(names: Iterable[str]) -> JsonObject:
+    """Return the settings of classes with these ``names``."""
+    numbered = list(enumerate(names))
+    return {
+        "id2label": {str(number): name for number, name in numbered},
+        "label2id": {name: number for number, name in numbered},
+    }
+
+
+def labels(classes: int) -> JsonObject:
+    """Return the settings of ``classes`` without names."""
+    return labels_of(f"LABEL_{number}" for number in range(classes))
+
+
+# Rotary positions: ``rope_parameters`` in new files, ``rope_theta`` and ``rope_scaling`` in older files.
+
+SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {},
+    "yarn": {
+        "original_length": "original_max_position_embeddings",
+        **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
+    },
+    "llama3": {
+        "original_length": "original_max_position_embeddings",
+        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
+    },
+}
+"""The type of scaled rotary positions to our names of its settings and their names in ``rope_parameters``."""
+READERS: dict[str, Callable[[Settings, str], float]] = {
+    "original_length": Settings.integer,
+    "truncate": Settings.switch,
+}
+"""The readers of settings other than positive numbers."""
+
+
+def rope(full: Settings, kind: str | None = None, base: float = 10000.0, partial: bool = False) -> ConfigData:
+    """Return our config of rotary positions.
+
+    ``kind``: the kind of layer, where kinds have positions of different bases; ``base``: the default base; ``partial``:
+    whether the architecture reads ``partial_rotary_factor``, which most do not.
+    """
+    outside = {name: full[name] for name in ("rope_theta", "partial_rotary_factor") if name in full}
+    outside |= rope_table(full, kind) | {"max_position_embeddings": full.get("max_position_embeddings")}
+    settings = Settings({"rope_theta": base, **outside}, full.place)
+    if kind is None and "original_max_position_embeddings" in full:
+        settings["original_max_position_embeddings"] = full["original_max_position_embeddings"]
+    position: ConfigData = {"kind": "rope", "base": settings.positive("rope_theta")}
+    if partial and settings.get("partial_rotary_factor", 1.0) != 1:
+        position["fraction"] = settings.positive("partial_rotary_factor")
+    scaling = settings.get("rope_type", settings.get("type", "default"))
+    if scaling in ("default", None):
+        return position
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
+        length = ", as they follow the length of the text" if scaling in ("dynamic", "longrope") else ""
+        raise full.error(
+            f"rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' does not have"
+            f"{length}; the types that it has: default, {', '.join(SCALINGS)}."
+        )
+    return position | _scaling(settings, scaling)
+
+
+def rope_parameters(position: ConfigView) -> JsonObject:
+    """Return the ``rope_parameters`` of a ``position`` config: the inverse of :func:`rope`.
+
+    The position "none" gives parameters without a base.
+
+    Errors: ``KeyError`` for positions other than rotary, or scaled in a way that transformers does not have.
+    """
+    if position["kind"] == "none":
+        return {"rope_type": "default", "rope_theta": None}
+    scaling = position["scaling"]
+    if scaling == "none":
+        return {"rope_type": "default", "rope_theta": position["base"]}
+    named = {theirs: position[ours] for ours, theirs in SCALINGS[scaling].items() if position[ours] is not None}
+    return {"rope_type": scaling, "rope_theta": position["base"], "factor": position["factor"], **named}
+
+
+def _scaling(settings: Settings, scaling: str) -> ConfigData:
+    """Return the settings of scaled positions; an empty table for a factor of 1, which changes nothing."""
+    scaled = {
+        ours: READERS.get(ours, Settings.positive)(settings, theirs)
+        for ours, theirs in SCALINGS[scaling].items()
+        if settings.get(theirs) is not None
+    }
+    if "original_length" in SCALINGS[scaling] and "original_length" not in scaled:
+        scaled["original_length"] = settings.integer("max_position_embeddings")
+    if settings.get("factor") is None and "original_length" in scaled:
+        factor = settings.integer("max_position_embeddings") / scaled["original_length"]
+    else:
+        factor = settings.positive("factor")
+    if scaling == "yarn" and "attention_factor" not in scaled:
+        # DeepSeek's files give the factor of cosines and sines as a quotient of two magnitudes.
+        names = ("mscale", "mscale_all_dim")
+        if all(settings.get(name) for name in names) and factor > 1:
+            above, below = (yarn_magnitude(settings, name, factor) for name in names)
+            scaled["attention_factor"] = above / below
+    if factor == 1 and scaled.get("attention_factor", 1.0) == 1:
+        return {}
+    return {"scaling": scaling, "factor": factor} | scaled
+
+
+def yarn_magnitude(settings: Settings, name: str, factor: float) -> float:
+    """Return YaRN's magnitude, 0.1 m ln(factor) + 1, where m is the setting ``name``; 1 for a factor of 1 or less."""
+    return 0.1 * settings.positive(name) * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def rope_table(full: Settings, kind: str | None = None) -> JsonObject:
+    """Return the table of rotary settings; an empty table where the file has none.
+
+    ``rope_scaling`` replaces ``rope_parameters``, as in transformers. Where each ``kind`` of layer has its own table,
+    ``rope_scaling`` adds to it.
+    """
+    parameters, scaling = full.table("rope_parameters"), full.table("rope_scaling")
+    if kind is None:
+        return scaling or parameters
+    of_kind = parameters.get(kind)
+    return {**(of_kind if isinstance(of_kind, Mapping) else {}), **scaling}

@@ -1,0 +1,82 @@
+"""The usage of a model's memory tables and experts: the weight of every value in all look-ups (Lample et al. 2019,
+section 4.5).
+
+z_i is the sum over all tokens of the weight of value i, divided by the sum over all values. ``used`` is the share of
+the values with z_i > 0, and
+
+    kl = log n + sum_i z_i log z_i        (0 where all values have equal weights)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import log
+
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.model import device_of
+from kinformer.core.parts import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """The usage of a table or mixture, ``part``, of ``values`` values or experts: the share ``used``, and ``kl``, the
+    divergence from equal usage in nats."""
+
+    part: str
+    values: int
+    used: float
+    kl: float
+
+
+class Usages:
+    """The weights of a model's tables in all look-ups so far."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tables = {
+            name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | Selection)
+        }
+        self.weights = {
+            name: torch.zeros(_size(table), dtype=torch.float64, device=device_of(model))
+            for name, table in self.tables.items()
+        }
+
+    def note(self, name: str, slots: Tensor, weights: Tensor) -> None:
+        """Add look-ups of ``slots`` and their ``weights``, of equal shapes."""
+        self.weights[name].index_add_(0, slots.flatten(), weights.detach().double().flatten())
+
+    def read(self) -> tuple[Usage, ...]:
+        """Return the usage of each table that was looked up."""
+        usages = []
+        for name, weights in self.weights.items():
+            if not (total := float(weights.sum())):
+                continue
+            shares = weights[weights > 0] / total
+            # log n + sum_i z_i log z_i, to which values that were never used add 0.
+            kl = log(len(weights)) + float((shares * shares.log()).sum())
+            part = name.removesuffix(".values").removesuffix(".selection").removeprefix("stack.")
+            usages.append(Usage(part=part, values=len(weights), used=len(shares) / len(weights), kl=max(0.0, kl)))
+        return tuple(usages)
+
+
+def _size(table: nn.EmbeddingBag | Selection) -> int:
+    return table.size if isinstance(table, Selection) else table.num_embeddings
+
+
+@contextmanager
+def record_usage(model: nn.Module) -> Iterator[Usages]:
+    """Record every look-up (slots, weights) in the tables of ``model`` within the context."""
+    usages = Usages(model)
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], None]:
+        return lambda module, inputs: usages.note(name, *inputs)
+
+    handles = [table.register_forward_pre_hook(hook(name)) for name, table in usages.tables.items()]
+    try:
+        yield usages
+    finally:
+        for handle in handles:
+            handle.remove()
