@@ -299,7 +299,7 @@ def test_generates_with_packed_weights():
     [
         ({"compressed": -1}, "compressed must be 0 vectors"),
         ({"segment": 6}, "segment = 6 is not a multiple of the compression's rate of 4, .* use 8"),
-        ({"memory": 129}, "memory = 129 is no multiple"),
+        ({"memory": 129}, "memory = 129 is not a multiple"),
     ],
 )
 def test_refuses_sizes_that_mean_nothing(options, message):

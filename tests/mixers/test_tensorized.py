@@ -188,10 +188,10 @@ def test_what_does_not_fit_is_one_sentence(make, message):
 def test_sequences_that_are_too_long_are_refused():
     mixer = made(SMALL)
     state = mixer.initial_state(1, dtype=torch.float64)
-    with pytest.raises(KinformerError, match="position 60 lacks weights: .* ends at max_length = 60"):
+    with pytest.raises(KinformerError, match="position 60 is without weights: .* ends at max_length = 60"):
         mixer(Chunk(torch.randn(1, 61, DIM, dtype=torch.float64)), state)
     _, state = mixer(Chunk(torch.randn(1, 60, DIM, dtype=torch.float64)), state)
-    with pytest.raises(KinformerError, match="position 60 lacks weights"):
+    with pytest.raises(KinformerError, match="position 60 is without weights"):
         mixer(Chunk(torch.randn(1, 1, DIM, dtype=torch.float64)), state)
     assert kinformer.build("tensorized", recipe="small").max_length == 32
 

@@ -332,7 +332,8 @@ class LinearAttention(Crosses, CausalMixer):
         new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions)
         y, (kv, z) = self._update(new, LinearState(state.kv, state.z), state.seen)
 
-        return self._output(probe("outputs", y), x, v.dtype, chunk.valid), KernelState(kv, z, recent, maximum, seen)
+        y = self._output(probe("outputs", y), x, v.dtype, chunk.valid)
+        return y, KernelState(kv, z, recent, maximum, seen)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [batch, key_heads, time, width], the widths of all steps and of all heads that share keys side

@@ -138,7 +138,7 @@ class TensorizedAttention(Factors, CausalMixer):
             before, after = self.pairs[:, rows, columns], self.pairs[:, columns[..., :first], rows]
         except IndexError:
             raise KinformerError(
-                f"position {int(where.max())} lacks weights: the mixer tensorized ends at max_length = "
+                f"position {int(where.max())} is without weights: the mixer tensorized ends at max_length = "
                 f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
