@@ -72,7 +72,7 @@ class List(CommonOptions):
 
 
 def _list_tasks(as_json: bool) -> None:
-    """Print the tasks."""
+    """Print the tasks with their titles and metrics."""
     rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
     if as_json:
         print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])

@@ -49,7 +49,7 @@ class Command(NamedTuple):
     def options(self) -> type:
         """Import and return the class."""
         module, _, name = self.place.partition(":")
-        return getattr(import_module(f"kinformer.lab.cli.{module}"), name)  # type: ignore[no-any-return]
+        return getattr(import_module(f"kinformer.lab.cli.{module}"), name)
 
 
 COMMANDS = {
@@ -244,7 +244,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
             set_up(command.computes, is_command, name != "serve"),
             describing_run(options),
         ):
-            return options.run()  # type: ignore[no-any-return]
+            return options.run()
     except KinformerError as error:
         status = _fail(str(error))
         if options.verbose:

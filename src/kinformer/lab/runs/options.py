@@ -172,7 +172,7 @@ class Machine(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class OfTask:
-    """The options of one task."""
+    """The base of options that hold a task's own options."""
 
     task_options: Mapping[str, object] = field(default_factory=dict)
     """Options of the task's own, by name."""

@@ -68,8 +68,8 @@ class Planner:
         settings = _settings(options, self.task, length)
         if options.length is None and length is None:
             settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
-        own = training_options(self.task, options.task_options)
-        return TrainingPlan(config, self.data, settings, own, self.tokenizer)
+        task_options = training_options(self.task, options.task_options)
+        return TrainingPlan(config, self.data, settings, task_options, self.tokenizer)
 
 
 def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
