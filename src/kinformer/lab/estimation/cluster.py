@@ -4,7 +4,6 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
 (``lab.training.tensor_parallel``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
 
     dp      all-reduce of the gradients
-    diloco  all-reduce of the weights, once in a round
     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
@@ -14,8 +13,8 @@ Devices that share rows wait for their exchanges, while those of gradients and w
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
-Devices that train apart (diloco) wait for all exchanges. Of stretches of time, the last computes most, and the others
-wait for it. Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
+Of the stretches of a row's time, the last computes most, and the others wait for it. ``efficiency`` stands for kernels
+that wait for memory, for latencies and for stragglers.
 """
 
 from __future__ import annotations
@@ -131,15 +130,14 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 
 class Mesh(NamedTuple):
     """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
-    by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp those that
-    have other tokens share the weights; with diloco they exchange them once in ``rounds`` steps."""
+    by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
+    devices that have other tokens share the weights."""
 
     tensor: int
     replicas: int
     strategy: str
     context: int = 1
     ring: bool = False
-    rounds: int = 1
 
     @property
     def text(self) -> str:
@@ -290,8 +288,6 @@ class Part:
             "optimizer": round(train["optimizer"] * sharded / max(1, train["weights"])),
             "activations": self.of_rows("activations", rows),
         }
-        if mesh.strategy == "diloco":
-            memory["outer"] = 2 * sharded  # the shared weights, and their momentum
         if shares > 1:
             rest = module_bytes(self.model) - sum(self.units)
             largest = max(self.units, default=0)
@@ -306,7 +302,7 @@ class Part:
         if mesh.copies == 1:
             return within
         if mesh.strategy != "fsdp":
-            return within._replace(all_reduce=whole // mesh.rounds)
+            return within._replace(all_reduce=whole)
         padded = mesh.copies * sharded_bytes(self.model, mesh.copies)
         units = mesh.copies * sum(sharded_bytes(unit, mesh.copies) for unit in units_of(self.model))
         return within._replace(all_gather=accumulate * (padded + units), reduce_scatter=padded)
@@ -390,8 +386,7 @@ class MeshCost:
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
     products reach the share ``efficiency`` of their peak. ``refused``: why no row can be shared, where that is so.
-    ``tensor``: how many devices may share a row, if not all powers of two up to a node. ``rounds``: the steps of a
-    round of DiLoCo, which is then a mesh, too."""
+    ``tensor``: how many devices may share a row, if not all powers of two up to a node."""
 
     def __init__(
         self,
@@ -403,10 +398,9 @@ class Cluster:
         length: int,
         optimizer: str,
         precision: Precision,
-        rounds: int | None = None,
     ) -> None:
         self.config, self.device, self.efficiency = config, device, efficiency
-        self.batch, self.length, self.rounds = batch, length, rounds
+        self.batch, self.length = batch, length
         self.optimizer, self.precision, self.refused = optimizer, precision, ""
         self.tensor: Sequence[int] = ()
         self._parts: dict[Shared, Part] = {}
@@ -421,8 +415,6 @@ class Cluster:
             for ring in (False, True) if both else (False,):
                 if not any(cost.fits for cost in costs):
                     costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
-        if self.rounds and devices > 1 and self.batch % devices == 0:
-            costs += self._costs([Mesh(1, devices, "diloco", rounds=self.rounds)])
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
 
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
@@ -466,7 +458,7 @@ class Cluster:
             "data": data / (device.link if within else device.network),
         }
         rows_done = seconds["compute"] + seconds["tensor"] + seconds["context"]
-        step = rows_done + seconds["data"] if mesh.strategy == "diloco" else max(rows_done, seconds["data"])
+        step = max(rows_done, seconds["data"])
         return MeshCost(
             mesh=mesh.text,
             accumulate=accumulate,

@@ -226,7 +226,7 @@ class Job:
     run: Run
     settings: Settings
     device: str
-    strategy: Literal["ddp", "fsdp", "diloco"]
+    strategy: Literal["ddp", "fsdp"]
     shared: Parallel
     threads: int | None
     quiet: bool

@@ -91,7 +91,7 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
     return PrefixStore(name, store)
 
 
-Strategy = Literal["ddp", "fsdp", "diloco"]
+Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
 B = TypeVar("B")
 SIGNALLED = tuple(128 + number for number in SIGNALS)
@@ -397,7 +397,7 @@ def compile_units(model: nn.Module, objective: object, group: Group) -> None:
 def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step`` behind the engine of ``group``; ``keeps``: whether states are carried."""
     check_shared(step, group)
-    if group.world == 1 or group.strategy == "diloco":
+    if group.world == 1:
         return step
     if group.tensor == 1:
         _share_time(step, group, keeps)
@@ -459,11 +459,6 @@ def average_gradients(engine: nn.Module) -> None:
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of several processes that do more with the model than compute losses of its rows."""
-    if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
-        raise KinformerError(
-            "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "
-            "with `strategy` ddp."
-        )
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:
