@@ -169,7 +169,7 @@ def test_rollouts_are_of_every_seed_once_and_ask_for_what_is_left():
     assert policy.asked[0].tolist() == [-5.0] * 6 and policy.asked[2].tolist() == [-3.0] * len(policy.asked[2])
     alone = rollouts(policy, "shortest-path", None, 1, seed=3 + 69)
     assert alone.optimal[0] == found.optimal[69] and policy.asked[0] == alone.optimal
-    with pytest.raises(KinformerError, match="nobody knows the best return of CartPole-v1"):
+    with pytest.raises(KinformerError, match="CartPole-v1 does not report its best return"):
         rollouts(policy, "CartPole-v1", None, 1, seed=0)
 
 

@@ -33,6 +33,7 @@ class Acting:
         return None if self.context_steps in (None, "carried") else int(self.context_steps)
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         require("action_temperature", self.action_temperature, 0)
         if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
             raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
@@ -57,6 +58,16 @@ class Rendering(Acting):
 
     render: str | None = None
     """Draw the episode as a GIF of this name."""
+
+
+def require_name(env: object) -> None:
+    """Refuse an environment that is not given by its name, since runs store the name."""
+    if env is not None and not isinstance(env, str):
+        given = env if isinstance(env, type) else type(env)
+        raise KinformerError(
+            f"`env` {given.__name__}: is {'a class' if given is env else 'an object'}, but runs store a name; give the "
+            f"module and the class, as in {given.__module__}:{given.__name__}."
+        )
 
 
 def _is_count(text: str | None) -> bool:
@@ -91,6 +102,7 @@ class TrajectoryOptions:
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         require("trajectories", self.trajectories, 3)
         require("walk_seed", self.walk_seed, 0)
         require("return_weight", self.return_weight, 0)
@@ -158,8 +170,8 @@ class ControlOptions:
     environments: int = 64
     """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
     env_processes: int = 0
-    """Processes that step the environments, each its share of the copies; 0: the one that trains. For environments that
-    take longer than the model."""
+    """How many processes step the environments at a time, with one process for each copy; 0 steps them in the process
+    that trains. For environments that take longer than the model."""
     ppo_epochs: int = 4
     """How often each rollout is learnt from, `batch_size` rows at a time."""
     discount: float = 0.99
@@ -178,6 +190,7 @@ class ControlOptions:
     """The weight of the value's squared error in the loss."""
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         for name in ("environments", "ppo_epochs"):
             require(name, getattr(self, name), 1)
         for name in ("kl_stop", "entropy_weight", "value_weight", "env_processes"):
@@ -230,9 +243,9 @@ class ControlData:
 
 def open_environment(options: ControlOptions, by_user: bool = False) -> ControlData:
     """Return the sizes of the environment that ``options`` name; ``by_user``: the user gives that name in this call."""
-    from kinformer.lab.control.gymnasium import make, named  # not above: options are read without NumPy
+    from kinformer.lab.control.environments import Environments, import_named  # not above: options need no NumPy
 
-    name = (named(options.env) if by_user else options.env) or DEFAULT_ENV
-    environment = make(name)
+    name = (import_named(options.env) if by_user else options.env) or DEFAULT_ENV
+    environment = Environments(name)
     environment.close()
     return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.lab.control.environments import Box, Discrete, Environment, ShortestPath
-from kinformer.lab.control.gymnasium import make, named
+from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
 from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
 from kinformer.runtime.errors import KinformerError, plural
@@ -370,21 +369,24 @@ _APART = 1 << 40
 
 def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
     """Return ``count`` episodes of the environment ``name``."""
-    environment = make(name, count)
-    assert isinstance(environment.actions, Discrete)
-    draw = np.random.default_rng([seed, count])
-    observations, _ = environment.reset(seed=[_APART * (seed + 1) + row for row in range(count)])
-    seen, done, rewards, running = [], [], [], []
-    while not environment.ended.all():
+    environment = Environments(name, count, autoreset=True)
+    draw, choices = np.random.default_rng([seed, count]), environment.actions.dim
+    observations = environment.reset([_APART * (seed + 1) + row for row in range(count)])
+    going, seen, done, rewards, running = np.ones(count, bool), [], [], [], []
+    while going.any():
         seen.append(observations)
-        running.append(~environment.ended)
-        if isinstance(environment, ShortestPath):
-            actions = np.where(environment.allowed, draw.random(environment.allowed.shape), -1.0).argmax(1)
+        running.append(going)
+        if name == "shortest-path":
+            from kinformer.lab.control.builtin import EDGES  # needs gymnasium
+
+            edges = observations @ EDGES
+            actions = np.where(edges > 0, draw.random(edges.shape), -1.0).argmax(1)
         else:
-            actions = draw.integers(environment.actions.n, size=count)
+            actions = draw.integers(choices, size=count)
         done.append(actions)
-        observations, reward, *_ = environment.step(actions)
+        observations, reward, terminated, truncated = environment.step(actions)
         rewards.append(reward)
+        going = going & ~(terminated | truncated)
     real = np.stack(running, axis=1)
     arrays = {
         "observations": np.stack(seen, axis=1)[real],
@@ -435,12 +437,12 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_u
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
-    env = (named(options.env) if by_user else options.env) or (spec if made else None)
+    env = (import_named(options.env) if by_user else options.env) or (spec if made else None)
     if options.gaussian and result.discrete:
         raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
     if env is None:
         return TrajectoryData(result, None, _space_of(result), options, made)
-    environment = make(env)
+    environment = Environments(env)
     check_environment(environment, result.state_dim, result.discrete, spec)
     check_actions(result, environment, spec)
     environment.close()
@@ -455,7 +457,7 @@ def _space_of(trajectories: Trajectories) -> Discrete | Box:
     return Box(tuple(map(float, low)), tuple(map(float, high)))
 
 
-def check_environment(environment: Environment, state_dim: int, discrete: bool, place: str) -> None:
+def check_environment(environment: Environments, state_dim: int, discrete: bool, place: str) -> None:
     """Refuse an environment of other observations or another kind of actions than ``place`` has."""
     if environment.observation_dim != state_dim:
         raise KinformerError(
@@ -470,7 +472,7 @@ def check_environment(environment: Environment, state_dim: int, discrete: bool, 
         )
 
 
-def check_actions(trajectories: Trajectories, environment: Environment, place: str) -> None:
+def check_actions(trajectories: Trajectories, environment: Environments, place: str) -> None:
     """Refuse actions that the environment does not know."""
     space = environment.actions
     if isinstance(space, Discrete):
