@@ -343,7 +343,7 @@ def open_run(folder: str | Path) -> Run:
         task=task,
         options=options,
         data=data["data"],
-        training=data["training"],
+        training={name: value for name, value in data["training"].items() if name not in RETIRED},
         vocabulary=data["tokenizer"],
         prompts=data.get("prompts", {}),
         tokenizer_fingerprint=data.get("tokenizer_fingerprint"),
