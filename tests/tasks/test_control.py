@@ -335,7 +335,7 @@ def test_a_class_of_the_current_folder_is_an_environment(tmp_path, monkeypatch, 
     ("options", "told"),
     [
         ({"env": "Nowhere-v1"}, "env Nowhere-v1: gymnasium cannot make it"),
-        ({"environments": 3}, "environments 3: is no multiple of batch_size 2"),
+        ({"environments": 3}, "environments 3: is not a multiple of batch_size 2"),
         ({"ppo_epochs": 0}, "ppo_epochs is 0 but must be 1 or more"),
         ({"discount": 1.5}, "discount is 1.5 but must lie between 0 and 1"),
         ({"entropy_weight": -1.0}, "entropy_weight is -1 but must be 0 or more"),

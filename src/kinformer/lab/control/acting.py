@@ -1,7 +1,7 @@
 """Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
 
-A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
-every step.
+A model absorbs each step's new positions in one forward pass and carries its state, or it reads the last steps again
+at every step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WAVE = 64
 _ROOM = 512
 """Positions for which the state of an episode has room at first."""
 MEASURED_SEEDS = 1 << 20
-"""The first seed of episodes that are measured."""
+"""The first seed of measured episodes."""
 NORMAL_95 = 1.96
 
 
@@ -170,7 +170,7 @@ class Agent:
         raise NotImplementedError
 
     def of_policy(self, predicted: Tensor) -> Tensor:
-        """Return the part of the head's output [rows, ...] that is about actions."""
+        """Return the action part of the head's output [rows, ...]."""
         return predicted
 
     def begin(self, episodes: np.ndarray) -> None:
@@ -273,7 +273,7 @@ def remembering(context: int | None) -> str:
 
 
 def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environments) -> np.ndarray:
-    """Return ``actions`` of ``rows`` among those of all rows, zeros elsewhere."""
+    """Return ``actions`` of ``rows`` within an array of all rows, zeros elsewhere."""
     result = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
     result[rows] = actions
     return result

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -86,7 +87,8 @@ class Environments:
             raise KinformerError(f"`env_processes` {processes}: must be 0 to {count}, the number of `environments`.")
         self.name, self.count, self.processes = name, count, processes
         create = partial(_create, name, render)
-        first = create()
+        with _variables_kept():
+            first = create()
         self.most_steps: int = _limit(first) or ENDLESS
         self.actions = _actions(first.action_space, name)
         self.observation_dim = int(first.observation_space.shape[0])
@@ -127,7 +129,8 @@ class Environments:
     def render(self) -> np.ndarray:
         """Return a picture of the first row, [height, width, 3] uint8."""
         try:
-            picture = self._vector.envs[0].render()
+            with _variables_kept():
+                picture = self._vector.envs[0].render()
         except _gymnasium(self.name).error.Error as error:
             raise KinformerError(f"`env` {self.name}: cannot be drawn ({error}); leave `render` out.") from None
         if picture is None:
@@ -155,6 +158,18 @@ class Environments:
                 f"`env` {self.name}: a process of its environments ended (exit code {code}); run with `env_processes` "
                 "0 to see why."
             ) from None
+
+
+@contextmanager
+def _variables_kept() -> Iterator[None]:
+    """Keep pygame, which gymnasium and MiniGrid load, from printing a banner; remove the variables that they add."""
+    before = set(os.environ)
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - before:
+            del os.environ[name]
 
 
 def import_named(env: str | None) -> str | None:

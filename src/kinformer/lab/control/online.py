@@ -47,7 +47,7 @@ class ControlAgent(Agent):
         return predicted[:, :-1]
 
 
-# Acting for training: rollouts of a model that learns, in rows of an environment that go on without end.
+# Acting for training: rollouts of a model that learns, in rows of an environment that never end.
 #
 # A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a
 # stopped run continues by repeating the actions of the episodes that had not ended.
@@ -61,7 +61,7 @@ _EPISODES = 0x45504953
 
 class Rollout(NamedTuple):
     """``observations`` [rows, time, features]; ``begun`` [rows, time] bool: this step is an episode's first;
-    ``actions`` [rows, time] int64 or [rows, time, dim], as they were drawn; ``log_densities``, ``advantages`` (of mean
+    ``actions`` [rows, time] int64 or [rows, time, dim], not clipped; ``log_densities``, ``advantages`` (of mean
     0 and deviation 1) and ``returns`` (the value's targets) [rows, time]; ``state``: the model's before the first step.
     """
 
@@ -146,7 +146,7 @@ class Actor:
 
     def load(self, model: CausalModel, state_tensors: Mapping[str, Tensor]) -> None:
         """Continue from the tensors of :meth:`state_tensors`."""
-        with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
+        with reading("the checkpoint", f"holds rows that do not belong to {self.data.env}", "use its own run folder"):
             self.acted = int(state_tensors["acted"])
             self.episodes = state_tensors["episodes"].numpy().copy()
             self.recent.extend(state_tensors["recent"].tolist())
@@ -157,7 +157,7 @@ class Actor:
                 self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
 
     def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
-        """Repeat the actions ``done`` of every row, ``lengths`` of them, from the beginning of its episode.
+        """Repeat the actions ``done`` of every row (``lengths`` actions) from the beginning of its episode.
 
         All rows reach the present together: a row with fewer actions begins its episode later. Until then it takes
         any actions, and begins again wherever they end an episode.

@@ -44,7 +44,7 @@ class Episodes(Acting, PredictionTable):
     """Options of acting in a number of episodes."""
 
     episodes: int = 100
-    """How many episodes are acted; of trajectories for every return that is asked for."""
+    """How many episodes are acted; for trajectories, as many for every target return."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class Rendering(Acting):
 
 
 def require_name(env: object) -> None:
-    """Refuse an environment that is not given by its name, since runs store the name."""
+    """Refuse an environment that is not a name, since runs store the name."""
     if env is not None and not isinstance(env, str):
         given = env if isinstance(env, type) else type(env)
         raise KinformerError(
@@ -87,8 +87,9 @@ class TrajectoryOptions:
     """Options of training on trajectories."""
 
     env: str | None = None
-    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the one of the data:
-    actions are checked against it, and the agent is measured in it; random walks have their own. For control, the one
+    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the data's
+    environment: actions are checked against it,
+    and the agent is measured in it; random walks have their own. For control, the one
     to act in (t-maze if not given)."""
     trajectories: int = 1000
     """How many random walks are made, for key-to-door and shortest-path."""
@@ -113,7 +114,7 @@ class TrajectoryActing(Acting):
     """Options of acting for a return."""
 
     target: str | None = None
-    """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
+    """The target returns, as in 3600,1800; optimal is the best return that an episode allows, where it is known.
     If not given, the best return of the training data."""
 
     def __post_init__(self) -> None:
@@ -152,7 +153,7 @@ def targets_of(text: str) -> tuple[float | None, ...]:
         except ValueError:
             result.append(float("nan"))
         if not isfinite(result[-1] or 0.0):
-            raise KinformerError(f"`target` {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
+            raise KinformerError(f"`target` {text}: is not a list of returns; write as in 3600,1800, or {OPTIMAL}.")
     return tuple(result)
 
 
@@ -168,7 +169,7 @@ class ControlOptions:
     env: str | None = None
     """The environment to act in."""
     environments: int = 64
-    """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
+    """Copies of the environment, stepped side by side, `length` steps of each in every rollout."""
     env_processes: int = 0
     """How many processes step the environments at a time, with one process for each copy; 0 steps them in the process
     that trains. For environments that take longer than the model."""
@@ -179,10 +180,10 @@ class ControlOptions:
     gae_lambda: float = 0.95
     """The parameter of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
     clip_ratio: float = 0.2
-    """How far the probability of an action may move from that at which it was drawn, as a share, before an update stops
-    pushing it on."""
+    """How far the probability of an action may move from its value at the draw, as a share, before updates stop
+    pushing it."""
     kl_stop: float = 0.03
-    """A rollout is learnt from no more once the policy has moved so far from the one that acted (KL divergence, nats);
+    """Learning from a rollout stops once the policy has moved so far from the one that acted (KL divergence, nats);
     0 for never."""
     entropy_weight: float = 0.01
     """The weight of the policy's entropy, in nats, in the loss."""

@@ -1,7 +1,7 @@
 """Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
 
     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
-    returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
+    returns to go: for every step the sum of its reward and of all later rewards of the episode, without a discount
 
 They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
 (``lab.control.trajectories``).
@@ -24,7 +24,7 @@ from kinformer.lab.data.sampling import permute
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.tables import read_arrays
 
-# Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari.
+# Files of trajectories: .npz without pickles, by the names that collections use, folders, and Minari.
 
 Arrays = dict[str, np.ndarray]
 NAMES = {
@@ -43,7 +43,7 @@ without the last (as the library imitation has them); the last two mark the ends
 def read_npz(path: Path) -> Arrays:
     """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
 
-    Errors: ``KinformerError`` for a file that is no archive, lacks an array, or holds one as a pickle.
+    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds one as a pickle.
     """
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
@@ -137,7 +137,7 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
 
 
 def read_minari(name: str) -> Arrays:
-    """Return a data set of Minari that is on this machine."""
+    """Return a data set of Minari from this machine."""
     try:
         import minari
     except ImportError:
@@ -225,7 +225,7 @@ class Trajectories:
 
     @cached_property
     def splits(self) -> Mapping[str, np.ndarray]:
-        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 % of them, drawn by their number
+        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 %, drawn by the episode's number
         alone; with ``holdout`` that share is validation and test at once."""
         order = permute(np.arange(self.episodes), self.episodes, _SHUFFLED)
         shares = SHARES if self.holdout is None else {"validation": self.holdout}
@@ -339,7 +339,7 @@ def _actions(actions: np.ndarray, place: str) -> np.ndarray:
         if least < 0 or most >= MOST_ACTIONS:
             raise KinformerError(
                 f"{place}: holds the action {least if least < 0 else most}, but discrete actions count from 0 to at "
-                f"most {MOST_ACTIONS - 1}; number those that occur, or save continuous actions as floats."
+                f"most {MOST_ACTIONS - 1}; number the actions that occur, or save continuous actions as floats."
             )
         return actions.reshape(-1).astype(np.int64)
     return np.ascontiguousarray(actions.reshape(len(actions), -1), np.float32)
@@ -439,7 +439,7 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_u
     result = result or open_trajectories(spec, holdout)
     env = (import_named(options.env) if by_user else options.env) or (spec if made else None)
     if options.gaussian and result.discrete:
-        raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
+        raise KinformerError(f"`gaussian`: is for continuous actions, but {spec} has discrete ones; leave it out.")
     if env is None:
         return TrajectoryData(result, None, _space_of(result), options, made)
     environment = Environments(env)
@@ -462,12 +462,12 @@ def check_environment(environment: Environments, state_dim: int, discrete: bool,
     if environment.observation_dim != state_dim:
         raise KinformerError(
             f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')}, but "
-            f"those of {place} have {state_dim}; give the environment that the data is of."
+            f"{place} has observations of {state_dim}; give the environment that the data is of."
         )
     if isinstance(environment.actions, Discrete) != discrete:
         kinds = ("continuous", "discrete")
         raise KinformerError(
-            f"`env` {environment.name}: has {kinds[not discrete]} actions, but those of {place} are {kinds[discrete]}; "
+            f"`env` {environment.name}: has {kinds[not discrete]} actions, but {place} has {kinds[discrete]} actions; "
             "give the environment that the data is of."
         )
 
@@ -484,13 +484,13 @@ def check_actions(trajectories: Trajectories, environment: Environments, place: 
         return
     if trajectories.action_dim != space.dim:
         raise KinformerError(
-            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but those of {environment.name} have "
-            f"{space.dim}."
+            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but {environment.name} needs "
+            f"{space.dim}; give the environment that the data is of."
         )
     low, high = np.array(space.low) - OUTSIDE, np.array(space.high) + OUTSIDE
     outside = np.flatnonzero(((trajectories.actions < low) | (trajectories.actions > high)).any(1))
     if len(outside):
         raise KinformerError(
-            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but those of "
+            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but actions of "
             f"{environment.name} lie between {list(space.low)} and {list(space.high)}."
         )

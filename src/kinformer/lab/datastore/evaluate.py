@@ -123,7 +123,7 @@ def evaluate_datastore(runs: Sequence[StoredRun], options: Any, task_options: An
 
 
 def _sizes(runs: Sequence[StoredRun], options: MixtureOptions, task_options: object) -> list[int]:
-    """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
+    """Return the further numbers of entries to measure; raise for options that conflict with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(task_options, flag, None):
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
@@ -156,7 +156,7 @@ def _parts(held: HeldOut, options: MixtureOptions) -> tuple[Split | None, Split]
 
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
-    """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
+    """Tune, if requested, and measure with the first ``entries`` entries; few entries, which fill no list, exactly."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
     limit = NEIGHBOURS if options.neighbours is None else options.neighbours

@@ -9,7 +9,7 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
     cp      what mixers need of earlier stretches of a row (``lab.estimation.cluster``)
 
-Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
+Devices that share rows wait for their exchanges; exchanges of gradients and weights overlap the computation:
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
@@ -38,9 +38,10 @@ from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, div
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 
-# Context parallelism on paper: a model computes the last stretch of a row, and what it would receive is counted.
+# Context parallelism on paper: a model computes the last stretch of a row, and the bytes that it would receive are
+# counted.
 #
-# The last stretch sees most of the past, so every process waits for the one that has it.
+# The last stretch sees most of the past, so every process waits for its process.
 
 FLOAT = 4
 
@@ -125,12 +126,12 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 # Meshes of devices: who shares what, and what collectives send.
 #
 # On a ring of n devices each sends, and receives, 2 (n - 1) / n times the bytes of an all-reduce, and (n - 1) / n
-# times those of an all-gather and a reduce-scatter.
+# times the bytes of an all-gather and of a reduce-scatter.
 
 
 class Mesh(NamedTuple):
-    """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
-    by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
+    """``tensor`` devices share the heads and features of every row, ``context`` groups of devices its time (with
+    ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
     devices that have other tokens share the weights."""
 
     tensor: int
@@ -155,7 +156,7 @@ class Mesh(NamedTuple):
 
 class Payload(NamedTuple):
     """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``;
-    ``context``: those that each device sends for stretches of time."""
+    ``context``: the bytes that each device sends for stretches of time."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -323,7 +324,7 @@ class Part:
     def _exchanged(self, rows: int) -> int:
         assert self.division is not None
         tokens, width = rows * self.length, self.config.dim
-        # Outputs are in the type of products, gradients of inputs in that of the norms before.
+        # Outputs are in the type of products, gradients of inputs in the type of the norms before.
         exchanged = self._sums(encodes=True) * tokens * width * (self.narrow + FLOAT)
         exchanged += len(modules_of(self.model, ReadsSource)) * tokens * width * FLOAT  # gradients of the source
         if self.division.vocabulary:
@@ -406,7 +407,7 @@ class Cluster:
         self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of this many devices, fastest first, those that do not fit last. The time of
+        """Return the costs of every mesh of this many devices, fastest first, meshes that do not fit last. The time of
         rows is shared where no other mesh fits, by as few devices as it takes."""
         costs: list[MeshCost] = []
         whole = self.part(Shared(1))

@@ -80,7 +80,7 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
     config, data, settings = plan.config, plan.data, plan.settings
     if data.options.environments % settings.batch_size:
         raise KinformerError(
-            f"`environments` {data.options.environments}: is no multiple of `batch_size` {settings.batch_size}, the "
+            f"`environments` {data.options.environments}: is not a multiple of `batch_size` {settings.batch_size}, the "
             "rows that an update learns from; change one of them."
         )
     kinds = {"input": INPUT, "head": HEAD}
