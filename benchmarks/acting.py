@@ -22,8 +22,7 @@ from kinformer.core.config import override
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.lab.control.acting import ActionSampler
-from kinformer.lab.control.environments import Environment
-from kinformer.lab.control.gymnasium import make
+from kinformer.lab.control.environments import Environments
 from kinformer.lab.control.online import ControlAgent
 from kinformer.lab.control.options import ControlOptions, open_environment
 from kinformer.lab.tasks.control.work import fitted
@@ -43,9 +42,9 @@ class Acting:
     """An agent in rows of its own, which go on whatever they do."""
 
     def __init__(self, model: Any, rows: int, window: int | None) -> None:
-        self.environment: Environment = make(ENV, rows)
+        self.environment = Environments(ENV, rows, autoreset=True)
         self.agent = ControlAgent(model, ActionSampler(self.environment.actions, 1.0, 0), window)
-        self.observations, _ = self.environment.reset(seed=0)
+        self.observations = self.environment.reset(range(rows))
         self.agent.begin(np.arange(rows))
         self.seconds: list[float] = []
 

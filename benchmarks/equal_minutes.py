@@ -102,7 +102,7 @@ def begun(
     for item in all_:
         row: dict[str, Any] = {"name": item.name, "parameters": item.parameters, "error": item.error}
         if item.error is None:
-            seconds = item.results["training"]["seconds"]
+            seconds = item.record.training["seconds"]
             steps = 3 if options.quick else max(1, round(60 * options.minutes / seconds))
             row |= {"bits_per_byte": {}, "steps": steps, "seconds_per_step": seconds}
         rows.append(row)

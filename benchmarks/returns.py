@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from common import arguments, kinformer, prepare, save, show, train
-from kinformer.lab.control.environments import Discrete
-from kinformer.lab.control.gymnasium import make
+from kinformer.lab.control.environments import Discrete, Environments
 
 SEEDS, EPISODES, TARGETS, RECORDED = 3, 20, 7, 300
 RECIPE = ("--recipe", "tiny", "--length", 30, "--batch-size", 64, "--lr", 2e-3)
@@ -47,11 +46,12 @@ def record(env: str, path: Path, episodes: int, seed: int = 0) -> None:
     """Episodes of the noisy controller, as .npz."""
     draw, parts = np.random.default_rng(seed), []
     for first in range(0, episodes, ROWS):
-        environment = make(env, min(ROWS, episodes - first))
+        environment = Environments(env, min(ROWS, episodes - first), autoreset=True)
         noise = draw.random(environment.count)
-        seen, rows = environment.reset(seed=10_000 + first)[0], []
-        while not environment.ended.all():
-            actions, running = CONTROLLERS[env](seen), ~environment.ended
+        seen, rows = environment.reset(range(10_000 + first, 10_000 + first + environment.count)), []
+        running = np.ones(environment.count, bool)
+        while running.any():
+            actions = CONTROLLERS[env](seen)
             space = environment.actions
             if isinstance(space, Discrete):
                 other = draw.integers(space.n, size=environment.count)
@@ -60,8 +60,9 @@ def record(env: str, path: Path, episodes: int, seed: int = 0) -> None:
             mixed = draw.random(environment.count) < noise
             actions = np.where(mixed if actions.ndim == 1 else mixed[:, None], other, actions)
             before = seen
-            seen, rewards, *_ = environment.step(actions)
+            seen, rewards, terminated, truncated = environment.step(actions)
             rows.append((before, actions, rewards, running))
+            running = running & ~(terminated | truncated)
         parts += _episodes(rows)
         environment.close()
     observations, actions, rewards = (np.concatenate(each) for each in zip(*parts, strict=True))

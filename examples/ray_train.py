@@ -56,7 +56,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--strategy", choices=("ddp", "fsdp", "diloco"), default="ddp")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--recipe", default="tiny")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--steps", type=int, default=20)

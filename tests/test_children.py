@@ -6,7 +6,7 @@ import pytest
 
 import kinformer
 from kinformer.lab.comparison.speed import in_fresh_process
-from kinformer.lab.control.gymnasium import Processes
+from kinformer.lab.control.environments import Environments
 from kinformer.lab.estimation import peak
 from kinformer.lab.training.distributed import launch
 
@@ -35,7 +35,8 @@ def estimates(folder, monkeypatch):
 
 
 def steps_environments(folder, monkeypatch):
-    several = Processes("t-maze", 2, 2)
+    several = Environments("t-maze", 2, processes=2)
+    several.reset([0, 1])
     several.close()
 
 

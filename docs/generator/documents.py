@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from generator.text import write
+from kinformer.lab.comparison.record import read
+from kinformer.lab.comparison.report import page
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -18,12 +20,12 @@ PAGES = {
 
 
 def generate(docs: Path) -> None:
-    """Write them into ``docs``, with links that hold there, and put pages of comparisons among its assets."""
-    for document, page in PAGES.items():
+    """Write the documents into ``docs``, with links that hold there, and the pages of the committed comparisons."""
+    for document, name in PAGES.items():
         text = (ROOT / document).read_text(encoding="utf-8")
-        write(docs / page, re.sub(r"\]\(([^)#:]+)\)", lambda match: f"]({_target(match[1])})", text))
-    for found in sorted((docs / "comparison").rglob("comparison.html")):
-        write(docs / "assets" / "comparisons" / f"{found.parent.name}.html", found.read_text(encoding="utf-8"))
+        write(docs / name, re.sub(r"\]\(([^)#:]+)\)", lambda match: f"]({_target(match[1])})", text))
+    for found in sorted((docs / "comparison").rglob("comparison.json")):
+        write(docs / "assets" / "comparisons" / f"{found.parent.name}.html", page(read(found)))
 
 
 def _target(link: str) -> str:

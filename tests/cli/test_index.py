@@ -110,7 +110,7 @@ def test_other_peoples_and_damaged_stores_are_refused(cli, gpt_run, linear_run, 
         assert "keys.bin: is truncated" in refused(cli, *command, "--datastore", store)
     (store / "keys.bin").write_bytes(b"\0" * len(data))
     assert "keys.bin: is damaged" in refused(cli, "evaluate", gpt_run, "--datastore", store)
-    assert "is no datastore" in refused(cli, "evaluate", gpt_run, "--datastore", store.parent)
+    assert "is not a datastore" in refused(cli, "evaluate", gpt_run, "--datastore", store.parent)
 
 
 def test_figures_are_those_of_the_library(cli, gpt_run, store, text_file):

@@ -1,4 +1,4 @@
-"""What ``kinformer launch`` prints: valid for bash and YAML, with the training's words as they came. That torchrun's
+"""What ``kinformer launch`` prints: valid for bash, with the training's words as they came. That torchrun's
 line trains is shown in ``tests/training/test_distributed.py``."""
 
 import json
@@ -54,19 +54,6 @@ def test_the_script_resumes_a_run_that_has_begun(cli, tmp_path):
     (tmp_path / "runs" / "a b").mkdir(parents=True)
     (tmp_path / "runs" / "a b" / "config.json").write_text("{}")
     assert told()[-1] == "--resume"
-
-
-def test_manifests_are_yaml(cli):
-    yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load(printed(cli, "kubernetes", "--nodes", 3, "--processes", 4))
-    assert job["kind"] == "PyTorchJob" and job["spec"]["elasticPolicy"] == {"rdzvBackend": "c10d", "maxRestarts": 3}
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    (container,) = worker["template"]["spec"]["containers"]
-    assert worker["replicas"] == 3 and container["resources"]["limits"] == {"cpu": 32, "nvidia.com/gpu": 4}
-    assert "torchrun --nnodes 3 --nproc-per-node 4 " in checked(container["args"][0].replace("$$(", "$("))
-    task = yaml.safe_load(printed(cli, "skypilot", "--nodes", 2))
-    assert task["num_nodes"] == 2 and task["resources"] == {"accelerators": "H100:8"}
-    checked(task["run"])
 
 
 def test_json(cli):

@@ -113,7 +113,7 @@ MISTAKES = [
     ("evaluate gpt --data utf16.txt", "is UTF-16 text"),
     ("evaluate gpt --data pipe", "is neither a regular file nor a folder"),
     ("evaluate gpt --datastore ''", "--datastore is empty but must be a path"),
-    ("evaluate lin --datastore gpt", "gpt: is no datastore"),
+    ("evaluate lin --datastore gpt", "gpt: is not a datastore"),
     ("evaluate lin --datastore nope --sizes ²", "--sizes ²"),
     ("evaluate gpt --set layers.*.mixer.position.scaling=yarn", "is not a field of the position 'none'; it has none."),
     ("evaluate gpt --set kind=encoder", "layers, which must be given."),

@@ -103,7 +103,7 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
     moved = tmp_path / "moved"
     carried.rename(moved)
     resumed = ("train", "spalm", "--out", cut, "--resume")
-    assert "is no datastore" in refused(cli, *resumed, "--threads", 1)
+    assert "is not a datastore" in refused(cli, *resumed, "--threads", 1)
     assert "keeps its settings" in refused(cli, *resumed, "--neighbours", 9)
     done(cli, *resumed, "--datastore", moved, "--threads", 1)
     theirs, ours = open_run(whole).model().state_dict(), open_run(cut).model().state_dict()
@@ -167,7 +167,7 @@ def test_foreign_stores_and_retrievers_are_refused(cli, text_file, gpt_run, line
         return err
 
     assert "belongs to another model" in told(retriever=linear_run)
-    assert "is no datastore (it has no store.json)" in told(folder=tmp_path / "nothing")
+    assert "is not a datastore (it lacks store.json)" in told(folder=tmp_path / "nothing")
     assert "is not a run folder" in told(retriever=tmp_path / "nothing")
     assert "it holds another part of it" in told("--holdout", 0.2)
     other = tmp_path / "other.txt"
@@ -193,7 +193,7 @@ def test_what_a_trained_run_cannot_use_is_refused(cli, spalm_run, gpt_run, store
     assert "--weight: is for kNN-LM" in refused(cli, *options, "--weight", 0.5)
     shutil.rmtree(store)
     for command in (("evaluate", spalm_run), ("generate", spalm_run, "--prompt", "x")):
-        assert "is no datastore" in refused(cli, *command)
+        assert "is not a datastore" in refused(cli, *command)
 
 
 def test_a_head_says_by_its_type_that_it_looks_things_up():

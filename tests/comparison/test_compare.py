@@ -9,7 +9,7 @@ from kinformer.lab.comparison import compare as comparing
 from kinformer.lab.comparison import training
 from kinformer.lab.comparison.options import DEFAULT_MEMBERS, PLANS, CompareOptions, planned
 from kinformer.lab.comparison.plan import USUAL_LENGTH, contestants, entrants, with_length, with_tokenizer
-from kinformer.lab.comparison.record import read
+from kinformer.lab.comparison.record import EntrantRecord, read
 from kinformer.lab.comparison.words import summary
 from kinformer.runtime.errors import KinformerError
 
@@ -157,7 +157,7 @@ def test_members_share_a_tokenizer_that_is_trained_once(tmp_path, text_file):
 
 def test_the_steps_follow_from_the_measured_speeds():
     class Fast:
-        results = {"training": {"seconds": 0.1}}
+        record = EntrantRecord(name="a", spec="a", set={}, training={"seconds": 0.1})
 
     steps = comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=10, seeds=2), 0.0)
     made = 0.2 * comparing.VALIDATED * steps * (2 + 4 / training.SWEEP_SHARE)

@@ -40,7 +40,7 @@ def test_unlike_comparisons_do_not_merge(other, told):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda data: data.clear(), "is no comparison"),
+        (lambda data: data.clear(), "is not a comparison"),
         (lambda data: data.update(schema=9), "has schema 9"),
         (lambda data: data.update(entrants=[{"name": "a"}]), "entrants.0"),
         (lambda data: data["entrants"][0]["runs"][0].update(value="good"), "'good' is not a number"),

@@ -7,7 +7,6 @@ from kinformer.family.build import configure
 from kinformer.family.table import member
 from kinformer.lab.comparison.report import charts, columns, markdown
 from kinformer.lab.comparison.words import (
-    at,
     costs,
     crossover,
     crossovers_of,
@@ -147,11 +146,6 @@ def test_a_report_says_in_what_each_differs_from_the_yardstick():
     assert "mixer linear instead of softmax" in told[1] and "no position instead of learned" in told[1]
     same = comparison(made("gpt"), entrant("wide", [2.0], facts={"config": config("gpt") | {"dim": 32}}))
     assert departures(same) == ["wide differs from gpt in nothing but sizes."]
-
-
-def test_between_points_a_curve_is_straight():
-    assert at([(0.0, 1.0), (2.0, 3.0)], 1.0) == 2.0
-    assert at([(1.0, 1.0), (2.0, 3.0)], 0.5) is None
 
 
 def test_the_table_and_the_sentences_are_of_one_table_of_measures():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kinformer.lab.control.environments import ShortestPath
+from kinformer.lab.control.builtin import EDGES, ShortestPath
 from kinformer.lab.control.trajectories import open_trajectories, random_walks
 from kinformer.runtime.errors import KinformerError
 
@@ -106,7 +106,7 @@ def test_what_is_held_out_and_how_states_are_normalised(tmp_path):
 def test_walks_are_functions_of_seed_and_number():
     one, same, other = (random_walks("shortest-path", 50, seed) for seed in (1, 1, 2))
     assert one.fingerprint == same.fingerprint != other.fingerprint
-    edges = ShortestPath().edges
+    edges = EDGES
     assert edges[one.observations.argmax(1), one.actions].all()
     assert (one.rewards == -1).all() and one.lengths.max() <= ShortestPath.most_steps
 

@@ -37,16 +37,6 @@ def test_rings_send_what_they_must() -> None:
     assert Payload(all_gather=800, reduce_scatter=400).sent(Mesh(1, 4, "fsdp")) == (900, 0, 0)
 
 
-def test_rounds_send_the_weights_once() -> None:
-    """What processes exchange is counted in ``tests/training/test_diloco.py``."""
-    config = configure("gpt", "tiny", 64)
-    costs = Cluster(config, DEVICES["a100"], 0.5, batch=2, rounds=50, **SIZES).costs(2)
-    copies, apart = (next(cost for cost in costs if cost.mesh == mesh) for mesh in ("dp=2", "diloco=2"))
-    assert parallel_of(apart.mesh).devices == 2 and apart.payload["all_reduce"] == copies.payload["all_reduce"] // 50
-    assert apart.train_bytes == copies.train_bytes + 2 * copies.memory["weights"] == sum(apart.memory.values())
-    assert apart.step == apart.seconds["compute"] + apart.seconds["data"]
-
-
 def test_parts_together_hold_the_model_once() -> None:
     config = configure("gated-deltanet", "tiny", 64)
     whole, half = (Part(config, Shared(parts), **SIZES) for parts in (1, 2))

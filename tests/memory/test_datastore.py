@@ -180,7 +180,7 @@ def test_foreign_stores_are_refused(tmp_path, field, value, told):
 
 
 def test_what_is_no_store_is_refused(tmp_path):
-    with pytest.raises(KinformerError, match="is no datastore"):
+    with pytest.raises(KinformerError, match="is not a datastore"):
         Datastore(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(KinformerError, match="neither a datastore nor an empty folder"):

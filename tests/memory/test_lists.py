@@ -71,7 +71,7 @@ def test_appended_entries_are_sorted_in(tmp_path, faiss):
     store = write(tmp_path, 1000)
     first = build(store, 16)
     store = write(tmp_path, 500, seed=1)
-    with pytest.raises(KinformerError, match="lists are those of 1,000 entries, but it holds 1,500"):
+    with pytest.raises(KinformerError, match="lists hold 1,000 entries, but the store holds 1,500"):
         ListSearch(store, 4)
     stamp = (tmp_path / "lists" / "shard-0-700.faiss").stat().st_mtime_ns
     again = build(store)
@@ -115,7 +115,7 @@ def test_damaged_and_foreign_lists_are_refused(tmp_path, faiss):
     build(store, 10)
     other = write(tmp_path / "two", 1000, seed=3)
     (tmp_path / "one" / "lists").rename(tmp_path / "two" / "lists")
-    with pytest.raises(KinformerError, match="its lists are those of"):
+    with pytest.raises(KinformerError, match="its lists hold"):
         ListSearch(other, 2)
     with pytest.raises(KinformerError, match="probes is 11 but must be 1 to 10"):
         build(other, 10)
@@ -155,7 +155,7 @@ def test_altered_lists_are_refused(tmp_path, faiss):
     (tmp_path / "shard-0-700.faiss").write_bytes((folder / "shard-0-700.faiss").read_bytes())
     unsigned = {name: value for name, value in json.loads(record.read_text()).items() if name != "checksum"}
     record.write_text(json.dumps(unsigned).replace("shard-0-700", "../shard-0-700"))
-    with pytest.raises(KinformerError, match="is no name of a shard"):
+    with pytest.raises(KinformerError, match="is not the name of a shard"):
         ListSearch(store, 2)
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kinformer.core.parts import Neighbours
-from kinformer.lab.datastore import neighbours
-from kinformer.lab.datastore.neighbours import NeighbourTable, neighbours_of, neighbours_without_self, others, table
+from kinformer.lab.datastore import retrieval
+from kinformer.lab.datastore.retrieval import NeighbourTable, neighbours_of, neighbours_without_self, others, table
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.runtime.errors import KinformerError
 from tests.memory.stores import entries, write
@@ -16,7 +16,7 @@ COUNT, FIRST, TOKENS, NEAR = 400, 50, 300, 3
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(neighbours, "_BLOCK", 64)
+    monkeypatch.setattr(retrieval, "_BLOCK", 64)
     return write(tmp_path / "store", COUNT, dtype="float32")
 
 
@@ -84,7 +84,7 @@ def test_damage_is_told(store):
     path.write_bytes(data[:-4])
     assert built(store).tobytes() == data
     path.with_suffix(".json").write_text("{}")
-    with pytest.raises(KinformerError, match="is not what it should be"):
+    with pytest.raises(KinformerError, match="does not belong to this table"):
         built(store)
 
 

@@ -1,5 +1,6 @@
 """A run's folder has one writer, who loses nothing of anybody's; what dead writers left there goes."""
 
+import json
 import os
 import signal
 import stat
@@ -16,7 +17,7 @@ from kinformer.lab.runs.run import writing
 from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints
 from kinformer.lab.training.loop import Trainer
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import locked, partial_of, save_tensors, write_json
+from kinformer.runtime.files import locked, partial_of, save_tensors, signed, write_json
 
 SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
 
@@ -147,3 +148,18 @@ def test_a_folder_that_is_moved_away_ends_the_training(tmp_path, text_file, monk
     with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume"):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert not out.exists() and (away / "config.json").exists()
+
+
+def test_settings_that_no_longer_exist_are_dropped(tmp_path, text_file):
+    options = {"recipe": "tiny", "length": 16, "batch_size": 2, "threads": 1, "device": "cpu", "quiet": True}
+    out = tmp_path / "run"
+    kinformer.train("gpt", data=text_file, out=out, steps=1, **options)
+    config = json.loads((out / "config.json").read_text())
+    del config["checksum"]
+    config["training"] |= {"diloco_steps": 100, "outer_lr": 0.7, "outer_momentum": 0.9}
+    (out / "config.json").write_text(json.dumps(signed(config)))
+    assert "outer_lr" not in kinformer.open_run(out).training
+    kinformer.train("gpt", out=out, steps=2, resume=True)
+    stored = json.loads((out / "config.json").read_text())["training"]
+    assert stored["steps"] == 2 and "diloco_steps" not in stored
+    assert kinformer.evaluate(out).metrics["bits_per_byte"] > 0

@@ -107,7 +107,7 @@ def test_an_episode_that_is_cut_off_is_worth_what_was_expected():
     actor.state = (torch.zeros(1),)
     steps = [actor._step(Waiting()) for _ in range(found.most_steps)]
     assert [float(step.rewards[0]) for step in steps] == pytest.approx([-0.1] * 5 + [-0.1 + 0.5 * 8])
-    assert steps[-1].ended[0] and actor.recent[-1] == pytest.approx(-0.6) and actor.environment.steps[0] == 0
+    assert steps[-1].ended[0] and actor.recent[-1] == pytest.approx(-0.6) and actor.begun[0]
 
 
 def test_rollouts_are_the_same_with_environments_in_processes_of_their_own():
@@ -295,11 +295,47 @@ def test_a_run_folder_does_not_make_its_readers_import_a_module(tmp_path, monkey
         forget()
 
 
+OWN = """
+import gymnasium
+
+
+class Corridor(gymnasium.Env):
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 5
+        return self.observation_space.low.copy(), {}
+
+    def step(self, action):
+        self.left -= 1
+        return self.observation_space.low.copy(), float(action), False, self.left == 0, {}
+"""
+
+
+def test_a_class_of_the_current_folder_is_an_environment(tmp_path, monkeypatch, cli):
+    pytest.importorskip("gymnasium")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "corridor", None)
+    del sys.modules["corridor"]
+    (tmp_path / "corridor.py").write_text(OWN)
+    named = SMALL | {"env": "corridor:Corridor", "length": 6}
+    kinformer.train("linear-transformer", out=tmp_path / "run", steps=1, **named)
+    found = kinformer.evaluate(tmp_path / "run", env="corridor:Corridor", episodes=2)
+    assert found.facts["steps"] == 5 == found.facts["random"]["steps"]
+    code, _, err = cli("generate", tmp_path / "run", "--env", "corridor:Corridor", "--render", tmp_path / "c.gif")
+    assert code == 2 and "--env corridor:Corridor: has no picture of itself" in err and err.count("\n") == 1
+    corridor = sys.modules["corridor"].Corridor
+    for given, kind in ((corridor, "a class"), (corridor(), "an object")):
+        with pytest.raises(KinformerError, match=f"env Corridor: is {kind}, .* as in corridor:Corridor"):
+            kinformer.train("linear-transformer", out=tmp_path / "other", steps=1, **SMALL | {"env": given})
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         ({"env": "Nowhere-v1"}, "env Nowhere-v1: gymnasium cannot make it"),
-        ({"environments": 3}, "environments 3: is no multiple of batch_size 2"),
+        ({"environments": 3}, "environments 3: is not a multiple of batch_size 2"),
         ({"ppo_epochs": 0}, "ppo_epochs is 0 but must be 1 or more"),
         ({"discount": 1.5}, "discount is 1.5 but must lie between 0 and 1"),
         ({"entropy_weight": -1.0}, "entropy_weight is -1 but must be 0 or more"),

@@ -98,7 +98,7 @@ def test_what_it_cannot_do_is_one_sentence(cli, tmp_path):
     for arguments, told in (
         (("generate", tmp_path / "run", "--prompt", "x"), "the task generates nothing"),
         (("evaluate", tmp_path / "run", "--lengths", "8"), "--lengths: is for models of the next token"),
-        (("index", tmp_path / "run", "--datastore", tmp_path / "store"), "is no causal decoder"),
+        (("index", tmp_path / "run", "--datastore", tmp_path / "store"), "is not a causal decoder"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2 and told in err and err.count("\n") == 1

@@ -169,7 +169,7 @@ def test_rollouts_are_of_every_seed_once_and_ask_for_what_is_left():
     assert policy.asked[0].tolist() == [-5.0] * 6 and policy.asked[2].tolist() == [-3.0] * len(policy.asked[2])
     alone = rollouts(policy, "shortest-path", None, 1, seed=3 + 69)
     assert alone.optimal[0] == found.optimal[69] and policy.asked[0] == alone.optimal
-    with pytest.raises(KinformerError, match="nobody knows the best return of CartPole-v1"):
+    with pytest.raises(KinformerError, match="CartPole-v1 does not report its best return"):
         rollouts(policy, "CartPole-v1", None, 1, seed=0)
 
 
@@ -280,7 +280,7 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
     for options in ({"target": "1"}, {"episodes": 3}, {"cloning_steps": 5}, {"seed": 1}):
         with pytest.raises(KinformerError, match=f"{next(iter(options))}: .* names no environment; give env NAME too"):
             kinformer.evaluate(tmp_path / "run", **options)
-    with pytest.raises(KinformerError, match="has observations of 6 numbers, but those of .*run have 3"):
+    with pytest.raises(KinformerError, match="has observations of 6 numbers, but .*run has observations of 3"):
         kinformer.evaluate(tmp_path / "run", env="key-to-door")
 
 
@@ -292,7 +292,7 @@ def test_without_an_environment_actions_alone_are_measured(tmp_path):
         ({"gaussian": True}, "gaussian: is for continuous actions"),
         (
             {"env": "shortest-path"},
-            "env shortest-path: has observations of 20 numbers, but those of key-to-door have 6",
+            "env shortest-path: has observations of 20 numbers, but key-to-door has observations of 6",
         ),
         ({"tokenizer": "bytes.json"}, "tokenizer bytes.json: is for text, not for trajectories"),
         ({"data": "nowhere.npz"}, "is neither a file nor a folder"),
@@ -318,8 +318,8 @@ def test_mistakes(tmp_path, options, told):
             "Pendulum-v1",
             r"the action of step 0 is \[2.5\], but those of Pendulum-v1",
         ),
-        ({"actions": np.zeros((60, 2))}, "Pendulum-v1", "actions have 2 numbers, but those of Pendulum-v1 have 1"),
-        ({"actions": np.zeros(60, int)}, "Pendulum-v1", "has continuous actions, but those of .* are discrete"),
+        ({"actions": np.zeros((60, 2))}, "Pendulum-v1", "actions have 2 numbers, but Pendulum-v1 needs 1"),
+        ({"actions": np.zeros(60, int)}, "Pendulum-v1", "has continuous actions, but .* has discrete actions"),
         (
             {"actions": np.arange(60) % 3, "observations": np.zeros((60, 4))},
             "CartPole-v1",
@@ -336,7 +336,7 @@ def test_actions_outside_their_space(tmp_path, changes, env, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"target": "many"}, "target many: is no list of returns; write as in 3600,1800, or optimal"),
+        ({"target": "many"}, "target many: is not a list of returns; write as in 3600,1800, or optimal"),
         ({"context_steps": "0"}, "context_steps 0: is neither a number of steps nor 'carried'"),
         ({"episodes": 0}, "episodes is 0 but must be 1 or more"),
         ({"action_temperature": -1.0}, "action_temperature is -1"),

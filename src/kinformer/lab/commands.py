@@ -235,7 +235,7 @@ def estimate(member: str, **options: object) -> MemberEstimate:
     member: a member of the family.
     options: ``recipe`` ("small"), ``vocab_size``, ``set``, ``length`` (tokens of a sequence, 1024), ``batch_size`` (1),
         ``optimizer`` ("adamw") and ``precision`` ("fp32"); ``devices`` ("64"), ``hardware`` ("h100") and
-        ``efficiency`` (0.5) and ``rounds``, for ``cluster``; see ``lab.estimation.options.EstimateOptions``.
+        ``efficiency`` (0.5), for ``cluster``; see ``lab.estimation.options.EstimateOptions``.
 
     Errors: ``KinformerError`` for unknown names, sizes below 1 and lengths beyond the model's positions.
     """

@@ -39,7 +39,7 @@ def marked(name: str) -> str:
 
 RARE = (
     "min_lr_ratio", "layer_decay", "momentum", "beta2", "table_lr", "checkpoint_minutes", "keep", "async_saves",
-    "log_every", "stages", "plateau_factor", "plateau_patience", "diloco_steps", "outer_lr", "outer_momentum",
+    "log_every", "stages", "plateau_factor", "plateau_patience",
 )  # fmt: skip
 """Rarely changed settings of training: the command line sets them by path (`set`), without flags."""
 

@@ -44,7 +44,7 @@ GROUPS = {
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
-        "hardware", "efficiency", "rounds",
+        "hardware", "efficiency",
     ),
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -19,24 +17,24 @@ from kinformer.runtime.errors import KinformerError, require
 
 PORT = 29500
 CORES = 8
-"""Cores that a script asks for beside each process: one computes, others load data and write checkpoints."""
+"""The processor cores that a script requests for each process: one computes, the others load data and write
+checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """Print the command or script that starts a training on many machines, by torchrun or a scheduler. Nothing
-    starts."""
+    """Print the command or script that starts a training on many machines, by torchrun or by Slurm. Nothing starts."""
 
     command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...")] = ()
-    """The training, as it would be typed on one machine, behind two dashes."""
-    to: Literal["torchrun", "slurm", "kubernetes", "skypilot"] = "torchrun"
-    """What starts it: a line to type on every machine, a script for sbatch, a PyTorchJob, a task of SkyPilot."""
+    """The training, as you would type it on one machine, behind two dashes."""
+    to: Literal["torchrun", "slurm"] = "torchrun"
+    """How it starts: a line of torchrun to type on every machine, or a script for sbatch."""
     nodes: int = 1
     """Machines."""
     processes: int = 8
     """Processes on each machine, one for each GPU."""
     restarts: int = 3
-    """How often all processes are started again, from the last checkpoint, when one dies."""
+    """How often all processes restart from the last checkpoint when one dies."""
     host: str | None = None
     """With torchrun on several machines: name or address of the first one."""
 
@@ -57,7 +55,7 @@ def run(options: Options) -> int:
     if words[:1] != ("train",):
         raise KinformerError("launch: needs the training behind two dashes, as in: kinformer launch -- train gpt ...")
     if any("\n" in word for word in words):
-        raise KinformerError("launch: a word of the training holds a line break, which scripts would cut; write it so.")
+        raise KinformerError("launch: a word of the training holds a line break, which a script would cut; remove it.")
     training = parse(Train, "Options", words[1:], prog="kinformer train", description="")
     if training is None:
         return 0
@@ -68,17 +66,7 @@ def run(options: Options) -> int:
         raise KinformerError(f"{flag}: {options.nodes} x {options.processes} are {total} processes; {remedy}.")
     if options.to == "torchrun" and options.nodes > 1 and not re.fullmatch(r"[\w.:\[\]-]+", options.host or ""):
         raise KinformerError("`host`: torchrun's line needs the first machine's name or address; give it.")
-    start = Start(
-        command=words,
-        out=training.out,
-        nodes=options.nodes,
-        processes=options.processes,
-        restarts=options.restarts,
-        resumes=not training.resume,
-        gpus=training.device != "cpu",
-        host=options.host or "",
-    )
-    script = FORMS[options.to](start)
+    script = torchrun_line(options, words) if options.to == "torchrun" else slurm_script(options, words, training)
     if options.json:
         print_json({"to": options.to, "script": script})
     else:
@@ -86,126 +74,40 @@ def run(options: Options) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """The start of ``command``, the words after ``kinformer``, whose run folder is ``out``: ``processes`` on each of
-    ``nodes`` machines, started again up to ``restarts`` times when one dies. ``resumes``: a later start must add
-    ``--resume``. ``gpus``: whether each process has one. ``host``: the first machine, as torchrun has it."""
-
-    command: Sequence[str]
-    out: str
-    nodes: int
-    processes: int
-    restarts: int
-    resumes: bool
-    gpus: bool
-    host: str = ""
-
-    def torchrun(self, options: str) -> str:
-        """Return torchrun's line with ``options`` of the rendezvous, and the command as it came."""
-        return (
-            f"torchrun {options} --nproc-per-node {self.processes} --max-restarts {self.restarts} \\\n"
-            f"    -m kinformer {shlex.join(self.command)}"
-        )
-
-    @property
-    def again(self) -> tuple[str, str]:
-        """Return the line of a script that finds out whether the run exists already, and the word that resumes it."""
-        if not self.resumes:
-            return "", ""
-        config = shlex.quote(f"{self.out.rstrip('/')}/config.json")
-        return f"resume=$([ -e {config} ] && echo --resume)\n", " $resume"
+def torchrun_line(options: Options, words: tuple[str, ...]) -> str:
+    """Return the line that a user types on every machine."""
+    if options.nodes == 1:
+        return _torchrun("--standalone", options, words) + "\n"
+    rendezvous = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(options.host or '')}:{PORT}"
+    return _torchrun(f"--nnodes {options.nodes} {rendezvous}", options, words) + "\n"
 
 
-def torchrun_line(start: Start) -> str:
-    """Return the line that is typed on every machine."""
-    if start.nodes == 1:
-        return start.torchrun("--standalone") + "\n"
-    rendezvous = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(start.host)}:{PORT}"
-    return start.torchrun(f"--nnodes {start.nodes} {rendezvous}") + "\n"
-
-
-def slurm_script(start: Start) -> str:
-    """Return a script for sbatch; Slurm queues it again when a machine fails or the job is pre-empted."""
-    finds, word = start.again
-    gpus = f"#SBATCH --gpus-per-node={start.processes}\n" if start.gpus else ""
-    rendezvous = '--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$host:' + f'{PORT}"'
-    line = start.torchrun(f'--nnodes "$SLURM_NNODES" {rendezvous}')
+def slurm_script(options: Options, words: tuple[str, ...], training: train.Options) -> str:
+    """Return a script for sbatch. Slurm queues the job again when a machine fails or the job is pre-empted, so the
+    script adds ``--resume`` where the run folder exists, unless the user's words already do."""
+    gpus = f"#SBATCH --gpus-per-node={options.processes}\n" if training.device != "cpu" else ""
+    rendezvous = f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$host:{PORT}"'
+    line = _torchrun(f'--nnodes "$SLURM_NNODES" {rendezvous}', options, words)
+    config = shlex.quote(f"{training.out.rstrip('/')}/config.json")
+    find, resume = ("", "") if training.resume else (f"resume=$([ -e {config} ] && echo --resume)\n", " $resume")
     return f"""#!/bin/bash
 #SBATCH --job-name=kinformer
-#SBATCH --nodes={start.nodes}
+#SBATCH --nodes={options.nodes}
 #SBATCH --ntasks-per-node=1
-{gpus}#SBATCH --cpus-per-task={CORES * start.processes}
+{gpus}#SBATCH --cpus-per-task={CORES * options.processes}
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-{finds}
-srun {line}{word}
+{find}
+srun {line}{resume}
 """
 
 
-def kubernetes_manifest(start: Start) -> str:
-    """Return a PyTorchJob of Kubeflow's training operator, which gives torchrun the rendezvous by its environment."""
-    finds, word = start.again
-    line = start.torchrun(f"--nnodes {start.nodes}").replace(" \\\n   ", "", 1)
-    script = f"{finds}exec {line}{word}".replace("$(", "$$(")  # what Kubernetes would take for a variable
-    resources = {"cpu": CORES * start.processes} | ({"nvidia.com/gpu": start.processes} if start.gpus else {})
-    return f"""apiVersion: kubeflow.org/v1
-kind: PyTorchJob
-metadata:
-  name: kinformer
-spec:
-  elasticPolicy:
-    rdzvBackend: c10d
-    maxRestarts: {start.restarts}
-  pytorchReplicaSpecs:
-    Worker:
-      replicas: {start.nodes}
-      restartPolicy: OnFailure
-      template:
-        spec:
-          containers:
-            - name: pytorch
-              image: IMAGE  # one with kinformer in it
-              workingDir: /work
-              command: [bash, -c]
-              args: [{json.dumps(script)}]
-              resources:
-                limits: {json.dumps(resources)}
-              volumeMounts:
-                - {{name: work, mountPath: /work}}
-                - {{name: shm, mountPath: /dev/shm}}
-          volumes:
-            - name: work  # one file system for all machines
-              persistentVolumeClaim: {{claimName: CLAIM}}
-            - name: shm
-              emptyDir: {{medium: Memory}}
-"""
-
-
-def skypilot_task(start: Start) -> str:
-    """Return a task of SkyPilot; managed jobs start it again after a pre-emption."""
-    finds, word = start.again
-    rendezvous = '--rdzv-id "$SKYPILOT_TASK_ID" --rdzv-backend c10d --rdzv-endpoint "$host:' + f'{PORT}"'
-    line = start.torchrun(f'--nnodes "$SKYPILOT_NUM_NODES" {rendezvous}')
-    script = f'host=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n{finds}{line}{word}'
-    needs = f"accelerators: H100:{start.processes}" if start.gpus else f"cpus: {CORES * start.processes}+"
-    body = "\n".join(f"  {row}" for row in script.splitlines())
-    return f"""name: kinformer
-num_nodes: {start.nodes}
-resources:
-  {needs}
-setup: pip install kinformer
-run: |
-{body}
-"""
-
-
-FORMS = {
-    "torchrun": torchrun_line,
-    "slurm": slurm_script,
-    "kubernetes": kubernetes_manifest,
-    "skypilot": skypilot_task,
-}
+def _torchrun(rendezvous: str, options: Options, words: tuple[str, ...]) -> str:
+    """Return torchrun's line with the flags of the ``rendezvous`` and the user's ``words``."""
+    return (
+        f"torchrun {rendezvous} --nproc-per-node {options.processes} --max-restarts {options.restarts} \\\n"
+        f"    -m kinformer {shlex.join(words)}"
+    )

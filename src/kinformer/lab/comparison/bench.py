@@ -172,8 +172,8 @@ def _timed(
 
 
 def _share(model: Timed, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
-    """Return the share of the floor that is reached: of products per second, or in decoding of bytes per second, since
-    every token reads all weights and states once."""
+    """Return the reached share of the floor: of its products per second, or in decoding of its bytes per second,
+    since every token reads all weights and states once."""
     batch, length = sizes
     if not isinstance(model.config, ModelConfig):  # a peer's
         return None
@@ -192,7 +192,7 @@ def _memory(config: ModelConfig, options: BenchOptions, device: str) -> dict[int
 
 
 def step_peaks(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
-    """Return the peak bytes of a training step by length, above the model itself; for a process of its own."""
+    """Return the peak bytes of a training step by length, above the model itself; for a fresh process."""
     model = model_config(data).build().to(device)
     peak, peaks = Peak(device), []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Results stored under a key of what they are computed from, so that nothing is computed twice."""
+"""Results stored under a key of their inputs, so that nothing is computed twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A comparison from end to end: every stage is stored when it is done, so that a killed one goes on where it was."""
+"""A comparison from end to end: every finished stage is stored, so that a killed comparison continues there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,9 +38,7 @@ from kinformer.lab.comparison.record import (
     Comparison,
     EntrantRecord,
     MachineFacts,
-    SeedResult,
     SeedRun,
-    Trial,
     merged,
     read,
     save,
@@ -76,7 +75,7 @@ LAWS = {
 
 
 def badges(entrant: Entrant) -> list[Badge]:
-    """Return a badge for each law; none for a model that the battery has no inputs for."""
+    """Return a badge for each law; none for a model whose inputs the battery cannot make."""
     config, left_out = tiny(entrant)
     if not reads_tokens(config):
         return []
@@ -124,9 +123,9 @@ VALIDATED = 1.15
 def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
     """Train and measure ``members`` as ``options`` say.
 
-    A member that fails is out, with the reason; the others go on. The report shows ``command``.
+    A member that fails is out, with the reason; the others continue. The report shows ``command``.
 
-    Errors: ``KinformerError`` for what is wrong of all of them.
+    Errors: ``KinformerError`` for a mistake that concerns all members.
     """
     started_at = time.monotonic()
     if options.data == "-":
@@ -145,9 +144,8 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         metric = contestants_[0].task.metrics[0]
         for contestant in still_in(contestants_):
             with guarded(contestant, "its fact sheet"):
-                contestant.results["facts"] = facts(contestant.entrant, contestant.config)
-                contestant.results["max_length"] = contestant.results["facts"]["max_length"]
-                contestant.results["flops_step"] = _flops(contestant)
+                sheet = facts(contestant.entrant, contestant.config)
+                contestant.note(facts=sheet, state_bytes=sheet["state_bytes"], flops_step=_flops(contestant))
         with clock("training speed"):
             training_speeds(contestants_, options, cache)
         steps = _steps(contestants_, options, cache, time.monotonic() - started_at)
@@ -170,7 +168,7 @@ def _flops(contestant: Contestant) -> float | None:
 
 def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
     """Return the steps of a run, by contestant. Steps that depend on measured speeds are stored, so that a killed
-    comparison goes on with the same."""
+    comparison continues with the same steps."""
     left = still_in(contestants)
     if not left:
         raise KinformerError(f"no member can be trained: {contestants[0].name} {contestants[0].error}")
@@ -189,8 +187,8 @@ def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Ca
 
 
 def _step_seconds(contestant: Contestant) -> float:
-    """Return the measured seconds of a training step of a contestant that is still in."""
-    training = contestant.results["training"]
+    """Return the measured seconds of a contestant's training step."""
+    training = contestant.record.training
     assert training is not None
     return training["seconds"]
 
@@ -252,14 +250,27 @@ def _one_seed(
 ) -> None:
     seed, metric = options.seed + number, contestant.task.metrics[0]
     with clock("training"):
-        lr, settings = contestant.results["lr"], validations(options, steps)
+        lr, settings = contestant.record.lr, validations(options, steps)
+        assert lr is not None
         done = run(contestant, options, cache, lr, seed, steps, keeps=True, **settings)
     if "diverged" in done:
         raise KinformerError(done["diverged"])
     with clock("measuring"):
         tested = measured(contestant, options, cache, done, number == 0, baseline and number == 0)
-    contestant.results.setdefault("runs", []).append({**done, "seed": seed, "measured": tested})
-    note(f"{contestant.name}, seed {seed}: {metric.text(tested['figures'][metric.name])}")
+    contestant.measured.append(tested)
+    value, record = tested["figures"][metric.name], contestant.record
+    seed_run = SeedRun(
+        seed=seed,
+        value=value,
+        figures=tested["figures"],
+        steps=done["steps"],
+        seconds=done["seconds"],
+        curve=curve(done, metric, record.flops_step),
+        contexts=tested["contexts"],
+        command=done["command"],
+    )
+    contestant.note(runs=(*record.runs, seed_run))
+    note(f"{contestant.name}, seed {seed}: {metric.text(value)}")
 
 
 def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
@@ -269,10 +280,10 @@ def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: 
         length_speeds(contestants, options, cache)
     for contestant in still_in(contestants):
         with clock("measuring"), guarded(contestant, "measuring memory"):
-            contestant.results["memory"] = memory_of(contestant, options, cache)
+            contestant.note(memory=memory_of(contestant, options, cache))
         with clock("battery"), guarded(contestant, "the battery"):
             key = key_of([__version__, torch.__version__, contestant.entrant.parts, dict(contestant.entrant.changes)])
-            contestant.results["badges"] = cache.once("badges", key, lambda item=contestant: badges(item.entrant))  # type: ignore[misc]
+            contestant.note(badges=cache.once("badges", key, partial(badges, contestant.entrant)))
 
 
 def _comparison(
@@ -284,12 +295,8 @@ def _comparison(
     metric: Metric,
     steps: dict[str, int],
 ) -> Comparison:
-    tested = [
-        one["measured"] for contestant in contestants for one in contestant.results.get("runs", ()) if "measured" in one
-    ]
-    baselines: dict[str, float] = next(
-        (contestant["baselines"] for contestant in tested if contestant["baselines"]), {}
-    )
+    tested = [item for contestant in contestants for item in contestant.measured]
+    baselines = next((item["baselines"] for item in tested if item["baselines"]), {})
     largest = max((contestant.parameters for contestant in contestants), default=0)
     return Comparison(
         kinformer=__version__,
@@ -313,55 +320,21 @@ def _comparison(
         },
         settings=settings_of(contestants[0].base.settings()),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
-        entrants=tuple(_record(contestant, options, where, metric) for contestant in contestants),
+        entrants=tuple(_record(contestant, where) for contestant in contestants),
     )
 
 
-def _record(contestant: Contestant, options: CompareOptions, where: MachineFacts, metric: Metric) -> EntrantRecord:
-    got, base = contestant.results, contestant.base
-    page = got.get("facts") or {}
+def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
+    """Return the finished record of a contestant, measured on the machine ``where``."""
+    base, record = contestant.base, contestant.record
     settings = settings_of(base.settings()) | {
-        "lr": got.get("lr"),
-        "own": dict(base.task_options),
-        "recipe": base.recipe,
-    }
-    runs = [one for one in got.get("runs", ()) if "measured" in one]
-    return EntrantRecord(
-        name=contestant.name,
-        spec=contestant.entrant.spec,
-        set={
-            path: value if isinstance(value, dict) else str(value) for path, value in contestant.entrant.changes.items()
-        },
-        facts=page,
+        "lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe,
+    }  # fmt: skip
+    return record.replace(
         parameters=contestant.parameters,
-        flops_step=got.get("flops_step"),
         error=contestant.error,
-        sweep=tuple(Trial(**trial) for trial in got.get("sweep", ())),
-        lr=got.get("lr"),
-        moved=got.get("moved"),
-        runs=tuple(_seed_run(contestant, one, metric) for one in runs),
-        state_bytes=page.get("state_bytes", {}),
-        training=got.get("training"),
-        generation=got.get("generation"),
-        lengths=got.get("lengths"),
-        memory=got.get("memory"),
-        badges=got.get("badges", []),
         machine=where,
         settings={name: value for name, value in settings.items() if name != "seed"},
-    )
-
-
-def _seed_run(contestant: Contestant, one: SeedResult, metric: Metric) -> SeedRun:
-    tested = one["measured"]
-    return SeedRun(
-        seed=one["seed"],
-        value=tested["figures"][metric.name],
-        figures=tested["figures"],
-        steps=one["steps"],
-        seconds=one["seconds"],
-        curve=tuple(curve(one, metric, contestant.results.get("flops_step"))),
-        contexts=tested["contexts"],
-        command=one["command"],
     )
 
 
@@ -374,7 +347,7 @@ MERGED = "merged"
 
 @dataclass(frozen=True)
 class Written:
-    """A comparison, the ``paths`` of its files, and what is printed."""
+    """A comparison, the ``paths`` of its files, and the printed ``text``."""
 
     comparison: Comparison
     paths: tuple[Path, ...]

@@ -37,7 +37,7 @@ class PeerShape:
 
 
 def shape_of(config: Any) -> PeerShape:
-    """Return the sizes of a gpt's config, whose parts must be those of gpt."""
+    """Return the sizes of a gpt's config, whose parts must be gpt's own."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
         raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
@@ -127,7 +127,7 @@ class PeerConfig:
 
 
 class PeerModel(nn.Module):
-    """A decoder of another library, of a ``shape``; ``works`` are those that can be timed of it."""
+    """A decoder of another library, of a ``shape``; ``works`` are the works that can be timed."""
 
     package: str
     works: Mapping[str, Begin] = {"forward": forward, "step": step}
@@ -177,7 +177,7 @@ class XTransformers(PeerModel):
 
 
 def installed() -> dict[str, Callable[[PeerShape], PeerModel]]:
-    """Return what builds the peers that are installed."""
+    """Return the builders of the installed peers."""
     return {name: build for name, (module, build) in PEERS.items() if find_spec(module) is not None}
 
 

@@ -22,7 +22,7 @@ from kinformer.family.record import Member, MemberSheet
 from kinformer.family.table import member
 from kinformer.lab.comparison.cache import key_of
 from kinformer.lab.comparison.options import CompareOptions
-from kinformer.lab.comparison.record import FactSheet, Results
+from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.drawing.text import Formula, formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes
@@ -38,7 +38,7 @@ from kinformer.runtime.fields import require_kind
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
-# The entrants of a comparison: members, or hybrids of them in a ratio, with changes of their own, at one budget of
+# The entrants of a comparison: members, or hybrids of them in a ratio, with their changes, at one budget of
 # parameters.
 
 TOLERANCE = 0.05
@@ -50,8 +50,8 @@ _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+
 
 @dataclass(frozen=True)
 class Entrant:
-    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has in
-    a row of the stack's cycle, the first of which gives all but layers; and the ``changes`` of its config."""
+    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has
+    in a row of the stack's cycle; the first part gives all but layers; and the ``changes`` of its config."""
 
     name: str
     spec: str
@@ -94,7 +94,7 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
     names = [entrant.name for entrant in parsed]
     for name in names:
         if names.count(name) > 1:
-            raise KinformerError(f"{name}: is named twice; give one of them another name, as in other={name}.")
+            raise KinformerError(f"{name}: is named twice; give one entrant another name, as in other={name}.")
     for path in changes:
         if (owner := _owner(path)) and owner not in names:
             raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
@@ -118,8 +118,8 @@ def _parsed(spec: str) -> Entrant:
     match = _SPEC.fullmatch(spec)
     if match is None:
         raise KinformerError(
-            f"{spec}: is no member; write a name, a hybrid as in linear-transformer:3,gpt:1, or wide=gpt for another "
-            "name."
+            f"{spec}: is not a member; write a name, a hybrid as in linear-transformer:3,gpt:1, or wide=gpt for "
+            "another name."
         )
     parts = []
     for part in match["parts"].split(","):
@@ -143,11 +143,11 @@ def parameters_of(config: ModelConfig) -> int:
 def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, int]:
     """Return changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
 
-    The width is the multiple of 16 (or of 4) that comes nearest, the number of heads stays, then the feed-forwards are
-    widened or narrowed by what is left.
+    The width is the nearest multiple of 16 (or of 4), and the number of heads stays; then the feed-forwards become
+    wider or narrower to meet the rest of the budget.
     Errors: ``KinformerError`` where no width does.
     """
-    parameters_of(override(config, changes, kinds()))  # tells what is wrong with the changes themselves
+    parameters_of(override(config, changes, kinds()))  # raises where the changes themselves are wrong
     candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
     best: tuple[float, dict[str, int]] = (float("inf"), {})
     for widths in candidates:
@@ -168,7 +168,7 @@ def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name:
 
 
 def _near(config: ModelConfig, changes: Mapping[str, object], budget: int) -> Iterator[dict[str, int]]:
-    """Yield the widths around the budget, the nearest multiples of 16 first, then those of 4."""
+    """Yield the widths around the budget, the nearest multiples of 16 first, then multiples of 4."""
     low, high = NARROWEST, NARROWEST
     while high < WIDEST and (_at(config, high, changes) or 0) < budget:
         low, high = high, 2 * high
@@ -237,7 +237,7 @@ def _lines(formula: Formula) -> list[str]:
 
 
 def _sheet(record: Member) -> MemberSheet:
-    """Return what a fact sheet says of a member, as JSON gives it back."""
+    """Return the part of a fact sheet about a member, as JSON gives it back."""
     sheet = record.sheet
     return {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])}
 
@@ -253,7 +253,8 @@ USUAL_LENGTH = 256
 @dataclass
 class Contestant:
     """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
-    config (None: not known), and its parameters; ``error`` says why it is out."""
+    config (None: not known), and its parameters; ``error`` says why it is out. ``record`` holds the results so far,
+    ``measured`` the metrics of its runs on the test split."""
 
     entrant: Entrant
     base: TrainOptions
@@ -262,11 +263,23 @@ class Contestant:
     parameters: int
     identity: JsonObject
     error: str | None = None
-    results: Results = field(default_factory=Results)
+    measured: list[Measurement] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        changes = self.entrant.changes.items()
+        self.record = EntrantRecord(
+            name=self.entrant.name,
+            spec=self.entrant.spec,
+            set={path: value if isinstance(value, dict) else str(value) for path, value in changes},
+        )
+
+    def note(self, **results: Any) -> None:
+        """Put results into the ``record``, by the names of its fields."""
+        self.record = self.record.replace(**results)
 
     @property
     def config(self) -> ModelConfig:
-        """The config of its model, which is known of every contestant that is not out."""
+        """The config of its model; every contestant that is still in has one."""
         assert self.fitted is not None
         return self.fitted
 
@@ -286,7 +299,7 @@ class Contestant:
         return key_of(storable(self.config))
 
     def options(self, out: Path, lr: float, seed: int, steps: int, **settings: int) -> TrainOptions:
-        """Return the options of one run of it, with those of the further ``settings`` that its task reads."""
+        """Return the options of one of its runs, with the further ``settings`` that its task reads."""
         read: dict[str, Any] = {name: value for name, value in settings.items() if name not in self.task.data.refused}
         return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **read)
 
@@ -315,7 +328,7 @@ def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> Compare
         return options
     task, lengths = first_task(entrants, options), [USUAL_LENGTH]
     for entrant in entrants:
-        with suppress(KinformerError):  # of which its contestant tells
+        with suppress(KinformerError):  # its contestant reports the error
             lengths.append(planned(_base(entrant, options, task))[1].settings.length)
     return replace(options, length=min(lengths))
 
@@ -339,7 +352,7 @@ def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> Comp
 
 
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
-    """Return the task of the comparison: that of ``options.task``, or the usual one of the first entrant."""
+    """Return the task of the comparison: ``options.task``, or the first entrant's usual task."""
     name = entrants[0].member
     return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
 
@@ -358,7 +371,7 @@ def _refuse_unread(task: Task, options: CompareOptions) -> None:
 def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
     """Return the entrants at the parameter budget; one that cannot be brought to it is out, with the reason.
 
-    Errors: ``KinformerError`` for what is wrong of all of them: the data, the task, the recipe of training.
+    Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
     """
     task, contestants_ = first_task(entrants, options), []
     _refuse_unread(task, options)

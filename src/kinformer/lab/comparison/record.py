@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TypedDict
 
@@ -19,8 +19,9 @@ from kinformer.runtime.parsing import JsonObject
 
 
 class FactSheet(TypedDict, total=False):
-    """An entrant's fact sheet: ``config`` is its model's, ``state_bytes`` those of one row by tokens absorbed, and
-    ``needs`` the options of training that are part of its method; empty where it could not be made."""
+    """An entrant's fact sheet: ``config`` is its model's config, ``state_bytes`` the bytes of one row's state by
+    absorbed tokens, and ``needs`` the options of training that belong to its method. The sheet is empty where it
+    could not be made."""
 
     members: list[MemberSheet]
     config: JsonObject
@@ -32,7 +33,8 @@ class FactSheet(TypedDict, total=False):
 
 
 class StepTime(TypedDict):
-    """The ``seconds`` of a training step, those of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
+    """The ``seconds`` of a training step, the seconds of the ``anchor`` (an entrant) in the same rounds, and the
+    ``date``."""
 
     seconds: float
     anchor: str
@@ -50,7 +52,7 @@ class SpeedPoint(TypedDict):
 
 
 class Speeds(TypedDict):
-    """The speeds of several works, those of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
+    """The speeds of several works, the speeds of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
 
     points: list[SpeedPoint]
     anchor: str
@@ -66,7 +68,7 @@ class LengthBytes(TypedDict):
 
 
 class Memory(TypedDict):
-    """The peak bytes of a ``training`` process above those of an empty one, and of a step by length."""
+    """The peak bytes of a ``training`` process above an empty process, and of a step by length."""
 
     training: int
     lengths: list[LengthBytes]
@@ -98,7 +100,7 @@ class MachineFacts(TypedDict, total=False):
 
 
 class PositionBits(TypedDict):
-    """The bits per byte of the ``tokens`` that have ``first`` to ``last`` tokens before them in their window."""
+    """The bits per byte of the ``tokens`` with ``first`` to ``last`` tokens before them in their window."""
 
     first: int
     last: int
@@ -149,37 +151,6 @@ class Measurement(TypedDict):
     contexts: list[ContextValue]
 
 
-class SeedResult(RunResult):
-    """A training run with its ``seed`` and what was ``measured`` on the test split."""
-
-    seed: int
-    measured: Measurement
-
-
-class TrialResult(TypedDict):
-    """A learning rate of the sweep and the deciding metric after it, None where training diverged."""
-
-    lr: float
-    value: float | None
-
-
-class Results(TypedDict, total=False):
-    """All results of one contestant, by stage; what was not measured, or failed, is missing or None."""
-
-    facts: FactSheet
-    max_length: int | None
-    flops_step: float | None
-    training: StepTime | None
-    generation: Speeds | None
-    lengths: Speeds | None
-    memory: Memory
-    badges: list[Badge]
-    sweep: list[TrialResult]
-    lr: float
-    moved: str | None
-    runs: list[SeedResult]
-
-
 SCHEMA = 1
 
 
@@ -219,28 +190,28 @@ class SeedRun(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
-    """The results of one entrant. ``moved`` says what became of an optimum at an end of the sweep, ``error`` why the
-    entrant is out; what was not measured is None."""
+    """The results of one entrant, stage by stage. ``moved`` says what became of an optimum at an end of the sweep,
+    ``error`` why the entrant is out; what was not measured is None."""
 
     name: str
     spec: str
     set: dict[str, object]
-    facts: FactSheet
-    parameters: int
-    flops_step: float | None
-    error: str | None
-    sweep: tuple[Trial, ...]
-    lr: float | None
-    moved: str | None
-    runs: tuple[SeedRun, ...]
-    state_bytes: dict[str, int]
-    training: StepTime | None
-    generation: Speeds | None
-    lengths: Speeds | None
-    memory: Memory | None
-    badges: list[Badge]
-    machine: MachineFacts
-    settings: JsonObject
+    facts: FactSheet = field(default_factory=FactSheet)
+    parameters: int = 0
+    flops_step: float | None = None
+    error: str | None = None
+    sweep: tuple[Trial, ...] = ()
+    lr: float | None = None
+    moved: str | None = None
+    runs: tuple[SeedRun, ...] = ()
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    training: StepTime | None = None
+    generation: Speeds | None = None
+    lengths: Speeds | None = None
+    memory: Memory | None = None
+    badges: list[Badge] = field(default_factory=list)
+    machine: MachineFacts = field(default_factory=MachineFacts)
+    settings: JsonObject = field(default_factory=dict)
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -302,7 +273,7 @@ def read(path: Path) -> Comparison:
     """
     data = read_json(path)
     if not isinstance(data, dict) or "entrants" not in data:
-        raise KinformerError(f"{path}: is no comparison; give the comparison.json that kinformer compare wrote.")
+        raise KinformerError(f"{path}: is not a comparison; give the comparison.json that kinformer compare wrote.")
     if (schema := data.pop("schema", None)) != SCHEMA:
         raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; use a matching version.")
     result = from_dict(Comparison, data, {}, str(path))
@@ -313,8 +284,8 @@ def read(path: Path) -> Comparison:
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
-    """Return one comparison with the entrants of several on one task and the same data. An entrant with the name of a
-    different one gets that of its file too, and runs of the same one with other seeds are joined.
+    """Return one comparison with the entrants of several on one task and the same data. An entrant with another
+    entrant's name gets the name of its file too, and runs of the same entrant with other seeds are joined.
 
     Errors: ``KinformerError`` for another task, other data or another figure.
     """

@@ -26,7 +26,7 @@ from kinformer.lab.comparison import works
 from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
-from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint
+from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
@@ -35,7 +35,7 @@ from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.processor import processor
 from kinformer.runtime.progress import note
 
-# Times of several works measured in turns, and the peak memory of one in a process of its own.
+# Times of several works measured in turns, and the peak memory of one work in a fresh process.
 
 P = ParamSpec("P")
 K = TypeVar("K")
@@ -221,7 +221,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         seconds = [timed(lambda a=a, b=b: a @ b, device) for _ in range(TRIES)]  # type: ignore[misc]
         rates.append(2 * size**3 / min(seconds))
-        if min(seconds) > SLOW_PRODUCT:  # a processor without bfloat16 instructions is no faster at larger sizes
+        if min(seconds) > SLOW_PRODUCT:  # a processor without bfloat16 instructions gains nothing from larger sizes
             break
     return max(rates)
 
@@ -253,14 +253,14 @@ def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callab
 
 
 def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Set ``results["training"]`` of each: seconds of a step, those of the anchor (the first contestant) in the same
-    rounds, and the date. Cached ones stay as they are; the others are measured in turns, together with the anchor."""
+    """Note the ``training`` of each: seconds of a step, the anchor's (the first contestant's) seconds in the same
+    rounds, and the date. Cached ones stay unchanged; the others are measured in turns, together with the anchor."""
     device = options.usable_device()
     sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
     keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
     for contestant in still_in(contestants):
-        contestant.results["training"] = cache.get("speed", keys[contestant.name])
-    missing = [item for item in still_in(contestants) if item.results["training"] is None]
+        contestant.note(training=cache.get("speed", keys[contestant.name]))
+    missing = [item for item in still_in(contestants) if item.record.training is None]
     if not missing:
         return
     anchor = still_in(contestants)[0]
@@ -277,23 +277,21 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
         if contestant.name not in seconds:
             contestant.error = contestant.error or "its first training steps failed."
         else:
-            contestant.results["training"] = {
-                "seconds": seconds[contestant.name],
-                "anchor": anchor.name,
-                "anchor_value": seconds.get(anchor.name),
-                "date": time.strftime("%Y-%m-%d"),
-            }
-            cache.put("speed", keys[contestant.name], contestant.results["training"])
+            anchored = {"anchor": anchor.name, "anchor_value": seconds.get(anchor.name)}
+            contestant.note(
+                training={"seconds": seconds[contestant.name], **anchored, "date": time.strftime("%Y-%m-%d")}
+            )
+            cache.put("speed", keys[contestant.name], contestant.record.training)
 
 
 def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Set ``results["generation"]``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
+    """Note the ``generation``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
     subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
     _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
 
 
 def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Set ``results["lengths"]``: seconds of a forward and of a training step of one row by its length."""
+    """Note the ``lengths``: seconds of a forward and of a training step of one row by its length."""
     subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
     _measured(subjects, "lengths", points, options, cache)
@@ -311,8 +309,8 @@ def _measured(
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
     keys = {item.name: key_of([content, item.model_key]) for item in subjects}
     for contestant in subjects:
-        contestant.results[stage] = cache.get("speed", keys[contestant.name])
-    missing = [item for item in subjects if item.results[stage] is None]
+        contestant.note(**{stage: cache.get("speed", keys[contestant.name])})
+    missing = [item for item in subjects if getattr(item.record, stage) is None]
     if not missing:
         return
     chosen = missing if subjects[0] in missing else [subjects[0], *missing]
@@ -335,17 +333,18 @@ def _measured(
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
     for contestant in missing:
         if contestant.name in rows:
-            contestant.results[stage] = {
+            speeds: Speeds = {
                 "points": rows[contestant.name],
                 "anchor": subjects[0].name,
                 "anchor_value": rows.get(subjects[0].name),
                 "date": time.strftime("%Y-%m-%d"),
             }
-            cache.put("speed", keys[contestant.name], contestant.results[stage])
+            contestant.note(**{stage: speeds})
+            cache.put("speed", keys[contestant.name], speeds)
 
 
 def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> Memory:
-    """Return peak bytes of training as it is done here, and by length of one row, above an empty process."""
+    """Return the peak bytes of training with these options, and by length of one row, above an empty process."""
     device = options.usable_device()
     job = contestant.options(Path(), options.middle, options.seed, 1)
     content = ["memory", options.lengths, options.length, options.batch_size, options.optimizer, device.type]
@@ -354,7 +353,7 @@ def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> 
 
 
 def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
-    """Measure what :func:`memory_of` returns, in a process of its own."""
+    """Measure the result of :func:`memory_of`, in a fresh process."""
     _, plan = planned(options)
     empty = Peak(device)
     by_length: list[LengthBytes] = []

@@ -13,7 +13,7 @@ from typing import Any
 from kinformer.lab.comparison.cache import Cache, file_name, key_of
 from kinformer.lab.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.lab.comparison.plan import Contestant
-from kinformer.lab.comparison.record import ContextValue, Measurement, Point, RunResult, TrialResult
+from kinformer.lab.comparison.record import ContextValue, Measurement, Point, RunResult, Trial
 from kinformer.lab.runs.inference import evaluate
 from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
 from kinformer.lab.runs.run import CONFIG
@@ -47,15 +47,15 @@ def validations(options: CompareOptions, steps: int) -> dict[str, int]:
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
-    """Set ``results["sweep"]``: learning rates with their metrics; ``results["lr"]``: the best; ``results["moved"]``: a
-    sentence about an optimum that stood at an end, so that the sweep went on there."""
+    """Note the ``sweep`` (learning rates with their metrics), the best ``lr``, and ``moved``: a sentence about an
+    optimum at an end of the sweep, which then continued there."""
     short = sweep_steps(options, steps)
     half = (max(options.sweep, 1) - 1) // 2
     powers = list(range(-half, max(options.sweep, 1) - half))
     tried: dict[int, float | None] = {}
     moves = 0
     if options.sweep == 0:
-        contestant.results.update({"sweep": [], "lr": options.middle, "moved": None})
+        contestant.note(lr=options.middle)
         return
     while True:
         for power in powers:
@@ -71,11 +71,8 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
         if beyond is None or moves == MAX_MOVES:
             break
         powers, moves = [beyond], moves + 1
-    trials: list[TrialResult] = [
-        {"lr": options.middle * 2.0**power, "value": value} for power, value in sorted(tried.items())
-    ]
-    moved = _moved_text(moves, beyond is not None)
-    contestant.results.update({"sweep": trials, "lr": options.middle * 2.0**best, "moved": moved})
+    trials = tuple(Trial(lr=options.middle * 2.0**power, value=value) for power, value in sorted(tried.items()))
+    contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=_moved_text(moves, beyond is not None))
 
 
 def _moved_text(moves: int, at_edge: bool) -> str | None:
@@ -164,7 +161,7 @@ def _log(folder: Path) -> list[JsonObject]:
     ]
 
 
-def curve(run: RunResult, metric: Metric, flops_step: float | None) -> list[Point]:
+def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Point, ...]:
     """Return the validations of a run, with the seconds of training until then."""
     points: list[Point] = []
     seconds: dict[int, float] = {}
@@ -176,14 +173,14 @@ def curve(run: RunResult, metric: Metric, flops_step: float | None) -> list[Poin
             step = line["step"]
             flops = None if flops_step is None else flops_step * step
             points.append(Point(step=step, value=value, seconds=seconds.get(step), flops=flops))
-    return points
+    return tuple(points)
 
 
 def measured(
     contestant: Contestant, options: CompareOptions, cache: Cache, done: RunResult, first: bool, baseline: bool
 ) -> Measurement:
-    """Return the results of a run on the test split, those of the ``first`` seed also by position and at further
-    lengths of context."""
+    """Return the results of a run on the test split; the ``first`` seed's also by position and at further lengths of
+    context."""
     task = contestant.task
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
@@ -222,7 +219,7 @@ def _context(facts: JsonObject) -> ContextValue:
 
 def _possible(contexts: str, contestant: Contestant, length: int) -> str:
     """Return the lengths of context that the model's positions allow."""
-    limit = contestant.results.get("max_length")
+    limit = contestant.record.facts.get("max_length")
     possible = []
     for part in contexts.split(","):
         number = part.strip().removesuffix("x")
@@ -237,7 +234,7 @@ def _text(value: object) -> str:
 
 
 def command_of(options: TrainOptions) -> str:
-    """Return the command that trains such a run, as it is typed."""
+    """Return the command line that trains such a run."""
     words = ["kinformer", "train", options.member]
     plain = {item.name: item.default for item in fields(Settings)}
     for field in fields(TrainOptions):

@@ -1,4 +1,4 @@
-"""A comparison in words: who is better, at which cost, and what is not significant."""
+"""A comparison in words: who is better, at which cost, and which differences are not significant."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kinformer.runtime.parsing import JsonObject
 # Whether two members differ: Welch's t-test (Welch 1947), and Holm's correction for several tests (Holm 1979).
 
 _INTERVALS, _NOTHING = 2000, 1e-18
+SIGNIFICANT = 0.05
 
 
 class Welch(NamedTuple):
@@ -36,23 +37,19 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
     if min(len(first), len(second)) < 2:
         return None
     difference = mean(first) - mean(second)
-    errors = [variance(sample) / len(sample) for sample in (first, second)]
-    total = sum(errors)
+    errors = [(variance(sample) / len(sample), len(sample)) for sample in (first, second)]
+    total = sum(error for error, _ in errors)
     if total == 0.0:
         return Welch(difference, 0.0 if difference == 0 else inf, inf, 1.0 if difference == 0 else 0.0)
-    degrees = total**2 / sum(
-        error**2 / (len(sample) - 1) for error, sample in zip(errors, (first, second), strict=True)
-    )
+    degrees = total**2 / sum(error**2 / (count - 1) for error, count in errors)
     t = difference / sqrt(total)
     return Welch(difference, t, degrees, two_sided(t, degrees))
 
 
 def two_sided(t: float, degrees: float) -> float:
-    """Return P(|T| > |t|) of Student's distribution with one degree of freedom or more.
-
-    With x = sqrt(degrees) tan(a), its density is that of cos(a)^(degrees - 1), which Simpson's rule integrates to where
-    nothing is left of it.
-    """
+    """Return P(|T| > |t|) of Student's distribution with one degree of freedom or more."""
+    # With x = sqrt(degrees) tan(a), the density is proportional to cos(a)^(degrees - 1). Simpson's rule integrates it
+    # up to the angle at which it vanishes.
     start = atan(abs(t) / sqrt(degrees))
     end = acos(cos(start) * _NOTHING ** (1 / (degrees - 1))) if degrees > 1 else pi / 2
     width = (end - start) / _INTERVALS
@@ -63,7 +60,7 @@ def two_sided(t: float, degrees: float) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return the p of several tests, corrected so that all of them together are wrong as seldom as one: the k-th
+    """Return the p of several tests, corrected so that all tests together are wrong as seldom as one: the k-th
     smallest of n times n - k + 1, and never less than a smaller one's."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda item: ps[item])):
@@ -72,11 +69,35 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-# The costs of an entrant as one table of measures, for the columns of the report and for its sentences; and how its
-# model differs from the yardstick's.
+class Difference(NamedTuple):
+    """The difference between the means of an entrant and of the best one. ``p`` belongs to Welch's test alone, and
+    ``together`` is p after Holm's correction for all tests; both are None where a single seed allows no test."""
 
-Slots: TypeAlias = dict[str, dict[str, JsonObject]]
-"""The parts of a model's config: slot -> kind -> options."""
+    name: str
+    difference: float
+    p: float | None
+    together: float | None
+
+    @property
+    def significant(self) -> bool:
+        """Whether the difference is significant at 5 %, corrected for all tests."""
+        return self.together is not None and self.together < SIGNIFICANT
+
+
+def differences(comparison: Comparison) -> list[Difference]:
+    """Return the differences of all other entrants from the best one, in order of rank."""
+    best, *others = comparison.finished
+    tests = [welch(entrant.values, best.values) for entrant in others]
+    together = iter(holm([test.p for test in tests if test is not None]))
+    found = []
+    for entrant, test in zip(others, tests, strict=True):
+        ps = (None, None) if test is None else (test.p, next(together))
+        found.append(Difference(entrant.name, mean_of(entrant) - mean_of(best), *ps))
+    return found
+
+
+# The costs of an entrant as one table of measures, for the columns of the report and for its sentences.
+
 RESOLUTION = 1 << 20
 """Bytes below which the memory of a process says nothing: its allocator holds that much without asking the system."""
 
@@ -84,7 +105,7 @@ RESOLUTION = 1 << 20
 class Measure(NamedTuple):
     """A column of the table of results: its ``title``, how an entrant's ``value`` is computed (None: not known) and
     shown as ``text``, and whether ``less`` is better (None: neither). ``best`` begins the sentence about the entrant
-    that has the best value, in which ``unit`` follows the text; empty where there is none."""
+    with the best value, in which ``unit`` follows the text; empty where there is none."""
 
     title: str
     value: Callable[[EntrantRecord], float | None]
@@ -102,31 +123,19 @@ class Measure(NamedTuple):
 def costs(comparison: Comparison) -> list[Measure]:
     """Return the costs of training, of the state and of generating: columns of the table and sentences above it."""
     length = common_length(comparison)
+    after = f"after {plural(length, 'token')}"
     return [
-        Measure("train tokens/s", tokens_per_second, rate, False, "Fastest to train", " tokens/s"),
-        Measure("training s", training_seconds, rate, True),
+        Measure("train tokens/s", tokens_per_second, "{:,.0f}".format, False, "Fastest to train", " tokens/s"),
+        Measure("training s", training_seconds, "{:,.0f}".format, True),
         Measure("peak memory", peak_bytes, _memory, True, "Least memory in training"),
-        Measure(
-            f"state at {plural(length, 'token')}",
-            lambda entrant: state_at(entrant, length),
-            size,
-            True,
-            f"Smallest state after {plural(length, 'token')}",
+        Measure(f"state {after.replace('after', 'at')}", lambda item: state_at(item, length), size, True,
+                f"Smallest state {after}"),
+        *(
+            Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch), "{:,.0f}".format, False,
+                    f"Fastest to generate, {texts}", " tokens/s")
+            for batch, texts in ((1, "one text"), (16, "16 texts"))
         ),
-        _generation(1, "one text"),
-        _generation(16, "16 texts"),
-    ]
-
-
-def rate(value: float) -> str:
-    """Return a number as text without decimals."""
-    return f"{value:,.0f}"
-
-
-def _generation(batch: int, texts: str) -> Measure:
-    """Return the column of the tokens per second of ``batch`` texts at once."""
-    best = f"Fastest to generate, {texts}"
-    return Measure(f"generate {batch}/s", lambda entrant: generated(entrant, batch), rate, False, best, " tokens/s")
+    ]  # fmt: skip
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
@@ -138,11 +147,11 @@ def tokens_per_second(entrant: EntrantRecord) -> float | None:
 
 def training_seconds(entrant: EntrantRecord) -> float | None:
     """Return the mean seconds of training over the seeds."""
-    return sum(run.seconds for run in entrant.runs) / len(entrant.runs) if entrant.runs else None
+    return mean(run.seconds for run in entrant.runs) if entrant.runs else None
 
 
 def peak_bytes(entrant: EntrantRecord) -> int | None:
-    """Return the peak bytes of a training process above those of an empty one, 0 where they cannot be resolved."""
+    """Return the peak bytes of a training process above an empty one's, 0 where they cannot be resolved."""
     if not entrant.memory:
         return None
     count = int(entrant.memory["training"])
@@ -160,10 +169,8 @@ def _memory(count: float) -> str:
 
 def common_length(comparison: Comparison) -> int:
     """Return the longest text after which the state of all entrants is known; 0 if there is none."""
-    lengths_by_entrant = [
-        {int(length) for length in entrant.state_bytes} for entrant in comparison.entrants if entrant.state_bytes
-    ]
-    return max(set.intersection(*lengths_by_entrant), default=0) if lengths_by_entrant else 0
+    known = [{int(length) for length in item.state_bytes} for item in comparison.entrants if item.state_bytes]
+    return max(set.intersection(*known), default=0) if known else 0
 
 
 def state_at(entrant: EntrantRecord, length: int) -> int | None:
@@ -172,111 +179,15 @@ def state_at(entrant: EntrantRecord, length: int) -> int | None:
 
 
 def generated(entrant: EntrantRecord, batch: int) -> float | None:
-    """Return the tokens per second of generating ``batch`` rows, all of them together."""
+    """Return the tokens per second of generating ``batch`` rows, all rows together."""
     points = entrant.generation.get("points", ()) if entrant.generation else ()
     return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
 
 
-WIDTHS = {"kind", "dim", "num_heads", "head_dim", "hidden_dim", "vocab_size"}
-"""Options that the parameter budget or the data decide."""
-INNER = {"inner"}
-SIZES = ("window", "stride", "segment", "memory")
-"""Options that are part of what a pattern or a memory is."""
-
-
-def departures(comparison: Comparison) -> list[str]:
-    """Return a sentence for every entrant but the first, the yardstick: the parts of its model that differ, by their
-    configs."""
-    models = [(item.name, item.facts["config"]) for item in comparison.entrants if item.facts]
-    if not models:
-        return []
-    base, theirs = models[0][0], slots(models[0][1])
-    pairs = ((name, list(differing(slots(config), theirs).values())) for name, config in models[1:])
-    return [f"{name} differs from {base} in {', '.join(texts) or 'nothing but sizes'}." for name, texts in pairs]
-
-
-def slots(config: JsonObject) -> Slots:
-    """Return the parts of a model's config, of all layers: slot -> kind -> options."""
-    parts: Slots = {}
-    for slot, node in _nodes(config, "model"):
-        options = {name: value for name, value in node.items() if name not in WIDTHS and not _nested(value)}
-        parts.setdefault(slot, {}).setdefault(node.get("kind", ""), options)
-    return parts
-
-
-def differing(ours: Slots, theirs: Slots) -> dict[str, str]:
-    """Return how a model's parts differ from those of another, by slot, in words; no position is a part, too."""
-    texts: dict[str, str] = {}
-    for slot, kinds in ours.items():
-        others, name = theirs.get(slot, {}), slot.replace("_", " ")
-        kinds, others = ({kind: one[kind] for kind in one if kind != "none"} for one in (kinds, others))
-        if kinds.keys() != others.keys():
-            instead = f" instead of {_kinds(others)}" if others else ""
-            texts[slot] = f"{name} {_kinds(kinds)}{instead}" if kinds else f"no {name} instead of {_kinds(others)}"
-            continue
-        changes = [
-            f"{name} {option.replace('_', ' ')} {value} instead of {others[kind].get(option)}"
-            for kind, options in kinds.items()
-            for option, value in options.items()
-            if value != others[kind].get(option)
-        ]
-        if changes:
-            texts[slot] = ", ".join(changes)
-    return texts
-
-
-def _nodes(node: object, slot: str) -> Iterator[tuple[str, JsonObject]]:
-    for item in node if isinstance(node, list) else [node]:
-        if isinstance(item, dict) and slot not in INNER:
-            yield slot, item
-            for name, value in item.items():
-                if _nested(value):
-                    yield from _nodes(value, name)
-
-
-def _nested(value: object) -> bool:
-    return isinstance(value, dict | list)
-
-
-def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
-    """Return kinds in words, with the sizes that they consist of: ``local (window 64)``."""
-    words = []
-    for kind, options in kinds.items():
-        sizes = ", ".join(f"{name} {options[name]}" for name in SIZES if name in options)
-        words.append(f"{kind.replace('_', ' ')} ({sizes})" if sizes else kind.replace("_", " "))
-    return " and ".join(words) or "none"
-
-
-SIGNIFICANT = 0.05
-
-
-class Difference(NamedTuple):
-    """The difference between the means of an entrant and of the best one. ``p`` is that of Welch's test alone,
-    ``together`` the same after Holm's correction for all tests; both are None where a single seed allows no test."""
-
-    name: str
-    difference: float
-    p: float | None
-    together: float | None
-
-    @property
-    def significant(self) -> bool:
-        """Whether the difference is significant at 5 %, corrected for all tests."""
-        return self.together is not None and self.together < SIGNIFICANT
-
-
-def differences(comparison: Comparison) -> list[Difference]:
-    """Return the differences of all other entrants from the best one, in order of rank."""
-    best, *others = comparison.finished
-    tests = [welch(entrant.values, best.values) for entrant in others]
-    ps = [test.p for test in tests if test is not None]
-    together = iter(holm(ps))
-    return [
-        Difference(entrant.name, mean_of(entrant) - mean_of(best), None, None)
-        if test is None
-        else Difference(entrant.name, test.difference, test.p, next(together))
-        for entrant, test in zip(others, tests, strict=True)
-    ]
+def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
+    """Return an entrant's seconds of one kind of work by length."""
+    points = entrant.lengths["points"] if entrant.lengths else []
+    return {point["length"]: point["seconds"] for point in points if point["kind"] == kind}
 
 
 def spread(entrant: EntrantRecord) -> float | None:
@@ -289,44 +200,101 @@ def shown(metric: Metric, value: float) -> str:
     return f"{value:.1%}" if metric.unit == SHARE else f"{value:.4f}"
 
 
-def p_text(p: float) -> str:
-    """Return ``p`` as text: ``p = 0.012``, ``p < 0.001``."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+def unit_of(metric: Metric) -> str:
+    """Return the unit in which a metric's values are read, the metric's name for shares."""
+    return metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
+
+
+# How a model differs from the yardstick, by their configs.
+
+Slots: TypeAlias = dict[str, dict[str, JsonObject]]
+"""The parts of a model's config: slot -> kind -> options."""
+WIDTHS = {"kind", "dim", "num_heads", "head_dim", "hidden_dim", "vocab_size"}
+"""Options that the parameter budget or the data decide."""
+SIZES = ("window", "stride", "segment", "memory")
+"""Options that a pattern or a memory is named with."""
+
+
+def departures(comparison: Comparison) -> list[str]:
+    """Return a sentence for every entrant but the first, the yardstick: the parts of its model that differ."""
+    models = [(item.name, slots(item.facts["config"])) for item in comparison.entrants if item.facts]
+    return [
+        f"{name} differs from {models[0][0]} in "
+        f"{', '.join(differing(model, models[0][1]).values()) or 'nothing but sizes'}."
+        for name, model in models[1:]
+    ]
+
+
+def slots(config: JsonObject) -> Slots:
+    """Return the parts of a model's config, of all layers: slot -> kind -> options."""
+    parts: Slots = {}
+
+    def collect(slot: str, node: object) -> None:
+        for item in node if isinstance(node, list) else [node]:
+            if isinstance(item, dict) and slot != "inner":
+                nested = {name for name, value in item.items() if isinstance(value, dict | list)}
+                options = {name: value for name, value in item.items() if name not in WIDTHS | nested}
+                parts.setdefault(slot, {}).setdefault(item.get("kind", ""), options)
+                for name in item:
+                    if name in nested:
+                        collect(name, item[name])
+
+    collect("model", config)
+    return parts
+
+
+def differing(ours: Slots, theirs: Slots) -> dict[str, str]:
+    """Return how a model's parts differ from another's, by slot, in words; no position is a part, too."""
+    texts: dict[str, str] = {}
+    for slot, kinds in ours.items():
+        others, name = theirs.get(slot, {}), slot.replace("_", " ")
+        kinds, others = ({kind: one[kind] for kind in one if kind != "none"} for one in (kinds, others))
+        if kinds.keys() != others.keys():
+            instead = f" instead of {_kinds(others)}" if others else ""
+            texts[slot] = f"{name} {_kinds(kinds)}{instead}" if kinds else f"no {name} instead of {_kinds(others)}"
+        elif changes := [
+            f"{name} {option.replace('_', ' ')} {value} instead of {others[kind].get(option)}"
+            for kind, options in kinds.items()
+            for option, value in options.items()
+            if value != others[kind].get(option)
+        ]:
+            texts[slot] = ", ".join(changes)
+    return texts
+
+
+def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
+    """Return kinds in words, with their sizes: ``local (window 64)``."""
+    words = []
+    for kind, options in kinds.items():
+        sizes = ", ".join(f"{name} {options[name]}" for name in SIZES if name in options)
+        words.append(kind.replace("_", " ") + (f" ({sizes})" if sizes else ""))
+    return " and ".join(words) or "none"
+
+
+# The sentences above the table.
+
+RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neighbours": "counting", "copy": "copying"}
+"""What a baseline does, by the first word of its name."""
 
 
 def summary(comparison: Comparison) -> list[str]:
     """Return sentences, the most important first."""
     if not comparison.finished:
         return ["No member could be trained; the reasons stand below."]
-    return [
-        *_quality(comparison),
-        *_costs(comparison),
-        *_at_equal_time(comparison),
-        *_beyond(comparison),
-        *_cautions(comparison),
-    ]
-
-
-RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neighbours": "counting", "copy": "copying"}
-"""What a baseline does, by the first word of its name."""
-
-
-def _quality(comparison: Comparison) -> Iterator[str]:
-    """Yield whether to choose by this at all, then what is significant, then the best value."""
-    floor = _floor(comparison)
-    if floor.startswith("Every"):
-        yield floor
-    yield from _significance(comparison)
     metric, best = comparison.deciding, comparison.finished[0]
-    off, seeds = spread(best), plural(len(best.values), "seed")
-    of = "one seed" if off is None else f"mean of {seeds}, standard deviation {shown(metric, off)}"
-    yield f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({of})."
-    if floor and not floor.startswith("Every"):
-        yield floor
+    off, floor = spread(best), _floor(comparison)
+    seeds = "one seed" if off is None else f"mean of {len(best.values)} seeds, standard deviation {shown(metric, off)}"
+    sentences = [
+        *_significance(comparison),
+        f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({seeds}).",
+    ]
+    if floor:  # whether to choose by this at all comes first
+        sentences.insert(0 if floor.startswith("Every") else len(sentences), floor)
+    return [*sentences, *_costs(comparison), *_beyond(comparison), *_cautions(comparison)]
 
 
 def _floor(comparison: Comparison) -> str:
-    """Return who is worse than the simple rule beside the members: the strongest that has the deciding metric."""
+    """Return who is worse than the simple rule beside the members: the strongest rule with the deciding metric."""
     metric, finished = comparison.deciding, comparison.finished
     baselines = comparison.baselines or {}
     baselines = {name: value for name, value in baselines.items() if metric.name in name} or baselines
@@ -344,159 +312,101 @@ def _floor(comparison: Comparison) -> str:
 
 def _significance(comparison: Comparison) -> Iterator[str]:
     metric, best, apart = comparison.deciding, comparison.finished[0], differences(comparison)
-    near = [item for item in apart if item.together is not None and not item.significant]
-    behind = [item for item in apart if item.significant]
-    untested = [f"{item.name} ({shown(metric, abs(item.difference))} behind)" for item in apart if item.p is None]
-    if near:
+
+    def behind(item: Difference, more: str = "") -> str:
+        return f"{item.name} ({shown(metric, abs(item.difference))} behind{more})"
+
+    if near := [item for item in apart if item.together is not None and not item.significant]:
         least = p_text(min(item.together or 0.0 for item in near)).replace("=", ">=")
         yield f"Equal within noise ({least}): {_list([best.name, *(item.name for item in near)])}."
-    if behind:
-        yield f"Significantly worse than {best.name}: {_list(_gap(metric, item) for item in behind)}."
-    if untested:
+    if worse := [behind(item, f", {p_text(item.together or 0.0)}") for item in apart if item.significant]:
+        yield f"Significantly worse than {best.name}: {_list(worse)}."
+    if untested := [behind(item) for item in apart if item.p is None]:
         yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {_list(untested)}."
 
 
-def unit_of(metric: Metric) -> str:
-    """Return the unit in which a metric's values are read, the metric's name for shares."""
-    return metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
-
-
-def _gap(metric: Metric, entrant: Difference) -> str:
-    assert entrant.together is not None
-    return f"{entrant.name} ({shown(metric, abs(entrant.difference))} behind, {p_text(entrant.together)})"
+def p_text(p: float) -> str:
+    """Return ``p`` as text: ``p = 0.012``, ``p < 0.001``."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
 def _costs(comparison: Comparison) -> Iterator[str]:
     for measure in (item for item in costs(comparison) if item.best):
         pairs = ((measure.value(entrant), entrant.name) for entrant in comparison.finished)
         values = [(value, name) for value, name in pairs if value is not None]
-        ranked = sorted(values, key=lambda pair: pair[0] if measure.less else -pair[0])
-        if len(ranked) > 1:
-            (top, first), (bottom, last) = ranked[0], ranked[-1]
+        if len(values) > 1:
+            (top, first), *_, (bottom, last) = sorted(values, key=lambda pair: pair[0] if measure.less else -pair[0])
             yield (
                 f"{measure.best}: {first} with {measure.text(top)}{measure.unit}; at the other end {last} with "
                 f"{measure.text(bottom)}{measure.unit}."
             )
 
 
-def _at_equal_time(comparison: Comparison) -> Iterator[str]:
-    """Yield who leads after the seconds that the fastest run took, by the validations of the first seed."""
-    curves = {entrant.name: _timed(entrant) for entrant in comparison.finished}
-    curves_ = {name: points for name, points in curves.items() if len(points) > 1}
-    if len(curves_) < 2:
-        return
-    limit = min(points[-1][0] for points in curves_.values())
-    reached = {name: at(points, limit) for name, points in curves_.items()}
-    possible = {name: value for name, value in reached.items() if value is not None}
-    if len(possible) < 2:
-        return
-    metric = comparison.deciding
-    leader = (min if metric.lower_is_better else max)(possible, key=lambda name: possible[name])
-    yield (
-        f"After the same {limit:,.0f} seconds of training, {leader} leads on validation with "
-        f"{shown(metric, possible[leader])}."
-    )
-
-
-def _timed(entrant: EntrantRecord) -> list[tuple[float, float]]:
-    return [(point.seconds, point.value) for point in entrant.runs[0].curve if point.seconds is not None]
-
-
-def at(points: Sequence[tuple[float, float]], x: float) -> float | None:
-    """Return the value of a curve at ``x``, interpolated between its neighbours; None outside of its points."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return None
-
-
-def crossovers_of(comparison: Comparison) -> Iterator[str]:
-    """Yield where the others overtake the first entrant, by length; those that never do, or always, in one sentence."""
-    timed = [item for item in comparison.entrants if item.lengths]
-    if len(timed) < 2:
-        return
-    first, *others = timed
-    for kind, work in (("step", "In a training step"), ("forward", "In a forward")):
-        base, names_by_sentence = seconds_of(first, kind), dict[str, list[str]]()
-        for entrant in others:
-            always, text = crossover(first.name, seconds_of(entrant, kind), base)
-            names_by_sentence.setdefault(always or text, []).append(
-                f"{entrant.name} ({text})" if always else entrant.name
-            )
-        for sentence, names in names_by_sentence.items():
-            yield f"{work}, {sentence}: {_list(names)}."
-
-
-def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
-    """Return an entrant's seconds of one kind of work by length."""
-    points = entrant.lengths["points"] if entrant.lengths else []
-    return {point["length"]: point["seconds"] for point in points if point["kind"] == kind}
-
-
-def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
-    """Return what is true at every length, or "", and who is faster where; the lines cross between two lengths in
-    proportion to their logarithms."""
-    lengths = sorted(ours.keys() & theirs.keys())
-    if not lengths:
-        return "", f"no length in common with {base}"
-    ratios = [log(ours[length] / theirs[length]) for length in lengths]
-    crossings = []
-    for (x0, x1), (r0, r1) in zip(pairwise(lengths), pairwise(ratios), strict=True):
-        if (r0 > 0) != (r1 > 0):
-            where = round(exp(log(x0) + (log(x1) - log(x0)) * r0 / (r0 - r1)), -1)
-            crossings.append(f"{'faster' if r0 > 0 else 'slower'} than {base} from about {where:,.0f} tokens on")
-    if crossings:
-        return "", " and ".join(crossings)
-    always = f"{'faster' if ratios[-1] <= 0 else 'slower'} than {base} at every length measured"
-    return always, f"{exp(abs(ratios[-1])):.2f} times at {plural(lengths[-1], 'token')}"
-
-
 def _beyond(comparison: Comparison) -> Iterator[str]:
     """Yield who is better, and who is worse, with more context than in training."""
-    metric = comparison.deciding
-    worse: list[str] = []
-    better: list[str] = []
+    metric, texts = comparison.deciding, dict[bool, list[str]]()
     for entrant in comparison.finished:
         values = {row["context"]: row["value"] for row in entrant.runs[0].contexts if row.get("context")}
         trained = entrant.settings.get("length")
-        longer = [context for context in values if trained and context > trained]
-        if trained not in values or not longer:
-            continue
-        longest = max(longer)
-        change = values[longest] - values[trained]
-        change_text = (
-            f"{entrant.name} ({shown(metric, values[trained])} to {shown(metric, values[longest])} at {longest:,})"
-        )
-        (worse if (change > 0) == metric.lower_is_better else better).append(change_text)
-    if better:
-        yield f"Better with more context than in training: {_list(better)}."
-    if worse:
-        yield f"Worse with more context than in training: {_list(worse)}."
+        if trained in values and (longest := max(values)) > trained:
+            before, after = values[trained], values[longest]
+            text = f"{entrant.name} ({shown(metric, before)} to {shown(metric, after)} at {longest:,})"
+            texts.setdefault((after > before) != metric.lower_is_better, []).append(text)
+    for better in (True, False):
+        if better in texts:
+            word = "Better" if better else "Worse"
+            yield f"{word} with more context than in training: {_list(texts[better])}."
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
+    moved: dict[str, list[str]] = {}
     for entrant in comparison.entrants:
         if entrant.error:
             yield f"{entrant.name} is out. {entrant.error}"
         for need in (entrant.facts or {}).get("needs", ()) if entrant.runs else ():
             yield f"{entrant.name} is trained with {need}, a part of its method; the others are trained without."
-        failed = [badge["name"] for badge in entrant.badges if badge["holds"] is False]
-        if failed:
+        if failed := [badge["name"] for badge in entrant.badges if badge["holds"] is False]:
             yield f"{entrant.name} breaks laws of the battery: {_list(failed)}."
-    yield from _moved(comparison)
-    machines = {str(item.machine.get("processor")) for item in comparison.entrants if item.machine}
-    if len(machines) > 1:
+        if entrant.moved:
+            moved.setdefault(entrant.moved, []).append(entrant.name)
+    for sentence, names in moved.items():
+        yield f"Learning rate{'s' if len(names) > 1 else ''} of {_list(names)}: {sentence}"
+    if len({str(item.machine.get("processor")) for item in comparison.entrants if item.machine}) > 1:
         yield "The members were measured on unlike machines, so times and memory do not compare between those."
 
 
-def _moved(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences about sweeps that went on beyond their ends, one for all of which the same is true."""
-    names: dict[str, list[str]] = {}
-    for entrant in comparison.entrants:
-        if entrant.moved:
-            names.setdefault(entrant.moved, []).append(entrant.name)
-    for key, some in names.items():
-        yield f"Learning rate{'s' if len(some) > 1 else ''} of {_list(some)}: {key}"
+def crossovers_of(comparison: Comparison) -> Iterator[str]:
+    """Yield where the others overtake the first entrant, by length; one sentence names all that never do, or always."""
+    timed = [item for item in comparison.entrants if item.lengths]
+    for kind, work in (("step", "In a training step"), ("forward", "In a forward")) if len(timed) > 1 else ():
+        names_by_sentence: dict[str, list[str]] = {}
+        for entrant in timed[1:]:
+            always, text = crossover(timed[0].name, seconds_of(entrant, kind), seconds_of(timed[0], kind))
+            name = f"{entrant.name} ({text})" if always else entrant.name
+            names_by_sentence.setdefault(always or text, []).append(name)
+        for sentence, names in names_by_sentence.items():
+            yield f"{work}, {sentence}: {_list(names)}."
+
+
+def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
+    """Return a sentence that holds at every length, or "", and who is faster where;
+    the lines cross between two lengths in
+    proportion to their logarithms."""
+    lengths = sorted(ours.keys() & theirs.keys())
+    if not lengths:
+        return "", f"no length in common with {base}"
+    points = [(log(length), log(ours[length] / theirs[length])) for length in lengths]
+    crossings = [
+        f"{'faster' if r0 > 0 else 'slower'} than {base} from about "
+        f"{round(exp(x0 + (x1 - x0) * r0 / (r0 - r1)), -1):,.0f} tokens on"
+        for (x0, r0), (x1, r1) in pairwise(points)
+        if (r0 > 0) != (r1 > 0)
+    ]
+    if crossings:
+        return "", " and ".join(crossings)
+    last = points[-1][1]
+    always = f"{'faster' if last <= 0 else 'slower'} than {base} at every length measured"
+    return always, f"{exp(abs(last)):.2f} times at {plural(lengths[-1], 'token')}"
 
 
 def _list(items: Iterable[str]) -> str:

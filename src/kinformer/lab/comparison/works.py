@@ -1,4 +1,4 @@
-"""The works that are timed of a model of tokens: a forward, a training step, reading a prompt, decoding."""
+"""The timed works of a model of tokens: a forward, a training step, reading a prompt, decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
 WARM = 2 * DECODED
-"""Tokens that are drawn before it is measured, by which a session has recorded its step."""
+"""Tokens that are drawn before the measurement; by then a session has recorded its step."""
 
 
 def reads_tokens(config: ModelFacts) -> bool:

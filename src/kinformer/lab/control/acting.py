@@ -1,7 +1,7 @@
 """Acting: a policy in rows of an environment, episode after episode, and a model as a policy.
 
-A model absorbs what is new in one forward pass a step, with its state carried; or it reads the last steps again at
-every step.
+A model absorbs each step's new positions in one forward pass and carries its state, or it reads the last steps again
+at every step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State, nbytes, reserve, select_rows
 from kinformer.generation.recording import logits_after
 from kinformer.generation.session import Steps
-from kinformer.lab.control.environments import Box, Discrete, Environment
-from kinformer.lab.control.gymnasium import make
+from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.data.sampling import mix
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
@@ -60,7 +59,7 @@ WAVE = 64
 _ROOM = 512
 """Positions for which the state of an episode has room at first."""
 MEASURED_SEEDS = 1 << 20
-"""The first seed of episodes that are measured."""
+"""The first seed of measured episodes."""
 NORMAL_95 = 1.96
 
 
@@ -171,7 +170,7 @@ class Agent:
         raise NotImplementedError
 
     def of_policy(self, predicted: Tensor) -> Tensor:
-        """Return the part of the head's output [rows, ...] that is about actions."""
+        """Return the action part of the head's output [rows, ...]."""
         return predicted
 
     def begin(self, episodes: np.ndarray) -> None:
@@ -228,7 +227,7 @@ def rollouts(
     that each allows); episode i begins by the seed ``seed + i``."""
     parts = []
     for first in range(0, episodes, WAVE):
-        environment = make(env, min(WAVE, episodes - first))
+        environment = Environments(env, min(WAVE, episodes - first), autoreset=True)
         try:
             parts.append(_wave(policy, environment, target, first, seed))
         finally:
@@ -238,31 +237,33 @@ def rollouts(
     return Rollouts(*(np.concatenate(item) for item in zip(*parts, strict=True)))
 
 
-def _wave(policy: Policy, environment: Environment, target: float | None, first: int, seed: int) -> Rollouts:
-    observations, _ = environment.reset(seed=seed + first)
+def _wave(policy: Policy, environment: Environments, target: float | None, first: int, seed: int) -> Rollouts:
+    rows = np.arange(environment.count)
+    observations = environment.reset((seed + first + rows).tolist())
     best = environment.optimal
-    optimal = np.full(environment.count, np.nan) if best is None else best
+    optimal = np.full(len(rows), np.nan) if best is None else best
     targets = returns_to_get(environment, target)
-    returns, rows = np.zeros(environment.count), np.arange(environment.count)
+    returns, lengths = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
     policy.begin(first + rows)
     while len(rows):
         actions = _scattered(policy.act(observations[rows], targets[rows]), rows, environment)
-        observations, rewards, *_ = environment.step(actions)
-        returns += rewards
-        targets -= rewards
-        going = ~environment.ended[rows]
+        observations, rewards, terminated, truncated = environment.step(actions)
+        returns[rows] += rewards[rows]
+        targets[rows] -= rewards[rows]
+        lengths[rows] += 1
+        going = ~(terminated | truncated)[rows]
         if not going.all():
             policy.keep(going)
             rows = rows[going]
-    return Rollouts(returns, environment.steps.astype(np.int64), optimal)
+    return Rollouts(returns, lengths, optimal)
 
 
-def returns_to_get(environment: Environment, target: float | None) -> np.ndarray:
+def returns_to_get(environment: Environments, target: float | None) -> np.ndarray:
     """Return the target returns [rows]: ``target``, or for None the best that each row's episode allows."""
     if target is not None:
         return np.full(environment.count, float(target))
     if environment.optimal is None:
-        raise KinformerError(f"`target` optimal: nobody knows the best return of {environment.name}; give a number.")
+        raise KinformerError(f"`target` optimal: {environment.name} does not report its best return; give a number.")
     return environment.optimal.copy()
 
 
@@ -271,8 +272,8 @@ def remembering(context: int | None) -> str:
     return "state carried" if context is None else f"the last {plural(context, 'step')} read again at each"
 
 
-def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environment) -> np.ndarray:
-    """Return ``actions`` of ``rows`` among those of all rows, zeros elsewhere."""
+def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environments) -> np.ndarray:
+    """Return ``actions`` of ``rows`` within an array of all rows, zeros elsewhere."""
     result = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
     result[rows] = actions
     return result
@@ -335,7 +336,7 @@ def check_picture(render: str | None) -> None:
 
 
 def play(
-    environment: Environment,
+    environment: Environments,
     policy: Policy,
     observations: np.ndarray,
     target_returns: float | None,
@@ -349,14 +350,16 @@ def play(
     frames: list[np.ndarray] = []
     rewards: list[float] = []
     policy.begin(np.zeros(1, np.int64))
-    while not environment.ended[0]:
+    over = False
+    while not over:
         if render is not None:
             frames.append(environment.render())
         wanted = "" if target_returns is None else f"  to get {target_returns - sum(rewards):9.3f}"
         actions = policy.act(observations, np.array([(target_returns or 0.0) - sum(rewards)]))
         line = f"{len(rewards):4d}{wanted}  state {_brief(observations[0])}  action {_action(actions, environment)}"
-        observations, reward, *_ = environment.step(actions)
+        observations, reward, terminated, truncated = environment.step(actions)
         rewards.append(float(reward[0]))
+        over = bool(terminated[0] or truncated[0])
         if write is not None:
             write(f"{line}  reward {rewards[-1]:g}" if len(rewards) == 1 else f"\n{line}  reward {rewards[-1]:g}")
     seconds = time.perf_counter() - started_at
@@ -372,7 +375,7 @@ def _brief(observation: np.ndarray) -> str:
     return f"{shown} ..." if len(observation) > SHOWN else shown
 
 
-def _action(actions: np.ndarray, environment: Environment) -> str:
+def _action(actions: np.ndarray, environment: Environments) -> str:
     if isinstance(environment.actions, Discrete):
         return str(int(actions[0]))
     return " ".join(f"{value:.3f}" for value in actions[0])

@@ -14,8 +14,7 @@ from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
 from kinformer.lab.control.acting import ActionSampler, Agent, entropy, log_density, rollouts, within
-from kinformer.lab.control.environments import Box, Discrete
-from kinformer.lab.control.gymnasium import Processes, make
+from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.control.options import ControlData, ControlOptions
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.training.carried import rebuilt
@@ -48,7 +47,7 @@ class ControlAgent(Agent):
         return predicted[:, :-1]
 
 
-# Acting for training: rollouts of a model that learns, in rows of an environment that go on without end.
+# Acting for training: rollouts of a model that learns, in rows of an environment that never end.
 #
 # A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a
 # stopped run continues by repeating the actions of the episodes that had not ended.
@@ -62,7 +61,7 @@ _EPISODES = 0x45504953
 
 class Rollout(NamedTuple):
     """``observations`` [rows, time, features]; ``begun`` [rows, time] bool: this step is an episode's first;
-    ``actions`` [rows, time] int64 or [rows, time, dim], as they were drawn; ``log_densities``, ``advantages`` (of mean
+    ``actions`` [rows, time] int64 or [rows, time, dim], not clipped; ``log_densities``, ``advantages`` (of mean
     0 and deviation 1) and ``returns`` (the value's targets) [rows, time]; ``state``: the model's before the first step.
     """
 
@@ -98,8 +97,7 @@ class Actor:
     def __init__(self, data: ControlData, time: int, seed: int) -> None:
         self.data, self.options, self.time, self.seed = data, data.options, time, seed
         count = self.options.environments
-        processes = self.options.env_processes
-        self.environment = Processes(data.env, count, processes) if processes else make(data.env, count)
+        self.environment = Environments(data.env, count, processes=self.options.env_processes)
         self.drawing = ActionSampler(data.actions, 1.0, seed)
         self.rows = np.arange(count)
         self.acted = 0
@@ -107,7 +105,8 @@ class Actor:
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.done: list[list[np.ndarray]] = [[] for _ in self.rows]
         self.state: State = None
-        self.observations = self._begin(np.ones(count, bool))
+        self.begun = np.ones(count, bool)
+        self.observations = self._begin(self.begun)
 
     @property
     def steps(self) -> int:
@@ -147,7 +146,7 @@ class Actor:
 
     def load(self, model: CausalModel, state_tensors: Mapping[str, Tensor]) -> None:
         """Continue from the tensors of :meth:`state_tensors`."""
-        with reading("the checkpoint", f"holds rows that {self.data.env} cannot go on from", "use its own run folder"):
+        with reading("the checkpoint", f"holds rows that do not belong to {self.data.env}", "use its own run folder"):
             self.acted = int(state_tensors["acted"])
             self.episodes = state_tensors["episodes"].numpy().copy()
             self.recent.extend(state_tensors["recent"].tolist())
@@ -158,42 +157,58 @@ class Actor:
                 self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
 
     def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
-        """Repeat in every row its last ``lengths`` actions, those of ``done``, from the beginning of its episode."""
+        """Repeat the actions ``done`` of every row (``lengths`` actions) from the beginning of its episode.
+
+        All rows reach the present together: a row with fewer actions begins its episode later. Until then it takes
+        any actions, and begins again wherever they end an episode.
+        """
         self.episodes -= 1
         self.observations = self._begin(np.ones(len(self.rows), bool))
         parts = np.split(done, np.cumsum(lengths)[:-1])
         self.done = [list(part) for part in parts]
+        self.begun = np.array(lengths) == 0
+        waits = max(lengths) - np.array(lengths)  # steps before a row's first action
+        ended = np.zeros(len(self.rows), bool)
         actions = np.zeros((len(self.rows), *done.shape[1:]), done.dtype)
-        for step in range(max(lengths)):
-            going = np.array(lengths) > step
-            actions[going] = np.stack([part[step] for part in parts if len(part) > step])
-            self.environment.ended = ~going
-            self.observations, rewards, *_ = self.environment.step(within(actions, self.data.actions))
-            self.returns += rewards
-        self.environment.ended[:] = False
+        for step in range(max(lengths) + 1):
+            if step and (begins := ended | (waits == step)).any():
+                self.observations = self.environment.reset(self._seeds(), begins)
+            if step == max(lengths):
+                break
+            for row in np.flatnonzero(waits <= step):
+                actions[row] = parts[row][step - waits[row]]
+            self.observations, rewards, terminated, truncated = self.environment.step(
+                within(actions, self.data.actions)
+            )
+            ended = terminated | truncated
+            self.returns += np.where(waits <= step, rewards, 0.0)
 
     def _begin(self, rows: np.ndarray) -> np.ndarray:
         """Begin new episodes in ``rows`` [rows] bool; return the observations of all."""
         self.episodes += rows
-        seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
         self.returns[rows] = 0
         for row in np.flatnonzero(rows):
             self.done[row] = []
-        return self.environment.reset(seed=seeds.tolist(), options={"reset_mask": rows})[0]
+        return self.environment.reset(self._seeds(), rows)
+
+    def _seeds(self) -> list[int]:
+        """Return the seed of every row's present episode."""
+        seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
+        return seeds.tolist()
 
     def _step(self, model: CausalModel) -> Transition:
-        seen, begun = self.observations, self.environment.steps == 0
+        seen, begun = self.observations, self.begun
         outputs, self.state = self._outputs(model, seen, begun if begun.any() else None)
         predicted, values = outputs[:, :-1], outputs[:, -1].cpu().numpy()
         drawn = self.drawing.drawn(predicted, self.rows, self.acted)
         densities = log_density(predicted, torch.from_numpy(drawn).to(predicted.device), self.data.actions)
-        observations, rewards, terminated, truncated, _ = self.environment.step(within(drawn, self.data.actions))
+        observations, rewards, terminated, truncated = self.environment.step(within(drawn, self.data.actions))
         self.acted, self.returns = self.acted + 1, self.returns + rewards
         for row in self.rows:
             self.done[row].append(drawn[row])
         if truncated.any():  # the episode had not ended: the model's value stands for the rewards to come
             rewards = rewards + self.options.discount * truncated * self._values(model, observations)
-        ended = terminated | truncated
+        self.begun = ended = terminated | truncated
         if ended.any():
             self.recent.extend(self.returns[ended])
             observations = self._begin(ended)
@@ -212,7 +227,7 @@ class Actor:
         outputs, state = model(values, self.state, reset=reset)
         if not bool(outputs.isfinite().all()):
             raise KinformerError(
-                "training diverged: what the model says of actions are no finite numbers; start again with a lower "
+                "training diverged: the policy's outputs are not finite; start again with a lower "
                 "`lr`, a longer `warmup` or a smaller `clip`."
             )
         return outputs[:, 0].float(), state

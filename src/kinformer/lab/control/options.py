@@ -33,6 +33,7 @@ class Acting:
         return None if self.context_steps in (None, "carried") else int(self.context_steps)
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         require("action_temperature", self.action_temperature, 0)
         if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
             raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
@@ -43,7 +44,7 @@ class Episodes(Acting, PredictionTable):
     """Options of acting in a number of episodes."""
 
     episodes: int = 100
-    """How many episodes are acted; of trajectories for every return that is asked for."""
+    """How many episodes are acted; for trajectories, as many for every target return."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +58,16 @@ class Rendering(Acting):
 
     render: str | None = None
     """Draw the episode as a GIF of this name."""
+
+
+def require_name(env: object) -> None:
+    """Refuse an environment that is not a name, since runs store the name."""
+    if env is not None and not isinstance(env, str):
+        given = env if isinstance(env, type) else type(env)
+        raise KinformerError(
+            f"`env` {given.__name__}: is {'a class' if given is env else 'an object'}, but runs store a name; give the "
+            f"module and the class, as in {given.__module__}:{given.__name__}."
+        )
 
 
 def _is_count(text: str | None) -> bool:
@@ -76,8 +87,9 @@ class TrajectoryOptions:
     """Options of training on trajectories."""
 
     env: str | None = None
-    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the one of the data:
-    actions are checked against it, and the agent is measured in it; random walks have their own. For control, the one
+    """An environment of gymnasium (extra rl) or of the library, such as t-maze. For trajectories, the data's
+    environment: actions are checked against it,
+    and the agent is measured in it; random walks have their own. For control, the one
     to act in (t-maze if not given)."""
     trajectories: int = 1000
     """How many random walks are made, for key-to-door and shortest-path."""
@@ -91,6 +103,7 @@ class TrajectoryOptions:
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         require("trajectories", self.trajectories, 3)
         require("walk_seed", self.walk_seed, 0)
         require("return_weight", self.return_weight, 0)
@@ -101,7 +114,7 @@ class TrajectoryActing(Acting):
     """Options of acting for a return."""
 
     target: str | None = None
-    """The returns that are asked for, as in 3600,1800; optimal is the best that an episode allows, where that is known.
+    """The target returns, as in 3600,1800; optimal is the best return that an episode allows, where it is known.
     If not given, the best return of the training data."""
 
     def __post_init__(self) -> None:
@@ -140,7 +153,7 @@ def targets_of(text: str) -> tuple[float | None, ...]:
         except ValueError:
             result.append(float("nan"))
         if not isfinite(result[-1] or 0.0):
-            raise KinformerError(f"`target` {text}: is no list of returns; write as in 3600,1800, or {OPTIMAL}.")
+            raise KinformerError(f"`target` {text}: is not a list of returns; write as in 3600,1800, or {OPTIMAL}.")
     return tuple(result)
 
 
@@ -156,10 +169,10 @@ class ControlOptions:
     env: str | None = None
     """The environment to act in."""
     environments: int = 64
-    """Copies of the environment that are acted in side by side, `length` steps of each in every rollout."""
+    """Copies of the environment, stepped side by side, `length` steps of each in every rollout."""
     env_processes: int = 0
-    """Processes that step the environments, each its share of the copies; 0: the one that trains. For environments that
-    take longer than the model."""
+    """How many processes step the environments at a time, with one process for each copy; 0 steps them in the process
+    that trains. For environments that take longer than the model."""
     ppo_epochs: int = 4
     """How often each rollout is learnt from, `batch_size` rows at a time."""
     discount: float = 0.99
@@ -167,10 +180,10 @@ class ControlOptions:
     gae_lambda: float = 0.95
     """The parameter of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
     clip_ratio: float = 0.2
-    """How far the probability of an action may move from that at which it was drawn, as a share, before an update stops
-    pushing it on."""
+    """How far the probability of an action may move from its value at the draw, as a share, before updates stop
+    pushing it."""
     kl_stop: float = 0.03
-    """A rollout is learnt from no more once the policy has moved so far from the one that acted (KL divergence, nats);
+    """Learning from a rollout stops once the policy has moved so far from the one that acted (KL divergence, nats);
     0 for never."""
     entropy_weight: float = 0.01
     """The weight of the policy's entropy, in nats, in the loss."""
@@ -178,6 +191,7 @@ class ControlOptions:
     """The weight of the value's squared error in the loss."""
 
     def __post_init__(self) -> None:
+        require_name(self.env)
         for name in ("environments", "ppo_epochs"):
             require(name, getattr(self, name), 1)
         for name in ("kl_stop", "entropy_weight", "value_weight", "env_processes"):
@@ -230,9 +244,9 @@ class ControlData:
 
 def open_environment(options: ControlOptions, by_user: bool = False) -> ControlData:
     """Return the sizes of the environment that ``options`` name; ``by_user``: the user gives that name in this call."""
-    from kinformer.lab.control.gymnasium import make, named  # not above: options are read without NumPy
+    from kinformer.lab.control.environments import Environments, import_named  # not above: options need no NumPy
 
-    name = (named(options.env) if by_user else options.env) or DEFAULT_ENV
-    environment = make(name)
+    name = (import_named(options.env) if by_user else options.env) or DEFAULT_ENV
+    environment = Environments(name)
     environment.close()
     return ControlData(name, environment.observation_dim, environment.actions, environment.most_steps, options)

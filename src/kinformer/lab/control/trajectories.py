@@ -1,7 +1,7 @@
 """Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
 
     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
-    returns to go: of every step the sum of its own reward and of all later ones of its episode, without a discount
+    returns to go: for every step the sum of its reward and of all later rewards of the episode, without a discount
 
 They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
 (``lab.control.trajectories``).
@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from kinformer.lab.control.environments import Box, Discrete, Environment, ShortestPath
-from kinformer.lab.control.gymnasium import make, named
+from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
 from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.tables import read_arrays
 
-# Files of trajectories: .npz without pickles, by the names that collections of them use, folders, and Minari.
+# Files of trajectories: .npz without pickles, by the names that collections use, folders, and Minari.
 
 Arrays = dict[str, np.ndarray]
 NAMES = {
@@ -44,7 +43,7 @@ without the last (as the library imitation has them); the last two mark the ends
 def read_npz(path: Path) -> Arrays:
     """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
 
-    Errors: ``KinformerError`` for a file that is no archive, lacks an array, or holds one as a pickle.
+    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds one as a pickle.
     """
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
@@ -138,7 +137,7 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
 
 
 def read_minari(name: str) -> Arrays:
-    """Return a data set of Minari that is on this machine."""
+    """Return a data set of Minari from this machine."""
     try:
         import minari
     except ImportError:
@@ -226,7 +225,7 @@ class Trajectories:
 
     @cached_property
     def splits(self) -> Mapping[str, np.ndarray]:
-        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 % of them, drawn by their number
+        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 %, drawn by the episode's number
         alone; with ``holdout`` that share is validation and test at once."""
         order = permute(np.arange(self.episodes), self.episodes, _SHUFFLED)
         shares = SHARES if self.holdout is None else {"validation": self.holdout}
@@ -340,7 +339,7 @@ def _actions(actions: np.ndarray, place: str) -> np.ndarray:
         if least < 0 or most >= MOST_ACTIONS:
             raise KinformerError(
                 f"{place}: holds the action {least if least < 0 else most}, but discrete actions count from 0 to at "
-                f"most {MOST_ACTIONS - 1}; number those that occur, or save continuous actions as floats."
+                f"most {MOST_ACTIONS - 1}; number the actions that occur, or save continuous actions as floats."
             )
         return actions.reshape(-1).astype(np.int64)
     return np.ascontiguousarray(actions.reshape(len(actions), -1), np.float32)
@@ -370,21 +369,24 @@ _APART = 1 << 40
 
 def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
     """Return ``count`` episodes of the environment ``name``."""
-    environment = make(name, count)
-    assert isinstance(environment.actions, Discrete)
-    draw = np.random.default_rng([seed, count])
-    observations, _ = environment.reset(seed=[_APART * (seed + 1) + row for row in range(count)])
-    seen, done, rewards, running = [], [], [], []
-    while not environment.ended.all():
+    environment = Environments(name, count, autoreset=True)
+    draw, choices = np.random.default_rng([seed, count]), environment.actions.dim
+    observations = environment.reset([_APART * (seed + 1) + row for row in range(count)])
+    going, seen, done, rewards, running = np.ones(count, bool), [], [], [], []
+    while going.any():
         seen.append(observations)
-        running.append(~environment.ended)
-        if isinstance(environment, ShortestPath):
-            actions = np.where(environment.allowed, draw.random(environment.allowed.shape), -1.0).argmax(1)
+        running.append(going)
+        if name == "shortest-path":
+            from kinformer.lab.control.builtin import EDGES  # needs gymnasium
+
+            edges = observations @ EDGES
+            actions = np.where(edges > 0, draw.random(edges.shape), -1.0).argmax(1)
         else:
-            actions = draw.integers(environment.actions.n, size=count)
+            actions = draw.integers(choices, size=count)
         done.append(actions)
-        observations, reward, *_ = environment.step(actions)
+        observations, reward, terminated, truncated = environment.step(actions)
         rewards.append(reward)
+        going = going & ~(terminated | truncated)
     real = np.stack(running, axis=1)
     arrays = {
         "observations": np.stack(seen, axis=1)[real],
@@ -435,12 +437,12 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_u
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
-    env = (named(options.env) if by_user else options.env) or (spec if made else None)
+    env = (import_named(options.env) if by_user else options.env) or (spec if made else None)
     if options.gaussian and result.discrete:
-        raise KinformerError(f"`gaussian`: is for continuous actions, but those of {spec} are discrete; leave it out.")
+        raise KinformerError(f"`gaussian`: is for continuous actions, but {spec} has discrete ones; leave it out.")
     if env is None:
         return TrajectoryData(result, None, _space_of(result), options, made)
-    environment = make(env)
+    environment = Environments(env)
     check_environment(environment, result.state_dim, result.discrete, spec)
     check_actions(result, environment, spec)
     environment.close()
@@ -455,22 +457,22 @@ def _space_of(trajectories: Trajectories) -> Discrete | Box:
     return Box(tuple(map(float, low)), tuple(map(float, high)))
 
 
-def check_environment(environment: Environment, state_dim: int, discrete: bool, place: str) -> None:
+def check_environment(environment: Environments, state_dim: int, discrete: bool, place: str) -> None:
     """Refuse an environment of other observations or another kind of actions than ``place`` has."""
     if environment.observation_dim != state_dim:
         raise KinformerError(
             f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')}, but "
-            f"those of {place} have {state_dim}; give the environment that the data is of."
+            f"{place} has observations of {state_dim}; give the environment that the data is of."
         )
     if isinstance(environment.actions, Discrete) != discrete:
         kinds = ("continuous", "discrete")
         raise KinformerError(
-            f"`env` {environment.name}: has {kinds[not discrete]} actions, but those of {place} are {kinds[discrete]}; "
+            f"`env` {environment.name}: has {kinds[not discrete]} actions, but {place} has {kinds[discrete]} actions; "
             "give the environment that the data is of."
         )
 
 
-def check_actions(trajectories: Trajectories, environment: Environment, place: str) -> None:
+def check_actions(trajectories: Trajectories, environment: Environments, place: str) -> None:
     """Refuse actions that the environment does not know."""
     space = environment.actions
     if isinstance(space, Discrete):
@@ -482,13 +484,13 @@ def check_actions(trajectories: Trajectories, environment: Environment, place: s
         return
     if trajectories.action_dim != space.dim:
         raise KinformerError(
-            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but those of {environment.name} have "
-            f"{space.dim}."
+            f"{place}: actions have {plural(trajectories.action_dim, 'number')}, but {environment.name} needs "
+            f"{space.dim}; give the environment that the data is of."
         )
     low, high = np.array(space.low) - OUTSIDE, np.array(space.high) + OUTSIDE
     outside = np.flatnonzero(((trajectories.actions < low) | (trajectories.actions > high)).any(1))
     if len(outside):
         raise KinformerError(
-            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but those of "
+            f"{place}: the action of step {outside[0]} is {trajectories.actions[outside[0]].tolist()}, but actions of "
             f"{environment.name} lie between {list(space.low)} and {list(space.high)}."
         )

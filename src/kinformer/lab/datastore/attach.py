@@ -63,7 +63,7 @@ class KeyedDecoder(nn.Module):
         super().__init__()
         if getattr(decoder, "exit_heads", None) is not None:
             raise KinformerError(
-                "the decoder's exits have heads of their own, of which a datastore knows one only; give a run with "
+                "the decoder's exits have separate heads, but a datastore works with one head; give a run with "
                 "tied classifiers (stack.classifiers=tied)."
             )
         self.decoder = decoder
@@ -88,7 +88,7 @@ class KeyedDecoder(nn.Module):
         return Keyed(hidden_states, keys, state)
 
     def _probe(self) -> int | None:
-        """Return the width of the last layer's feed-forward input; None unless that is one vector of every token."""
+        """Return the width of the last layer's feed-forward input; None unless the input is one vector a token."""
         stack = self.decoder.stack
         if stack.adaptive or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
             return None
@@ -114,21 +114,15 @@ class KeyedDecoder(nn.Module):
             handle.remove()
 
 
-class AttachedDecoder(nn.Module):
-    """A language model like its decoder, except for its logits, which ``head`` (logits [n, vocab], keys [n, width])
-    makes.
+class StoreDecoder(nn.Module):
+    """A language model whose logits need a store, which :meth:`logits` searches; the store is not a part of the state.
 
-    The state is the decoder's; the head's store is no part of it.
+    A subclass has ``decoder``, ``hidden``, ``head_inputs`` and ``logits``.
     """
 
-    def __init__(self, decoder: Decoder, head: nn.Module) -> None:
-        super().__init__()
-        self.keyed, self.head = KeyedDecoder(decoder), head
-        self.train(decoder.training)
-
-    @property
-    def decoder(self) -> Decoder:
-        return self.keyed.decoder
+    decoder: Any
+    head_inputs: Callable[..., Any]
+    logits: Callable[..., Tensor]
 
     @property
     def input(self) -> Input:
@@ -138,6 +132,30 @@ class AttachedDecoder(nn.Module):
     def vocab_size(self) -> int:
         return self.decoder.vocab_size
 
+    def forward(
+        self, values: Tensor, state: Any = None, *, valid: Tensor | None = None, reset: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
+        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
+        return select_valid(self.logits(inputs), valid), state
+
+
+class AttachedDecoder(StoreDecoder):
+    """A language model like its decoder, except for its logits, which ``head`` (logits [n, vocab], keys [n, width])
+    makes.
+
+    The state is the decoder's; the head's store is not a part of it.
+    """
+
+    def __init__(self, decoder: Decoder, head: nn.Module) -> None:
+        super().__init__()
+        self.keyed, self.head = KeyedDecoder(decoder), head
+        self.train(decoder.training)
+
+    @property
+    def decoder(self) -> Decoder:  # type: ignore[override]
+        return self.keyed.decoder
+
     @property
     def max_length(self) -> int | None:
         return self.decoder.max_length
@@ -145,13 +163,6 @@ class AttachedDecoder(nn.Module):
     def initial_state(self, batch: int, **options: Any) -> State:
         """Return the state of ``batch`` new sequences."""
         return self.decoder.initial_state(batch, **options)
-
-    def forward(
-        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
-        return select_valid(self.logits(inputs), valid), state
 
     def hidden(
         self,
@@ -181,7 +192,7 @@ class AttachedDecoder(nn.Module):
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
 EXACT_BELOW = 1 << 16
-"""Of fewer entries, exact search takes no time to speak of."""
+"""With fewer entries, exact search takes hardly any time."""
 RETRIEVAL = "retrieval"
 """What a run's ``data`` calls its datastore, retriever, neighbours and probes."""
 
@@ -207,7 +218,7 @@ def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
 
     if run.config.protocol is not CausalModel:
         raise KinformerError(
-            f"{run.folder}: {run.member!r} is no causal decoder, and only such a one can have a store."
+            f"{run.folder}: {run.member!r} is not a causal decoder; only causal decoders can use a datastore."
         )
     if run.tokenizer is None or run.config.input.kind != "tokens":
         raise KinformerError(
@@ -233,8 +244,7 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 def attach_store(
     run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
-    """Return ``model`` with the store that its run or ``options`` name, or as it is where there is none.
-
+    """Return ``model`` with the store that its run or ``options`` name, or ``model`` unchanged where there is none.
     ``rows``: a retriever is made ready to read this many sequences token by token.
     """
     options = options or StoreOptions()
@@ -289,7 +299,9 @@ def _retrieving(
     store = Datastore(record["datastore"], origin_of(retriever, keys))
     assert run.tokenizer is not None
     if store.record.origin.tokenizer != run.tokenizer.fingerprint:
-        raise KinformerError(f"{store.folder}: its tokens are not those of {run.folder}; give one of its tokenizer.")
+        raise KinformerError(
+            f"{store.folder}: its tokens come from another tokenizer than {run.folder}'s; give one of its tokenizer."
+        )
     if rows is not None:
         keys = keyed(retriever, pack(keys.decoder, rows))
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])

@@ -107,7 +107,7 @@ def evaluate_datastore(
 
 
 def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: object) -> list[int]:
-    """Return the numbers of entries that are tried too; raise for options that conflict with a datastore."""
+    """Return the further numbers of entries to measure; raise for options that conflict with a datastore."""
     for flag in ("lengths", "recl", "baseline"):
         if getattr(task_options, flag, None):
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
@@ -140,7 +140,7 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
 
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
-    """Tune, if requested, and measure with the first ``entries`` entries; few of them, which fill no list, exactly."""
+    """Tune, if requested, and measure with the first ``entries`` entries; few entries, which fill no list, exactly."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
     limit = NEIGHBOURS if options.neighbours is None else options.neighbours

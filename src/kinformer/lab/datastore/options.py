@@ -29,7 +29,7 @@ class StoreOptions(Checked):
     """A datastore of this run (see: kinformer index) whose next tokens are mixed into its predictions; for a run of
     spalm, another one than it was trained with."""
     retriever: str | None = None
-    """With `datastore`, for a run of spalm: the run that made it (if not given, the one that it was trained with)."""
+    """With `datastore`, for a run of spalm: the run that made it (if not given, the retriever of training)."""
     weight: float | None = None
     """With `datastore`: the store's share of the prediction, 0 to 1 (0.25 if not given)."""
     neighbours: int | None = None
@@ -70,7 +70,7 @@ class ListOptions(Checked):
     """With `approximate`: into how many lists (the root of the number of entries if not given)."""
     key_bytes: int | None = None
     """With `approximate`: bytes of a key in the lists, by product quantisation, a divisor of its width (a byte a number
-    if not given). The keys themselves stay, to rank what the lists find."""
+    if not given). The keys themselves stay, to rank the entries that the lists find."""
     similarity: Literal["l2", "inner"] | None = None
     """With `approximate`: near is what has a small squared distance (l2, if not given) or a large inner product."""
 
@@ -115,9 +115,8 @@ class Stores:
     def attach(
         self, run: StoredRun, model: Decoder, options: StoreOptions | None = None, rows: int | None = None
     ) -> Any:
-        """Return ``model`` with the datastore that the run or ``options`` name, or as it is where there is none.
-
-        ``rows``: a retriever is made ready to read this many sequences token by token.
+        """Return ``model`` with the datastore that the run or ``options`` name, or ``model`` unchanged where there is
+        none. ``rows``: a retriever is made ready to read this many sequences token by token.
         """
         from kinformer.lab.datastore.attach import attach_store
 

@@ -6,18 +6,19 @@ token are searched once and stored in the datastore's folder, for all runs with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kinformer.core.contract import select_valid
 from kinformer.core.model import Hidden
-from kinformer.core.parts import Input, Neighbours
+from kinformer.core.parts import Neighbours, Searcher
 from kinformer.core.state import State
 from kinformer.lab.data import Corpus, Split
 from kinformer.lab.datastore.attach import (
@@ -26,6 +27,7 @@ from kinformer.lab.datastore.attach import (
     KeyedDecoder,
     KeyedStates,
     OpenRun,
+    StoreDecoder,
     StoredRun,
     keyed,
     looks_up,
@@ -34,35 +36,34 @@ from kinformer.lab.datastore.attach import (
     search_words,
     searcher,
 )
-from kinformer.lab.datastore.neighbours import NeighbourTable, is_whole, neighbours_of, neighbours_without_self, table
 from kinformer.lab.datastore.search import ExactSearch, ListSearch, similarity_of
-from kinformer.lab.datastore.store import Datastore, IndexedText, StoredText, entries_of
+from kinformer.lab.datastore.store import TOKEN, Datastore, IndexedText, StoredText, crc32, entries_of
 from kinformer.lab.evaluation.bits import Windows, streamable
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.settings import Settings
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.files import read_json, reading, take, write_json
 from kinformer.runtime.progress import note, progressing
 
 if TYPE_CHECKING:
-    from kinformer.core.parts import Searcher
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.runs.options import TrainOptions
 
 # A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
 #
-# Both read the same tokens, and the state is that of both; the store is no part of it.
+# Both read the same tokens, and the state holds both states; the store is not a part of it.
 
 
 class RetrievingState(NamedTuple):
-    """The state: ``decoder`` is that of the model itself, ``retriever`` that of the model that makes its queries."""
+    """The state: ``decoder`` belongs to the model itself, ``retriever`` to the model that makes its queries."""
 
     decoder: State
     retriever: State
 
 
-class RetrievingDecoder(nn.Module):
+class RetrievingDecoder(StoreDecoder):
     """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
 
     ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store.
@@ -82,14 +83,6 @@ class RetrievingDecoder(nn.Module):
         return self
 
     @property
-    def input(self) -> Input:
-        return self.decoder.input
-
-    @property
-    def vocab_size(self) -> int:
-        return self.decoder.vocab_size
-
-    @property
     def max_length(self) -> int | None:
         """Return the length at which the positions of either end."""
         ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
@@ -101,18 +94,6 @@ class RetrievingDecoder(nn.Module):
             self.decoder.initial_state(batch, dtype=dtype, **options),
             self.retriever.decoder.initial_state(batch, **options),
         )
-
-    def forward(
-        self,
-        values: Tensor,
-        state: RetrievingState | None = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-    ) -> tuple[Tensor, RetrievingState]:
-        """Return logits [batch, time, vocab] (zero where not ``valid``) and the state after the chunk."""
-        inputs, state = self.head_inputs(values, state, valid=valid, reset=reset)
-        return select_valid(self.logits(inputs), valid), state
 
     def hidden(
         self,
@@ -153,7 +134,7 @@ class RetrievingDecoder(nn.Module):
 
 
 def following(neighbours: Neighbours) -> Tensor:
-    """Return the tokens [n, k] that followed, -1 where there is no neighbour."""
+    """Return the tokens [n, k] that followed, -1 for a missing neighbour."""
     return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
 
 
@@ -176,7 +157,7 @@ class TakesNeighbours(Protocol):
     """The protocol of rows of text that can be joined with the tokens after every token's neighbours."""
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        """Return the same rows with ``train`` and ``validation`` [tokens, k] int64, -1 where there is no neighbour."""
+        """Return the same rows with ``train`` and ``validation`` [tokens, k] int64, -1 for a missing neighbour."""
         ...
 
 
@@ -208,7 +189,7 @@ def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, ob
 
 
 def resume_retrieval(run: StoredRun, options: TrainOptions) -> dict[str, object]:
-    """Return the retrieval entry of a resumed run's ``data``: as it was, except for folders that were moved."""
+    """Return the retrieval entry of a resumed run's ``data``: unchanged, except for folders that were moved."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)
@@ -276,7 +257,7 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
-        raise _foreign(store, run, corpus, "its tokens are those of another tokenizer")
+        raise _foreign(store, run, corpus, "its tokens come from another tokenizer")
     first, matches = 0, []
     for part in store.record.parts:
         source = part.source
@@ -308,21 +289,20 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
 
 def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
     return KinformerError(
-        f"{store.folder}: is no datastore of the training split of {corpus.name} as this run reads it ({reason}); make "
-        f"one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
+        f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it ({reason}); "
+        f"make one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
     )
 
 
 def _check_settings(run: StoredRun, retrieval: _Retrieval, settings: Settings, segments: bool) -> None:
-    """Raise unless the objective uses neighbours and the retriever reads what the
-    model reads, and does not end before it."""
+    """Raise unless the objective uses neighbours, and the retriever reads the model's rows to their end."""
     reader, where = retrieval.keys.decoder, run.data[RETRIEVAL]["retriever"]
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
         raise KinformerError(
-            f"`segments`: the state goes on without end, but that of the retriever {where} grows with every token or "
-            "its positions end; take one with a bounded state, or leave `segments` out."
+            f"`segments`: the state never ends, but the state of the retriever {where} grows with every token or its "
+            "positions end; take one with a bounded state, or leave `segments` out."
         )
     if reader.max_length is not None and settings.length > reader.max_length:
         raise KinformerError(
@@ -345,3 +325,128 @@ def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
     text = IndexedText([split], windows, source["chunk"], {})
     return (keys for keys, _, _ in entries_of(retrieval.keys, text, 0, ()))
+
+
+# Tables of the tokens that follow the nearest entries of a store, at every token of a text, searched once and stored.
+#
+# ``NAME.bin`` holds int32 [tokens, k], row after row, -1 for a missing neighbour. ``NAME.json`` names the text, how
+# many rows are safely on the disk, and their checksum. A killed build continues from there.
+
+SCHEMA = 1
+FOLDER = "neighbours"
+_BLOCK = 2048
+
+Progress = Callable[[int, int], None]
+Blocks = Callable[[int], Iterator[np.ndarray]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourTable:
+    """A table of ``tokens`` rows of ``neighbours`` tokens each; ``source`` names the text, as plain data."""
+
+    name: str
+    tokens: int
+    neighbours: int
+    source: Mapping[str, object]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        return {"schema": SCHEMA, "tokens": self.tokens, "neighbours": self.neighbours, "source": dict(self.source)}
+
+    def path(self, store: Datastore) -> Path:
+        """Return the table's file, in the store's folder."""
+        stamp = zlib.crc32(repr((sorted(self.source.items()), self.neighbours, store.record.blocks)).encode())
+        return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
+
+
+def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
+    """Return whether all rows of ``plan`` were searched before."""
+    return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
+
+
+def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
+    """Return the rows of ``plan`` [tokens, k] int32, mapped; missing ones are taken from ``blocks(first)``, which
+    yields pieces [n, k] of all rows from ``first`` on. Other processes wait for the writing process."""
+    path = plan.path(store)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
+            take(file.fileno(), wait=True)
+            _fill(file, path, plan, blocks, progress)
+    except OSError as error:
+        raise KinformerError(
+            f"{path}: could not be written ({error.strerror or error}); free space, or copy the datastore to a folder "
+            "that can be written to."
+        ) from error
+    return np.memmap(path, TOKEN, "r", shape=(plan.tokens, plan.neighbours))
+
+
+def _fill(file: BinaryIO, path: Path, plan: NeighbourTable, blocks: Blocks, progress: Progress | None) -> None:
+    record, row = path.with_suffix(".json"), plan.neighbours * TOKEN.itemsize
+    done, crc = _written(record, plan)
+    if os.fstat(file.fileno()).st_size < done * row:
+        done, crc = 0, 0
+    os.ftruncate(file.fileno(), done * row)
+    if done and crc32(np.memmap(path, TOKEN, "r", shape=(done, plan.neighbours))) != crc:
+        raise KinformerError(f"{path}: is damaged (it does not match its checksum); remove it and try again.")
+    for block in blocks(done) if done < plan.tokens else ():
+        assert block.shape[1] == plan.neighbours
+        rows = np.ascontiguousarray(block, TOKEN)
+        file.write(rows.data.cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+        done, crc = done + len(rows), crc32(rows, crc)
+        write_json(record, plan.identity | {"written": done, "crc": crc})
+        if progress is not None:
+            progress(done, plan.tokens)
+    assert done == plan.tokens
+
+
+def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
+    """Return how many rows are on the disk, and their checksum."""
+    if not record.exists():
+        return 0, 0
+    content = read_json(record)
+    if not isinstance(content, dict) or any(content.get(name) != value for name, value in plan.identity.items()):
+        raise KinformerError(f"{record}: does not belong to this table; remove it and try again.")
+    with reading(record, remedy="remove it and try again"):
+        return int(content["written"]), int(content["crc"])
+
+
+def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
+    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on, none its own."""
+
+    def blocks(done: int) -> Iterator[np.ndarray]:
+        for start in range(first + done, first + plan.tokens, _BLOCK):
+            stop = min(start + _BLOCK, first + plan.tokens)
+            queries = store.float_keys(slice(start, stop))
+            yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
+
+    return blocks
+
+
+def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
+    """Yield the tokens after the neighbours of ``keys`` (pieces [n, dim], in order), from number ``done`` on."""
+    seen = 0
+    for piece in keys:
+        new = piece[max(0, done - seen) :]
+        seen += len(piece)
+        for queries in new.split(_BLOCK) if len(new) else ():
+            yield padded(searcher.search(queries, plan.neighbours), plan.neighbours)
+
+
+def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarray:
+    """Return next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1]
+    entries, entry ``itself_at`` [n] left out."""
+    itself = nearest.entries == itself_at[:, None]
+    order = itself.to(torch.int8).sort(dim=1, stable=True).indices
+    rest = nearest._replace(entries=nearest.entries.masked_fill(itself, -1))
+    return padded(Neighbours(*(leaf.gather(1, order)[:, :neighbours] for leaf in rest)), neighbours)
+
+
+def padded(nearest: Neighbours, neighbours: int) -> np.ndarray:
+    """Return next tokens [n, neighbours] int32, -1 for a missing neighbour."""
+    rows = np.full((len(nearest.entries), neighbours), -1, TOKEN)
+    tokens = nearest.tokens.masked_fill(nearest.entries < 0, -1)
+    rows[:, : tokens.shape[1]] = tokens.cpu().numpy()
+    return rows

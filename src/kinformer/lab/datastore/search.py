@@ -34,8 +34,8 @@ from kinformer.runtime.files import (
 
 # Exact search in a datastore: every key is compared, a block at a time, so memory stays bounded whatever its size.
 #
-# ||q - k||^2 = ||q||^2 - 2 q.k + ||k||^2 chooses candidates by one product; the distances that are returned are
-# computed from the differences, which lose nothing to cancellation. By the similarity ``inner`` the distance is -q.k,
+# ||q - k||^2 = ||q||^2 - 2 q.k + ||k||^2 chooses candidates by one product; the returned distances are computed
+# from the differences, which lose nothing to cancellation. By the similarity ``inner`` the distance is -q.k,
 # so that the nearest have the largest product.
 
 _ROWS, _BLOCK = 1024, 16384
@@ -57,7 +57,7 @@ class ExactSearch:
         self.bytes_read, self.similarity = 0, similarity
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        """Return the nearest entries of ``queries`` [n, dim]; of equal ones, those that came first."""
+        """Return the nearest entries of ``queries`` [n, dim]; of equal entries, the first ones."""
         check_queries(queries, self.store, neighbours)
         wide = queries.detach().float().cpu()
         parts = [self._search(rows, min(neighbours, self.entries)) for rows in wide.split(_ROWS)]
@@ -65,7 +65,7 @@ class ExactSearch:
         return Neighbours(*(leaf.to(queries.device) for leaf in merged))
 
     def _search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        # Spare candidates: the product's rounding may swap keys that are nearly equally far.
+        # Spare candidates: the product's rounding may swap keys at nearly equal distances.
         candidates = min(neighbours + _SPARE, self.entries)
         scores = queries.new_empty(len(queries), 0)
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
@@ -126,7 +126,7 @@ def check_queries(queries: Tensor, store: Datastore, neighbours: int) -> None:
 # distance (``l2``) or a large inner product (``inner``).
 #
 # ``lists/`` in the datastore holds ``lists.json``, ``trained.faiss`` (the centroids) and ``shard-A-B.faiss`` with the
-# lists of the entries A to B. Building takes the memory of one shard, and goes on after a kill from the last whole
+# lists of the entries A to B. Building takes the memory of one shard, and continues after a kill from the last whole
 # one; appended entries cost only the shards that they fall into.
 
 SCHEMA = 2
@@ -162,7 +162,7 @@ def has_lists(folder: Path) -> bool:
 
 
 def default_probes(folder: Path) -> int | None:
-    """Return how many lists are searched by default; None where there are no lists, or no faiss to search them."""
+    """Return how many lists are searched by default; None without lists, or without faiss to search them."""
     if not has_lists(folder) or find_spec("faiss") is None:
         return None
     count = read_json(folder / FOLDER / RECORD).get("count")
@@ -170,7 +170,7 @@ def default_probes(folder: Path) -> int | None:
 
 
 def similarity_of(folder: Path, requested: Similarity | None) -> Similarity:
-    """Return by what entries of a datastore are near: as ``requested``, else as its lists were made, else ``l2``."""
+    """Return the similarity of a datastore's search: ``requested``, else the similarity of its lists, else ``l2``."""
     if requested is not None or not has_lists(folder):
         return requested or "l2"
     stored = read_json(folder / FOLDER / RECORD).get("similarity", "l2")
@@ -186,7 +186,7 @@ class ListSearch:
         lists = read_lists(store.folder)
         if (lists.entries, lists.stamp) != (store.entries, stamp_of(store, store.entries)):
             raise KinformerError(
-                f"{store.folder}: its lists are those of {plural(lists.entries, 'entry')}, but it holds "
+                f"{store.folder}: its lists hold {plural(lists.entries, 'entry')}, but the store holds "
                 f"{store.entries:,}; bring them up to date with kinformer index --approximate."
             )
         if not 1 <= probes <= lists.count:
@@ -233,7 +233,7 @@ class _Shard:
 
     def __init__(self, path: Path, probes: int, entries: int) -> None:
         faiss = faiss_module()
-        # Tables of all lists would take more memory than the lists do; a search makes those of its lists.
+        # Tables of all lists would take more memory than the lists do; a search makes the tables of its lists.
         self._index = read_index(
             path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         )
@@ -255,7 +255,7 @@ def _range(name: str) -> tuple[int, int]:
     """Return the first entry and the end of the shard called ``name``."""
     match = _SHARD_NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is no name of a shard")
+        raise ValueError(f"{name!r} is not the name of a shard")
     return int(match[1]), int(match[2])
 
 
@@ -281,7 +281,7 @@ def read_lists(folder: Path) -> InvertedLists:
         ranges = [_range(name) for name in lists.shards]
         starts = [start for start, _ in ranges]
         if not ranges or starts != [0, *(stop for _, stop in ranges[:-1])] or ranges[-1][1] != lists.entries:
-            raise ValueError("its shards are not those of its entries")
+            raise ValueError("its shards do not cover its entries")
         for name, expected in {TRAINED: lists.trained, **lists.shards}.items():
             if not (place.parent / name).is_file() or checksum(place.parent / name) != expected:
                 raise ValueError(f"{name} does not match its checksum")
@@ -304,7 +304,7 @@ def faiss_module() -> ModuleType:
 
 
 # Building the inverted lists of a datastore (``lab.datastore.search``): centroids are learnt from a sample, then
-# entries sorted shard by shard, in the memory of one shard; a build that was killed goes on from the last whole one.
+# entries sorted shard by shard, in the memory of one shard; a killed build continues from the last whole shard.
 
 _SHARD, _SORTED_AT_ONCE = 1 << 21, 1 << 16
 _SAMPLED_PER_LIST, _ROUNDS = 64, 10
@@ -328,7 +328,8 @@ def build(
     this many bytes there, by product quantisation, or None: one for each number.
 
     Existing lists take in what was appended, with their own ``count``, ``key_bytes`` and ``similarity`` where these are
-    None. Where one of them differs, or the store has grown by more than half since the centroids were learnt, these are
+    None. Where one of these differs, or the store
+    has grown by more than half since the centroids were learnt, these are
     learnt again.
     """
     folder = store.folder / FOLDER
@@ -417,7 +418,7 @@ def _trained(store: Datastore, folder: Path, settings: dict[str, Any]) -> Any:
         index.sq.rangestat_arg = _MARGIN
     else:
         index.pq.cp.seed, index.pq.cp.niter, index.pq.cp.min_points_per_centroid = seed + 1, _ROUNDS, 1
-        index.do_polysemous_training = False  # it permutes codes for a filter that is not used, and takes long
+        index.do_polysemous_training = False  # it permutes codes for an unused filter, and takes long
     faiss.omp_set_num_threads(torch.get_num_threads())
     index.train(store.float_keys(chosen).numpy())
     write_atomic(path, lambda target: faiss.write_index(index, str(target)))
@@ -426,7 +427,7 @@ def _trained(store: Datastore, folder: Path, settings: dict[str, Any]) -> Any:
 
 
 def _shards(store: Datastore, folder: Path, trained: object, progress: Progress | None) -> list[Path]:
-    """Return files with the lists of all entries, a bounded number in each; existing ones are left as they are."""
+    """Return files with the lists of all entries, a bounded number in each; existing files stay unchanged."""
     faiss = faiss_module()
     faiss.omp_set_num_threads(torch.get_num_threads())
     paths = []

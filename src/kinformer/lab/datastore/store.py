@@ -97,11 +97,11 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of a datastore; anything that is not one is one clear sentence."""
+    """Return the record of a datastore; anything else raises one clear sentence."""
     place = folder / RECORD
     if not place.exists():
         raise KinformerError(
-            f"{folder}: is no datastore (it has no {RECORD}); make one with: kinformer index RUN --datastore {folder}."
+            f"{folder}: is not a datastore (it lacks {RECORD}); make one: kinformer index RUN --datastore {folder}."
         )
     data = read_json(place)
     schema = data.get("schema") if isinstance(data, dict) else None
@@ -126,13 +126,13 @@ def read_record(folder: Path) -> Record:
 
 
 def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
-    """Raise where the store's keys or tokens are of another space than those of the model at hand."""
+    """Raise where the store's keys or tokens belong to another space than the model's."""
     reasons = {
         "weights": "its keys were made by a model with other weights",
         "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
         "dim": f"its keys have {plural(stored.dim, 'number')}, not {wanted.dim}",
         "vocab_size": f"its tokens are of a vocabulary of {stored.vocab_size}, not {wanted.vocab_size}",
-        "tokenizer": "its tokens are those of another tokenizer",
+        "tokenizer": "its tokens come from another tokenizer",
     }
     for field in fields(KeySpace):
         if getattr(stored, field.name) != getattr(wanted, field.name):
@@ -176,7 +176,7 @@ class Datastore:
             yield start, self.float_keys(slice(start, min(start + size, stop)))
 
     def float_keys(self, entries: slice | np.ndarray) -> Tensor:
-        """Return the keys of ``entries`` as float32, in memory of their own."""
+        """Return the keys of ``entries`` as float32, copied."""
         taken = self.keys[entries]
         return torch.from_numpy(np.array(taken) if isinstance(entries, slice) else np.asarray(taken)).float()
 
@@ -193,7 +193,7 @@ class Datastore:
             part = f"{unfinished[0].written:,} of {plural(unfinished[0].total, 'entry')}" if unfinished else "no entry"
             raise KinformerError(
                 f"{self.folder}: is not finished (it holds {part} of a text); give the same kinformer index command "
-                "again to go on."
+                "again to continue."
             )
 
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -230,8 +230,7 @@ def crc32(array: np.ndarray, before: int = 0) -> int:
 class Writer:
     """The writer of a datastore: entries are appended, flushed to the disk, and only then counted.
 
-    A build that is killed at any moment goes on from the last flush, and ends with the same bytes as one that is
-    not.
+    A killed build continues from the last flush, and ends with the same bytes as an undisturbed build.
 
     The writer of the datastore in ``folder``, which is created if it is not there; a context manager.
 
@@ -262,7 +261,7 @@ class Writer:
             record = read_record(self.folder)
             require_origin(self.folder, record.origin, origin)
             if record.dtype != dtype:
-                raise KinformerError(f"{self.folder}: holds keys of {record.dtype}, not {dtype}; go on with those.")
+                raise KinformerError(f"{self.folder}: holds keys of {record.dtype}, not {dtype}; keep to those.")
             return record
         remove_partials(self.folder, (RECORD,))
         if any(self.folder.iterdir()):
@@ -288,7 +287,7 @@ class Writer:
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, object], total: int) -> int:
-        """Begin to write ``source``, a text of ``total`` entries; return how many of them it has already."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many entries it has already."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -323,7 +322,7 @@ class Writer:
         return self._pending
 
     def flush(self, state: Sequence[Tensor] = ()) -> None:
-        """Write the appended entries to the disk, with the ``state`` to go on from, then count them."""
+        """Write the appended entries to the disk, with the ``state`` to continue from, then count them."""
         if not self._pending:
             return
         if state:
@@ -378,7 +377,7 @@ class IndexedText:
 
     @property
     def entries(self) -> int:
-        """Return the number of entries: one for every token that has one before it."""
+        """Return the number of entries: one for every token behind another token."""
         return sum(len(split) - 1 for split in self.splits)
 
 

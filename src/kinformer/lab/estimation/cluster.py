@@ -4,18 +4,17 @@ A device of tensor parallelism has a part of the model, so it costs what that pa
 (``lab.training.tensor_parallel``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
 
     dp      all-reduce of the gradients
-    diloco  all-reduce of the weights, once in a round
     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
             of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
     cp      what mixers need of earlier stretches of a row (``lab.estimation.cluster``)
 
-Devices that share rows wait for their exchanges, while those of gradients and weights go on during the computation:
+Devices that share rows wait for their exchanges; exchanges of gradients and weights overlap the computation:
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
-Devices that train apart (diloco) wait for all exchanges. Of stretches of time, the last computes most, and the others
-wait for it. Kernels that wait for memory, latencies and stragglers are what ``efficiency`` stands for.
+Of the stretches of a row's time, the last computes most, and the others wait for it. ``efficiency`` stands for kernels
+that wait for memory, for latencies and for stragglers.
 """
 
 from __future__ import annotations
@@ -39,9 +38,10 @@ from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, div
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 
-# Context parallelism on paper: a model computes the last stretch of a row, and what it would receive is counted.
+# Context parallelism on paper: a model computes the last stretch of a row, and the bytes that it would receive are
+# counted.
 #
-# The last stretch sees most of the past, so every process waits for the one that has it.
+# The last stretch sees most of the past, so every process waits for its process.
 
 FLOAT = 4
 
@@ -126,20 +126,19 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 # Meshes of devices: who shares what, and what collectives send.
 #
 # On a ring of n devices each sends, and receives, 2 (n - 1) / n times the bytes of an all-reduce, and (n - 1) / n
-# times those of an all-gather and a reduce-scatter.
+# times the bytes of an all-gather and of a reduce-scatter.
 
 
 class Mesh(NamedTuple):
-    """``tensor`` devices share the heads and features of every row, ``context`` groups of them its time (with ``ring``
-    by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp those that
-    have other tokens share the weights; with diloco they exchange them once in ``rounds`` steps."""
+    """``tensor`` devices share the heads and features of every row, ``context`` groups of devices its time (with
+    ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
+    devices that have other tokens share the weights."""
 
     tensor: int
     replicas: int
     strategy: str
     context: int = 1
     ring: bool = False
-    rounds: int = 1
 
     @property
     def text(self) -> str:
@@ -157,7 +156,7 @@ class Mesh(NamedTuple):
 
 class Payload(NamedTuple):
     """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``;
-    ``context``: those that each device sends for stretches of time."""
+    ``context``: the bytes that each device sends for stretches of time."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -290,8 +289,6 @@ class Part:
             "optimizer": round(train["optimizer"] * sharded / max(1, train["weights"])),
             "activations": self.of_rows("activations", rows),
         }
-        if mesh.strategy == "diloco":
-            memory["outer"] = 2 * sharded  # the shared weights, and their momentum
         if shares > 1:
             rest = module_bytes(self.model) - sum(self.units)
             largest = max(self.units, default=0)
@@ -306,7 +303,7 @@ class Part:
         if mesh.copies == 1:
             return within
         if mesh.strategy != "fsdp":
-            return within._replace(all_reduce=whole // mesh.rounds)
+            return within._replace(all_reduce=whole)
         padded = mesh.copies * sharded_bytes(self.model, mesh.copies)
         units = mesh.copies * sum(sharded_bytes(unit, mesh.copies) for unit in units_of(self.model))
         return within._replace(all_gather=accumulate * (padded + units), reduce_scatter=padded)
@@ -327,7 +324,7 @@ class Part:
     def _exchanged(self, rows: int) -> int:
         assert self.division is not None
         tokens, width = rows * self.length, self.config.dim
-        # Outputs are in the type of products, gradients of inputs in that of the norms before.
+        # Outputs are in the type of products, gradients of inputs in the type of the norms before.
         exchanged = self._sums(encodes=True) * tokens * width * (self.narrow + FLOAT)
         exchanged += len(modules_of(self.model, ReadsSource)) * tokens * width * FLOAT  # gradients of the source
         if self.division.vocabulary:
@@ -390,8 +387,7 @@ class MeshCost:
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
     products reach the share ``efficiency`` of their peak. ``refused``: why no row can be shared, where that is so.
-    ``tensor``: how many devices may share a row, if not all powers of two up to a node. ``rounds``: the steps of a
-    round of DiLoCo, which is then a mesh, too."""
+    ``tensor``: how many devices may share a row, if not all powers of two up to a node."""
 
     def __init__(
         self,
@@ -403,16 +399,15 @@ class Cluster:
         length: int,
         optimizer: str,
         precision: Precision,
-        rounds: int | None = None,
     ) -> None:
         self.config, self.device, self.efficiency = config, device, efficiency
-        self.batch, self.length, self.rounds = batch, length, rounds
+        self.batch, self.length = batch, length
         self.optimizer, self.precision, self.refused = optimizer, precision, ""
         self.tensor: Sequence[int] = ()
         self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of this many devices, fastest first, those that do not fit last. The time of
+        """Return the costs of every mesh of this many devices, fastest first, meshes that do not fit last. The time of
         rows is shared where no other mesh fits, by as few devices as it takes."""
         costs: list[MeshCost] = []
         whole = self.part(Shared(1))
@@ -421,8 +416,6 @@ class Cluster:
             for ring in (False, True) if both else (False,):
                 if not any(cost.fits for cost in costs):
                     costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
-        if self.rounds and devices > 1 and self.batch % devices == 0:
-            costs += self._costs([Mesh(1, devices, "diloco", rounds=self.rounds)])
         return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
 
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
@@ -466,7 +459,7 @@ class Cluster:
             "data": data / (device.link if within else device.network),
         }
         rows_done = seconds["compute"] + seconds["tensor"] + seconds["context"]
-        step = rows_done + seconds["data"] if mesh.strategy == "diloco" else max(rows_done, seconds["data"])
+        step = max(rows_done, seconds["data"])
         return MeshCost(
             mesh=mesh.text,
             accumulate=accumulate,

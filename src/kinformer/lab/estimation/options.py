@@ -128,11 +128,8 @@ class EstimateOptions(SubjectOptions):
     efficiency: float = 0.5
     """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
 
-    rounds: int | None = None
-    """With `devices`: also estimate DiLoCo, whose devices train apart and exchange weights once every N steps."""
-
     def __post_init__(self) -> None:
         require_share("efficiency", self.efficiency, zero=False)
-        for name in ("length", "batch_size", "rounds"):
+        for name in ("length", "batch_size"):
             require(name, getattr(self, name), 1)
         super().__post_init__()

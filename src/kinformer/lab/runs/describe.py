@@ -201,7 +201,6 @@ def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> Cl
         length=length,
         optimizer=options.optimizer,
         precision=options.precision,
-        rounds=options.rounds,
     )
     meshes = {number: cluster.costs(number) for number in numbers}
     if not any(meshes.values()):

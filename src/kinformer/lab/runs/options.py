@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 # The option ``parallel``: how many processes share what, as in ``tp=2,fsdp=4``.
 
 
-AXES = ("tp", "cp", "ring", "fsdp", "dp", "diloco")
+AXES = ("tp", "cp", "ring", "fsdp", "dp")
 
 
 class Parallel(NamedTuple):
     """``tensor`` processes share the heads, hidden features and vocabulary of every row, ``context`` groups of them its
     time (with ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the
-    ``strategy`` fsdp those that have other tokens share the weights, with diloco they train apart for rounds."""
+    ``strategy`` fsdp, processes that have other tokens share the weights."""
 
     tensor: int
     replicas: int
-    strategy: Literal["ddp", "fsdp", "diloco"]
+    strategy: Literal["ddp", "fsdp"]
     context: int = 1
     ring: bool = False
 
@@ -67,35 +67,23 @@ def parallel_of(text: str) -> Parallel:
             f"`parallel` {text}: groups of processes that compute other rows share the weights (fsdp) or do not (dp); "
             "give one of the two."
         )
-    if "diloco" in sizes and len(sizes) > 1:
-        raise KinformerError(
-            f"`parallel` {text}: each process of diloco trains the whole model on whole rows of its own; give diloco "
-            "alone."
-        )
     if "cp" in sizes and "ring" in sizes:
         raise KinformerError(
             f"`parallel` {text}: processes that share the time of rows gather keys and values (cp) or pass them "
             "on in a ring (ring); give one of the two."
         )
     replicas, context = sizes.get("fsdp", sizes.get("dp", 1)), sizes.get("cp", sizes.get("ring", 1))
-    if "diloco" in sizes:
-        return Parallel(1, sizes["diloco"], "diloco")
     return Parallel(sizes.get("tp", 1), replicas, "fsdp" if "fsdp" in sizes else "ddp", context, "ring" in sizes)
 
 
-def spread(text: str | None, devices: int, strategy: str = "ddp") -> dict[str, object]:
-    """Return the options that ``parallel`` ``text`` stands for, beside ``devices`` and ``strategy``; none where it is
-    not given."""
+def spread(text: str | None, devices: int) -> dict[str, object]:
+    """Return the options that ``parallel`` ``text`` stands for, beside ``devices``; none where it is not
+    given."""
     if text is None:
         return {}
     sizes = parallel_of(text)
     if devices not in (1, sizes.devices):
         raise KinformerError(f"`devices` {devices}: `parallel` {text} is {sizes.devices}; leave `devices` out.")
-    if strategy == "diloco" != sizes.strategy:
-        raise KinformerError(
-            f"`strategy` diloco: each process trains the whole model on whole rows of its own, but `parallel` {text} "
-            "shares them; leave `parallel` out."
-        )
     return {"devices": sizes.devices, "strategy": sizes.strategy}
 
 
@@ -249,9 +237,8 @@ class TrainOptions(Processes, Settings, LearningOptions):
     """Continue the run in `out` from its newest checkpoint."""
     devices: int = 1
     """Processes on this machine, one per GPU or, on a CPU, sharing its cores."""
-    strategy: Literal["ddp", "fsdp", "diloco"] = "ddp"
-    """With several processes: each has the whole model (ddp), a share of it (fsdp), or trains by itself and averages
-    its weights with the others' now and then (diloco; `set` training.diloco_steps)."""
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes: each has the whole model (ddp) or a share of the weights (fsdp)."""
     parallel: str | None = None
     """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
     features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
@@ -260,7 +247,7 @@ class TrainOptions(Processes, Settings, LearningOptions):
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
-        for name, value in spread(self.parallel, self.devices, self.strategy).items():
+        for name, value in spread(self.parallel, self.devices).items():
             object.__setattr__(self, name, value)
         require("neighbours", self.neighbours, 1)
         require("probes", self.probes, 0)

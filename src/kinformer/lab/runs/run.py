@@ -147,8 +147,13 @@ def read_config(place: Path) -> JsonObject:
     return data
 
 
+RETIRED = ("diloco_steps", "outer_lr", "outer_momentum")
+"""Settings that configs of earlier versions hold and that no longer change anything."""
+
+
 def settings_in(training: JsonObject) -> Settings:
     """Return the settings in a config, checked like those of the command line."""
+    training = {name: value for name, value in training.items() if name not in RETIRED}
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
     return Settings(**training)
@@ -338,7 +343,7 @@ def open_run(folder: str | Path) -> Run:
         task=task,
         options=options,
         data=data["data"],
-        training=data["training"],
+        training={name: value for name, value in data["training"].items() if name not in RETIRED},
         vocabulary=data["tokenizer"],
         prompts=data.get("prompts", {}),
         tokenizer_fingerprint=data.get("tokenizer_fingerprint"),

@@ -42,8 +42,7 @@ from kinformer.runtime.process import begin_process
 # Where processes that torchrun starts find each other: torchrun's store, behind a name that one start has alone.
 #
 # torchrun's store outlives a start, under its rendezvous "static" and "c10d" alike, and what dead processes have left
-# in it would be found by those that come after them: a process would look for an address that nobody answers at any
-# more.
+# in it would be found by the next processes: a process would look for an address at which nobody answers any more.
 
 _PAUSE = 0.01
 
@@ -65,7 +64,7 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
     """Return ``store`` behind a name that process ``rank`` has in common with the ``world`` of this start, and with
     nobody before.
 
-    The first process makes the name. The others ask for it by a word that is new, so that no answer is an old one; and
+    The first process makes the name. The others ask for it by a new word, so that no answer is an old answer; and
     they say that they have heard it, so that the first knows to whom it has not answered yet.
 
     Errors: ``TimeoutError`` where a process does not come within PyTorch's time for a collective.
@@ -91,7 +90,7 @@ def of_this_start(store: Store, rank: int, world: int) -> Store:
     return PrefixStore(name, store)
 
 
-Strategy = Literal["ddp", "fsdp", "diloco"]
+Strategy = Literal["ddp", "fsdp"]
 T = TypeVar("T")
 B = TypeVar("B")
 SIGNALLED = tuple(128 + number for number in SIGNALS)
@@ -102,8 +101,8 @@ class Group:
     """The processes that train one model together; this one has number ``rank`` of ``world``.
 
     ``tensor`` neighbours compute the same rows, each with a part of the heads; ``context`` of such groups have the
-    stretches of the same rows, in order of time, and with ``ring`` pass keys and values on; the ``strategy`` says what
-    is shared by those that compute other tokens.
+    stretches of the same rows, in order of time, and with ``ring`` pass keys and values on; the ``strategy`` says
+    what processes with other tokens share.
     """
 
     device: torch.device
@@ -117,7 +116,7 @@ class Group:
     """The process group by which they exchange what no engine does; PyTorch's default one if None."""
 
     def with_new_channel(self) -> Group:
-        """Return the same processes with a channel of their own, for a thread beside training; all must call it
+        """Return the same processes with another channel, for a thread beside training; all must call it
         together."""
         return self if self.world == 1 else replace(self, channel=distributed.new_group(backend="gloo"))
 
@@ -203,7 +202,7 @@ class Group:
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
         """Return the results of ``function`` on every process, in order of rank, to all of them, or raise the first
-        one's :class:`KinformerError`."""
+        :class:`KinformerError`."""
         outcome: tuple[list[T], str | None]
         try:
             outcome = [function()], None
@@ -397,7 +396,7 @@ def compile_units(model: nn.Module, objective: object, group: Group) -> None:
 def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step`` behind the engine of ``group``; ``keeps``: whether states are carried."""
     check_shared(step, group)
-    if group.world == 1 or group.strategy == "diloco":
+    if group.world == 1:
         return step
     if group.tensor == 1:
         _share_time(step, group, keeps)
@@ -459,11 +458,6 @@ def average_gradients(engine: nn.Module) -> None:
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Refuse runs of several processes that do more with the model than compute losses of its rows."""
-    if group.strategy == "diloco" and type(data).begin is not DataModule.begin:
-        raise KinformerError(
-            "`strategy` diloco: rows of this task are made by the model itself, which processes train apart; train "
-            "with `strategy` ddp."
-        )
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:
@@ -537,7 +531,7 @@ def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the ``y`` of all processes of ``mesh``; each one's gradient is that of the sum."""
+    """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
     return _Summed.apply(y, mesh.get_group())
 
 

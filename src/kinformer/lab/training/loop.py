@@ -47,7 +47,6 @@ from kinformer.lab.training.data_module import (
     rows_of,
     take_rows,
 )
-from kinformer.lab.training.diloco import Rounds
 from kinformer.lab.training.distributed import Group, average_gradients, check_divided, compile_units, wrapped
 from kinformer.lab.training.interrupt import Interrupt
 from kinformer.lab.training.logging import Log, Metric, Result, Silence, TrainingProgress
@@ -350,8 +349,6 @@ class Window:
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
         losses, *metrics = self.group.mean(ours).T.tolist()
         norms = torch.stack([done.norm for done in self.updates])
-        if self.group.strategy == "diloco":  # each process has gradients of its own
-            norms = self.group.mean(norms)
         seconds, tokens = time.monotonic() - self._mark, sum(done.size for done in self.updates)
         self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
         self.speed, self.overall = tokens / seconds, self.tokens / self.seconds
@@ -403,8 +400,6 @@ class Trainer:
             if saved.step > self.stage.begin and (states := saved.files.get("carried")):
                 with reading(place, "holds states of another model", "use its own run folder"):
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
-        self.rounds = Rounds(self.model, self.extras, settings, group)
-        saved = self.rounds.begin(saved, place)
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
             compile_units(self.model, objective, group)
@@ -502,7 +497,6 @@ class Trainer:
             validates = validate_every and (last or self.step % validate_every == 0)
             due = bool(checkpoint_every) and self.step % checkpoint_every == 0
             saves = last or stopped or old or due or self.step == border
-            self.rounds.after(self.step, last or self.step == border)
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
@@ -579,7 +573,6 @@ class Trainer:
         that is killed here repeats its last steps and its end."""
         if self.step < self.total:  # the time or the patience is over
             self.course.revise(self.step, self.step)
-        self.rounds.after(self.step, ends=True)
         self.storage.saves.wait()
         earlier = self.checkpoints.regular_steps()[-(self.settings.average - 1) :] if self.settings.average > 1 else []
         if measures and earlier:
@@ -587,7 +580,7 @@ class Trainer:
                 self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
 
     def _validate(self) -> None:
-        with self.rounds.applied(), self.moving.applied():
+        with self.moving.applied():
             metrics = self._measure("validation", "validation")
         if self.rate.falls(metrics):
             self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
@@ -609,14 +602,12 @@ class Trainer:
         groups = {"model": self.model.state_dict(), "average": self.moving.state_dict()}
         groups["objective"] = self.extras.state_dict()
         files = {"carried": self.update.carried.tensors(self.group), "rows": self.data.state_tensors()}
-        files |= self.rounds.tensors(self.update.optimiser)
         groups["optimizer"] = dict(self.update.optimiser.tensors())
         if self.window.seconds:
             self.step_seconds = self.window.seconds / (self.step - self.first_step)
         times = {"seconds": self.seconds, "each_step": self.step_seconds, REGULAR: due}
         numbers = vars(self.course) | self.rate.state | times
-        with self.rounds.applied():
-            self.storage.save(self.step, groups, files, numbers)
+        self.storage.save(self.step, groups, files, numbers)
         self.saved_at = time.monotonic()
 
     def _pace(self) -> Pace:

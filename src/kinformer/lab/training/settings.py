@@ -79,7 +79,7 @@ WARM_UP_STEPS = 20
 """A run has at least this many steps: at the usual share, the learning rate then rises for one step."""
 
 _COUNTS = (
-    "steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens", "diloco_steps",
+    "steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens",
 )  # fmt: skip
 _FROM_ZERO = (
     "plateau_patience", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup",
@@ -144,12 +144,6 @@ class Settings(Checked):
     """Stages of a run, each with its `steps` and what differs from the run in it: `length`, `batch_size`, `accumulate`,
     `lr` (which begins a new schedule, and its `warmup`), and `set`, changes of the model that no weight
     depends on, such as windows. The last one has the rest of the steps and trains as the run itself says."""
-    diloco_steps: int = 100
-    """With `strategy` diloco: inner steps of a round, in which processes train apart (Douillard et al. 2023: 500)."""
-    outer_lr: float = 0.7
-    """With `strategy` diloco: the learning rate of the outer step, once a round."""
-    outer_momentum: float = 0.9
-    """With `strategy` diloco: Nesterov's momentum of outer steps."""
     objective: str | None = None
     """What is minimised: one of the task's objectives. The default is the member's, or the task's usual one."""
     seed: int = 0
@@ -211,9 +205,9 @@ class Settings(Checked):
             )
         for name in ("table_lr", "weight_decay", "clip"):
             require(name, getattr(self, name), 0)
-        for name in ("lr", "minutes", "layer_decay", "outer_lr"):
+        for name in ("lr", "minutes", "layer_decay"):
             require_above(name, getattr(self, name), 0)
-        for name in ("momentum", "beta2", "plateau_factor", "outer_momentum"):
+        for name in ("momentum", "beta2", "plateau_factor"):
             require_share(name, getattr(self, name), zero=name != "plateau_factor")
         for name in ("min_lr_ratio", "ema", "layer_decay"):
             if not 0 <= getattr(self, name) <= 1:

@@ -23,8 +23,7 @@ from kinformer.lab.control.acting import (
     rollouts,
     summary,
 )
-from kinformer.lab.control.environments import Box, Discrete, Environment
-from kinformer.lab.control.gymnasium import make, named
+from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
 from kinformer.lab.control.online import ControlAgent
 from kinformer.lab.control.options import (
     Acting,
@@ -81,7 +80,7 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
     config, data, settings = plan.config, plan.data, plan.settings
     if data.options.environments % settings.batch_size:
         raise KinformerError(
-            f"`environments` {data.options.environments}: is no multiple of `batch_size` {settings.batch_size}, the "
+            f"`environments` {data.options.environments}: is not a multiple of `batch_size` {settings.batch_size}, the "
             "rows that an update learns from; change one of them."
         )
     kinds = {"input": INPUT, "head": HEAD}
@@ -104,7 +103,7 @@ def check_plan(plan: TrainingPlan, longest: int | None) -> None:
         )
 
 
-def check_environment(environment: Environment, config: ModelConfig, place: str) -> None:
+def check_environment(environment: Environments, config: ModelConfig, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
     input: ObservationInput = input_of(config)
     policy, space = part_of(config.head, "policy"), environment.actions
@@ -195,7 +194,7 @@ def play_episode(
     environment = _environment(subject, task_options, render=task_options.render is not None)
     try:
         agent = _agent(subject, environment, task_options, options.seed)
-        observation, _ = environment.reset(seed=options.seed)
+        observation = environment.reset([options.seed])
         episode = play(environment, agent, observation, None, task_options.render, write)
     finally:
         environment.close()
@@ -211,15 +210,15 @@ def play_episode(
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
-def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environment:
+def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environments:
     """Return the environment that ``task_options`` name, or the run's own."""
     run = subject.run
-    environment = make(named(task_options.env) or open_environment(run.options).env, render=render)
+    environment = Environments(import_named(task_options.env) or open_environment(run.options).env, render=render)
     check_environment(environment, run.config, f"{run.folder}")
     return environment
 
 
-def _agent(subject: LoadedRun, environment: Environment, task_options: Acting, seed: int) -> ControlAgent:
+def _agent(subject: LoadedRun, environment: Environments, task_options: Acting, seed: int) -> ControlAgent:
     return ControlAgent(
         subject.model, ActionSampler(environment.actions, task_options.action_temperature, seed), task_options.context
     )
@@ -248,7 +247,7 @@ def predict(subject: LoadedRun, source: LineSource, settings: PredictionSettings
 
     Errors: ``KinformerError`` for a line with other than the environment's count of numbers, or one that is not finite.
     """
-    environment = make(open_environment(subject.run.options).env)
+    environment = Environments(open_environment(subject.run.options).env)
     environment.close()
     actions, size = environment.actions, environment.observation_dim
     agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)

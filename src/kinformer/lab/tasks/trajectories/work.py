@@ -27,8 +27,7 @@ from kinformer.lab.control.acting import (
 )
 from kinformer.lab.control.acting import play as play_episode
 from kinformer.lab.control.decision import ActionLoss, Clone, TrajectoryAgent, predictions, rows_of
-from kinformer.lab.control.environments import Discrete, Environment
-from kinformer.lab.control.gymnasium import make, named
+from kinformer.lab.control.environments import Discrete, Environments, import_named
 from kinformer.lab.control.options import (
     INPUT,
     PER_STEP,
@@ -174,7 +173,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
+    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
     data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
     split = choose(evaluation_settings.split, SPLITS, "`split`")
     note_other_data(run, data, evaluation_settings.data is not None)
@@ -258,7 +257,7 @@ def _acted(
     quiet: bool,
 ) -> tuple[list[ReturnRow], Summary | None]:
     """Act in ``env``; return the results for every target, and those of cloned behaviour, if any."""
-    environment = make(env)
+    environment = Environments(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
     best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
@@ -340,7 +339,7 @@ def play(
     """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
     once."""
     run = subject.run
-    chosen = named(task_options.env)  # before the run's own environment, whose module this may import
+    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
     data = data_of(run)
     env = chosen or data.env
     if env is None:
@@ -351,7 +350,7 @@ def play(
     if len(targets) > 1:
         raise KinformerError(f"`target` {task_options.target}: one episode is played for one return; give one.")
     check_picture(task_options.render)
-    environment = make(env, 1, render=task_options.render is not None)
+    environment = Environments(env, render=task_options.render is not None)
     try:
         check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{run.folder}")
         agent = agent_of(subject, data, task_options, options.seed)
@@ -362,14 +361,14 @@ def play(
 
 def _played(
     subject: LoadedRun,
-    environment: Environment,
+    environment: Environments,
     agent: TrajectoryAgent,
     target: float | None,
     render: str | None,
     seed: int,
     write: Callable[[str], None] | None,
 ) -> Made:
-    observation, _ = environment.reset(seed=seed)
+    observation = environment.reset([seed])
     target = float(returns_to_get(environment, target)[0])
     episode = play_episode(environment, agent, observation, target, render, write)
     played = episode.facts
