@@ -82,7 +82,7 @@ def torchrun_line(options: Options, words: tuple[str, ...]) -> str:
     return _torchrun(f"--nnodes {options.nodes} {rendezvous}", options, words) + "\n"
 
 
-def slurm_script(options: Options, words: tuple[str, ...], training: train.Options) -> str:
+def slurm_script(options: Options, words: tuple[str, ...], training: Train) -> str:
     """Return a script for sbatch. Slurm queues the job again when a machine fails or the job is pre-empted, so the
     script adds ``--resume`` where the run folder exists, unless the user's words already do."""
     gpus = f"#SBATCH --gpus-per-node={options.processes}\n" if training.device != "cpu" else ""

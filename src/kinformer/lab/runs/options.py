@@ -91,7 +91,7 @@ class Processes:
     """Mixin of options that have ``devices``, ``strategy`` and ``parallel``."""
 
     devices: int
-    strategy: Literal["ddp", "fsdp", "diloco"]
+    strategy: Literal["ddp", "fsdp"]
     parallel: str | None
 
     @property

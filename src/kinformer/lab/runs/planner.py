@@ -33,7 +33,6 @@ from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
 from kinformer.lab.tasks.table import refuse_options, task_for, training_options
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
-from kinformer.lab.training.diloco import check_rounds
 from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
 from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
 from kinformer.lab.training.stages import stages_of
@@ -260,7 +259,6 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
         objective = task.objective(plan.settings.objective, model)
     _require_trained(plan, task, model, objective)
     check_shared(model, group)
-    check_rounds(plan.settings, model, group)
     if group.context > 1:
         from kinformer.lab.training.context_parallel import check_time
 
