@@ -26,7 +26,7 @@ from kinformer.lab.control.environments import Environment
 from kinformer.lab.control.gymnasium import make
 from kinformer.lab.control.online import ControlAgent
 from kinformer.lab.control.options import ControlOptions, open_environment
-from kinformer.lab.tasks.control.work import fitted
+from kinformer.lab.tasks.control import fitted
 
 ENV, WINDOW, STEPS, ROUNDS, AGREES = "masked-cartpole", 64, 4, 9, 1e-3
 WINDOWED = {"layers.*.mixer.pattern": {"kind": "local", "window": WINDOW}}

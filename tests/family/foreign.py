@@ -26,7 +26,7 @@ from kinformer.core.parts import FeatureMap, FeatureMapConfig
 from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relative, Score, ScoreConfig
 from kinformer.core.pattern import NONE, SOME, Boxes, Cover, Pattern
 from kinformer.family.record import Member
-from kinformer.lab.tasks.next_token import NextToken
+from kinformer.lab.tasks.table import TASKS
 
 
 class Softplus(FeatureMap):
@@ -132,12 +132,7 @@ def tiny(vocab_size: int | None):
     return configure("linear-transformer", "tiny", vocab_size, {"layers.*.mixer": Leaky.Config()})
 
 
-class NextByte(NextToken):
-    name = "next-byte"
-    title = "next byte"
-
-
-TASK = NextByte()
+TASK = TASKS["next-token"].derive(name="next-byte", title="next byte")
 
 MEMBER = Member(
     name="leaky",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
+from kinformer.lab.tasks.next_token import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.exit_rules import AllExits, AtExit, Geometric, Multinomial, oracle, smoothed
 

@@ -10,8 +10,8 @@ import kinformer
 from kinformer.lab.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
 from kinformer.lab.evaluation.depths import noting_depths
 from kinformer.lab.evaluation.exits import noting_exits
-from kinformer.lab.tasks.algorithm.work import AlgorithmLoss, ByDifficulty, solved
-from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
+from kinformer.lab.tasks.algorithm import AlgorithmLoss, ByDifficulty, solved
+from kinformer.lab.tasks.answers import ScoredBatch, answers
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 
@@ -157,7 +157,7 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 
 def main_generate(folder, prompt):
-    from kinformer.lab.tasks.algorithm.work import answer
+    from kinformer.lab.tasks.algorithm import answer
     from kinformer.lab.tasks.runs import LoadedRun
 
     run = kinformer.open_run(folder)

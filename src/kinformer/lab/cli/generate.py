@@ -15,7 +15,7 @@ from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:
-    from kinformer.lab.tasks.next_token.generate import Generated
+    from kinformer.lab.tasks.next_token import Generated
 
 TASK_OPTIONS = "GenerationOptions"
 

@@ -29,7 +29,7 @@ from kinformer.lab.evaluation.exits import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions
 from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
-from kinformer.lab.tasks.shared.text import check_sequence, ends_of, mask_token_of
+from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.buckets import BidirectionalLSH, BidirectionalRouting, LSHAttention, RoutingAttention
 from kinformer.mixers.chosen_blocks import ChosenBlocks
