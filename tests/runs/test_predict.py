@@ -11,7 +11,7 @@ import torch
 import kinformer
 from kinformer.inputs.filterbank import Filterbank
 from kinformer.lab.data.images import read_images
-from kinformer.lab.data.waves import read_sound
+from kinformer.lab.data.sound import read_sound
 from kinformer.lab.tasks.speech import features_of
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)

@@ -11,8 +11,7 @@ import torch
 import kinformer
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
-from kinformer.lab.data.sound import SoundOptions, open_sound
-from kinformer.lab.data.waves import COUNTS, RATE, Calls
+from kinformer.lab.data.sound import COUNTS, RATE, Calls, SoundOptions, open_sound
 from kinformer.lab.evaluation.transcripts import count_errors
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions

@@ -72,7 +72,7 @@ def _prompt(options: Options, lines: bool) -> str | bytes | Iterator[bytes] | No
     if options.prompt is not None and options.prompt_file is not None:
         raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
     if options.prompt_file is not None:
-        from kinformer.lab.data.formats import plain_bytes
+        from kinformer.lab.data.files import plain_bytes
 
         return plain_bytes(Path(options.prompt_file))
     if lines and options.prompt in (None, "-"):

@@ -56,8 +56,7 @@ def _text(options: Options) -> str:
     if (options.text is None) == (options.file is None):
         raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
     if options.file is not None:
-        from kinformer.lab.data.files import reading_corpus
-        from kinformer.lab.data.formats import plain_bytes
+        from kinformer.lab.data.files import plain_bytes, reading_corpus
 
         with reading_corpus(options.file):
             return plain_bytes(Path(options.file)).decode("utf-8")

@@ -60,7 +60,7 @@ INPUT, HEAD = "observations", "policy_and_value"
 BEGINNING = {"initialisation.scheme": "framework"}
 
 
-def open_own(source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
+def open_data(source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
     """Return the data of the environment that ``options`` name."""
     return open_environment(options, "env" in source.by_user)
 

@@ -22,7 +22,7 @@ from kinformer.generation.generate import session_of
 from kinformer.generation.sampling import StoppedText, ends_of_text
 from kinformer.generation.session import Session
 from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split, Tokenizer
-from kinformer.lab.data.mixture import MixedWindows
+from kinformer.lab.data.corpus import MixedWindows
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.exits import Exited, noting_exits, saved
 from kinformer.lab.tasks.runs import LoadedRun

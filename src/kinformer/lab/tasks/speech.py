@@ -35,8 +35,20 @@ from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.files import reading_corpus
 from kinformer.lab.data.labelled import STDIN
 from kinformer.lab.data.sampling import mix
-from kinformer.lab.data.sound import Holdout, Sound, folded, join_symbols, open_sound, split_symbols
-from kinformer.lab.data.waves import ENDINGS, Resampler, WavStream, read_sound, resample, sound_info
+from kinformer.lab.data.sound import (
+    ENDINGS,
+    Holdout,
+    Resampler,
+    Sound,
+    WavStream,
+    folded,
+    join_symbols,
+    open_sound,
+    read_sound,
+    resample,
+    sound_info,
+    split_symbols,
+)
 from kinformer.lab.evaluation.transcripts import Errors, count_errors, jiwer
 from kinformer.lab.tasks.evaluation import (
     Embedded,
