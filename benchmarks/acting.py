@@ -25,7 +25,7 @@ from kinformer.lab.control.acting import ActionSampler
 from kinformer.lab.control.environments import Environments
 from kinformer.lab.control.online import ControlAgent
 from kinformer.lab.control.options import ControlOptions, open_environment
-from kinformer.lab.tasks.control.work import fitted
+from kinformer.lab.tasks.control import fitted
 
 ENV, WINDOW, STEPS, ROUNDS, AGREES = "masked-cartpole", 64, 4, 9, 1e-3
 WINDOWED = {"layers.*.mixer.pattern": {"kind": "local", "window": WINDOW}}

@@ -32,8 +32,8 @@ from kinformer.lab.data import Split
 from kinformer.lab.evaluation.depths import noting_exits, with_rule
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings
-from kinformer.lab.tasks.next_token.evaluate import TextSamples
-from kinformer.lab.tasks.shared.text import held_out
+from kinformer.lab.tasks.next_token_evaluation import TextSamples
+from kinformer.lab.tasks.texts import held_out
 
 SIZES = {"layers": 8, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}
 LR = 5e-3

@@ -17,7 +17,7 @@ import torch
 
 from common import Contestant, arguments, gate_equal, in_process, interleave, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.training import cross_entropy
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.runtime.process import keep_memory

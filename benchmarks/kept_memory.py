@@ -19,7 +19,7 @@ import torch
 
 from common import arguments, gate_equal, in_process, memory, of_width, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.optimisers import Optimiser
 from kinformer.lab.training.settings import Settings

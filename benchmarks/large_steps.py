@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_learning, interleave, of_width, prepare, products, save, show
 from kinformer.family.build import configure
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.training.data_module import ObjectiveModule
 from peers import PeerShape, hugging_face, idiap, x_transformers
 from training_step import Training

@@ -41,8 +41,8 @@ from kinformer.inputs.tokens import Tokens
 from kinformer.lab.data.mqar import Recall
 from kinformer.lab.drawing.style import FAINT, QUIET, SERIES, bare, figure
 from kinformer.lab.drawing.style import save as save_figure
-from kinformer.lab.tasks.recall.work import RecallLoss
-from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
+from kinformer.lab.tasks.answers import ScoredBatch, answers
+from kinformer.lab.tasks.recall import RecallLoss
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.models.decoder import Decoder
 from kinformer.parts.output_parts import ShortConvolution

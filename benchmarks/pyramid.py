@@ -31,7 +31,7 @@ from torch.nn import functional
 from common import arguments, kinformer, prepare, save, sets, show, train
 from kinformer.lab.data.images import DIGITS, read_images
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.dino.work import vectors_of
+from kinformer.lab.tasks.dino import vectors_of
 
 CLASSES, TILES, REGION, PIXELS = 4, 16, 4, 16
 SAME = 10

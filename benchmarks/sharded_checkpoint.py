@@ -28,7 +28,7 @@ import torch
 import kinformer
 from common import arguments, memory, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss
+from kinformer.lab.tasks.next_token import NextTokenLoss
 from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints, Saves
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.distributed import Group, join, launch, wrapped

@@ -21,7 +21,7 @@ import torch
 from common import Contestant, arguments, gate_learning, interleave, kinformer, prepare, save, show
 from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
-from kinformer.lab.tasks.speech.work import CTC, SpeechBatch
+from kinformer.lab.tasks.speech import CTC, SpeechBatch
 
 MEMBERS = ("speech-softmax", "speech-linear", "speech-lsh", "speech-lstm")
 FUSED = "speech-softmax by PyTorch's attention"

@@ -22,9 +22,9 @@ from typing import Any
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
 from kinformer.lab.runs.rows import data_of
 from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.options import Decoding
 from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.translate import Decoding
-from kinformer.lab.tasks.translate.work import Translator
+from kinformer.lab.tasks.translate import Translator
 
 BEAM, BATCH, ROUNDS = 4, 32, 5
 TRAINED = ("steps", "parameters", "seconds", "tokens_per_second", "best_step")

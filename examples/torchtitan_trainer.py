@@ -25,7 +25,7 @@ import kinformer
 from kinformer.core.stack import units_of
 from kinformer.lab.data import open_corpus
 from kinformer.lab.runs.run import TOKENIZER, save_weights
-from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.tasks.next_token import NextTokens
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.files import load_tensors
 

@@ -7,7 +7,7 @@ import torch
 
 import kinformer
 from kinformer.adaptive.rules import AllExits, AtExit, Geometric, Multinomial, oracle, smoothed
-from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
+from kinformer.lab.tasks.next_token import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
 
 EXITS, BATCH, TIME, DIM = 4, 2, 7, 6

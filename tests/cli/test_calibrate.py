@@ -17,7 +17,7 @@ def calm_run(make_run):
 
 @pytest.mark.parametrize("consistency", ["textual", "risk"])
 def test_the_threshold_is_kept_and_used(cli, calm_run, consistency, monkeypatch):
-    from kinformer.lab.tasks.next_token import evaluate as calibrate
+    from kinformer.lab.tasks import next_token_evaluation as calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
     code, out, err = cli("calibrate", calm_run, *FEW, "--consistency", consistency, "--json")
@@ -63,7 +63,7 @@ def test_no_threshold_may_be_careful_enough(cli, calm_run, monkeypatch):
 
 
 def test_a_threshold_that_costs_more_than_it_saves_is_not_kept(cli, calm_run, monkeypatch):
-    from kinformer.lab.tasks.next_token import evaluate as calibrate
+    from kinformer.lab.tasks import next_token_evaluation as calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=-0.25))
     code, out, err = cli("calibrate", calm_run, *FEW)
@@ -117,7 +117,7 @@ def test_runs_without_such_exits_are_refused(cli, gpt_run):
 
 
 def test_thresholds_that_fall_with_the_position_are_kept(cli, calm_run, monkeypatch):
-    from kinformer.lab.tasks.next_token import evaluate as calibrate
+    from kinformer.lab.tasks import next_token_evaluation as calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
     for flags in (("--decay-tokens", 6), ()):  # the second time, the run's own
@@ -133,7 +133,7 @@ def test_thresholds_that_fall_with_the_position_are_kept(cli, calm_run, monkeypa
 @pytest.mark.parametrize("way", [FEW, ("--search", 20, "--tolerance", 3, "--max-bytes", 300, "--threads", 1)])
 def test_exits_are_kept_where_they_are_asked_for(cli, make_run, way, monkeypatch):
     """Tokens then leave behind these layers alone, with the same weights, and may go back to all exits."""
-    from kinformer.lab.tasks.next_token import evaluate as calibrate
+    from kinformer.lab.tasks import next_token_evaluation as calibrate
 
     monkeypatch.setattr(calibrate, "saved", lambda model, exits, tokens: replace(exits, flops_saved=0.1))
     folder = make_run("calm")

@@ -10,7 +10,7 @@ import pytest
 from kinformer.lab.data import NgramModel, open_corpus
 from kinformer.lab.evaluation.bits import Windows, measure
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.next_token import NextTokenOptions
+from kinformer.lab.tasks.options import NextTokenOptions
 
 
 def metrics(cli, *arguments):

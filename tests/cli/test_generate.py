@@ -12,11 +12,12 @@ import torch
 
 import kinformer
 from kinformer.generation.session import Session
+from kinformer.lab import tasks
 from kinformer.lab.data import ByteTokenizer, FileTokenizer
 from kinformer.lab.data.tokenizer import ByteStream
 from kinformer.lab.runs.inference import check_drawing
 from kinformer.lab.runs.options import GenerateOptions
-from kinformer.lab.tasks.image.work import _Picker
+from kinformer.lab.tasks.image import _Picker
 from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.tasks.task import DRAWING
 from kinformer.runtime.errors import KinformerError
@@ -243,9 +244,9 @@ OTHERWISE = {
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.generation.refusal is None])
 def test_every_option_of_drawing_is_read_or_refused(name):
-    """What a task reads stands in its folder's code; what it does not is one sentence."""
-    task, folder = TASKS[name], Path(sys.modules[type(TASKS[name]).__module__].__file__).parent
-    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    """What a task reads stands in the code of its page; what it does not is one sentence."""
+    task = TASKS[name]
+    code = Path(tasks.__file__).with_name(f"{name.replace('-', '_')}.py").read_text()
     code += inspect.getsource(_Picker) if name == "super-resolution" else ""  # it draws as image does
     assert OTHERWISE.keys() == set(DRAWING)
     for option, value in OTHERWISE.items():

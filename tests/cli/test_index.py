@@ -19,7 +19,7 @@ from kinformer.lab.evaluation.bits import Windows, measure
 from kinformer.lab.runs.options import EvaluateOptions
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings
-from kinformer.lab.tasks.shared.text import held_out
+from kinformer.lab.tasks.texts import held_out
 
 CHUNK = ("--chunk", 256)
 

@@ -17,7 +17,7 @@ from kinformer.interop.checkpoint import read_checkpoint
 from kinformer.lab.cli.form import read as read_options
 from kinformer.lab.comparison.cache import Cache
 from kinformer.lab.control.trajectories import open_trajectories
-from kinformer.lab.data.formats import check_plain, write_field
+from kinformer.lab.data.files import check_plain, write_field
 from kinformer.lab.data.images import read_images
 from kinformer.lab.data.labelled import open_labelled
 from kinformer.lab.data.pairs import open_pairs

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kinformer.lab.data import open_corpus
-from kinformer.lab.data.mixture import CYCLE, MixedWindows, counts_of, mixture_of
-from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.data.corpus import CYCLE, MixedWindows, counts_of, mixture_of
+from kinformer.lab.tasks.next_token import NextTokens
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 

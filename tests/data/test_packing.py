@@ -17,9 +17,9 @@ from kinformer.lab.cli.main import main
 from kinformer.lab.data import open_corpus, packing, train_tokenizer
 from kinformer.lab.data.packed import MANIFEST, PACKED_SPLITS, open_packed, packed_tokenizer
 from kinformer.lab.data.packing import Packing, pack
-from kinformer.lab.data.split import Split
+from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer
-from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.tasks.next_token import NextTokens
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import signed
 from tests.training.tiny import SETTINGS, curve

@@ -6,9 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from kinformer.lab.data import number_words
 from kinformer.lab.data.buckets import TokenBatches
-from kinformer.lab.data.pairs import Languages, open_pairs
+from kinformer.lab.data.pairs import Languages, english, german, open_pairs
 from kinformer.runtime.errors import KinformerError
 
 ENGLISH = [f"line {index}" for index in range(40)]
@@ -149,16 +148,16 @@ def test_more_mistakes(tmp_path):
 
 
 def test_number_words():
-    assert [number_words.english(number) for number in (0, 16, 21, 100, 1001, 342_071)] == [
+    assert [english(number) for number in (0, 16, 21, 100, 1001, 342_071)] == [
         "zero", "sixteen", "twenty-one", "one hundred", "one thousand one",
         "three hundred forty-two thousand seventy-one",
     ]  # fmt: skip
-    assert [number_words.german(number) for number in (0, 1, 16, 21, 101, 1001, 101_000, 342_071)] == [
+    assert [german(number) for number in (0, 1, 16, 21, 101, 1001, 101_000, 342_071)] == [
         "null", "eins", "sechzehn", "einundzwanzig", "einhunderteins", "eintausendeins", "einhunderteintausend",
         "dreihundertzweiundvierzigtausendeinundsiebzig",
     ]  # fmt: skip
     made = open_pairs("number-words")
-    assert len({number_words.german(number) for number in range(3000)}) == 3000
+    assert len({german(number) for number in range(3000)}) == 3000
     assert not set(made.splits["test"].source) & set(made.splits["train"].source)
 
 

@@ -8,8 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.lab.data.sound import Holdout, SoundOptions, find_clips, open_sound
-from kinformer.lab.data.waves import HIGH, LOW, PAD, Calls, Resampler, WavStream, read_sound, resample, sound_info
+from kinformer.lab.data.sound import (
+    HIGH,
+    LOW,
+    PAD,
+    Calls,
+    Holdout,
+    Resampler,
+    SoundOptions,
+    WavStream,
+    find_clips,
+    open_sound,
+    read_sound,
+    resample,
+    sound_info,
+)
 from kinformer.runtime.errors import KinformerError
 
 

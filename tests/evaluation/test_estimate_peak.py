@@ -17,7 +17,7 @@ from kinformer.lab.estimation.estimate import Live, estimate
 from kinformer.lab.estimation.parts import outputs
 from kinformer.lab.estimation.peak import peak
 from kinformer.lab.runs.describe import objective_cost
-from kinformer.lab.tasks.next_token.objectives import DeepSupervision
+from kinformer.lab.tasks.next_token import DeepSupervision
 from kinformer.runtime.workspace import scratch_bytes
 
 

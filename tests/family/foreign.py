@@ -27,7 +27,7 @@ from kinformer.core.parts import PatternConfig, Position, PositionConfig, Relati
 from kinformer.core.pattern import NONE, SOME, Boxes, Cover, Pattern
 from kinformer.core.probe import KERNEL, probe
 from kinformer.family.record import Member
-from kinformer.lab.tasks.next_token import NextToken
+from kinformer.lab.tasks.table import TASKS
 
 
 class Softplus(FeatureMap):
@@ -136,12 +136,7 @@ def tiny(vocab_size: int | None):
     return configure("linear-transformer", "tiny", vocab_size, {"layers.*.mixer": Leaky.Config()})
 
 
-class NextByte(NextToken):
-    name = "next-byte"
-    title = "next byte"
-
-
-TASK = NextByte()
+TASK = TASKS["next-token"].derive(name="next-byte", title="next byte")
 
 MEMBER = Member(
     name="leaky",

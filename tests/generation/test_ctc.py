@@ -9,7 +9,7 @@ import torch
 
 from kinformer.family.build import build
 from kinformer.generation.beam import BLANK, Fusion, Greedy, SymbolModel, Texts, greedy, prefix_beam
-from kinformer.lab.tasks.speech.work import ctc_nats
+from kinformer.lab.tasks.speech import ctc_nats
 
 CLASSES = 3
 

@@ -10,8 +10,7 @@ import kinformer
 from kinformer.family.build import configure
 from kinformer.inputs.filterbank import CHARACTERS
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.speech.predict import Listener
-from kinformer.lab.tasks.speech.work import CTC, SpeechBatch
+from kinformer.lab.tasks.speech import CTC, Listener, SpeechBatch
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import assert_close
 from tests.interop.test_export import assert_same_weights, save_run

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.interop.auto import KinformerConfig, KinformerForCausalLM, KinformerForMaskedLM
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.training.data_module import ObjectiveModule
 from tests.interop.decoders import assert_close
 

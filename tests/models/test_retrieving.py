@@ -12,7 +12,7 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 from kinformer.lab.datastore.attach import KeyedDecoder
 from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40

@@ -11,8 +11,8 @@ import torch
 import kinformer
 from kinformer.inputs.filterbank import Filterbank
 from kinformer.lab.data.images import read_images
-from kinformer.lab.data.waves import read_sound
-from kinformer.lab.tasks.speech.work import features_of
+from kinformer.lab.data.sound import read_sound
+from kinformer.lab.tasks.speech import features_of
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
 from tests.data.test_sound import tone
@@ -80,7 +80,7 @@ def test_predictions_are_those_that_evaluation_counts(classes_run):
 
 
 def test_a_stream_is_predicted_as_it_comes_and_in_order(classes_run):
-    from kinformer.lab.tasks.shared.records import in_batches
+    from kinformer.lab.tasks.shared import in_batches
 
     taken = []
 

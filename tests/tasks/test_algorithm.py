@@ -9,8 +9,8 @@ import torch
 import kinformer
 from kinformer.lab.data.algorithms import ALGORITHMS, END, SYMBOLS, AlgorithmData, carried
 from kinformer.lab.evaluation.depths import noting_depths, noting_exits
-from kinformer.lab.tasks.algorithm.work import AlgorithmLoss, ByDifficulty, solved
-from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
+from kinformer.lab.tasks.algorithm import AlgorithmLoss, ByDifficulty, solved
+from kinformer.lab.tasks.answers import ScoredBatch, answers
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 
@@ -156,7 +156,7 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 
 def main_generate(folder, prompt):
-    from kinformer.lab.tasks.algorithm.work import answer
+    from kinformer.lab.tasks.algorithm import answer
     from kinformer.lab.tasks.runs import LoadedRun
 
     run = kinformer.open_run(folder)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kinformer.lab.tasks.shared.images import (
+from kinformer.lab.tasks.images import (
     ALONE,
     CHANGES,
     CUTMIX,
@@ -19,7 +19,7 @@ from kinformer.lab.tasks.shared.images import (
     rand_augment,
     resized_crop,
 )
-from kinformer.lab.tasks.vision import AUGMENTATIONS
+from kinformer.lab.tasks.options import AUGMENTATIONS
 
 
 def drawn(seed=0):

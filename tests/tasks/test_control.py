@@ -16,7 +16,7 @@ from kinformer.lab.control.acting import entropy, log_density
 from kinformer.lab.control.environments import Box, Discrete
 from kinformer.lab.control.online import Actor, ControlRows, PolicyLoss, PolicyShift, Transition, advantages_of
 from kinformer.lab.control.options import ControlOptions, open_environment
-from kinformer.lab.tasks.control.work import fitted
+from kinformer.lab.tasks.control import fitted
 from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError

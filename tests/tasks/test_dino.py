@@ -9,8 +9,7 @@ import torch
 import kinformer
 from kinformer.family.build import configure
 from kinformer.lab.cli.main import main
-from kinformer.lab.tasks.dino import TASK, DinoOptions
-from kinformer.lab.tasks.dino.work import (
+from kinformer.lab.tasks.dino import (
     DinoBatch,
     DinoRows,
     Pieces,
@@ -23,7 +22,9 @@ from kinformer.lab.tasks.dino.work import (
     views_of_features,
     views_of_pixels,
 )
-from kinformer.lab.tasks.shared.images import ASPECTS, box, keep_features
+from kinformer.lab.tasks.images import ASPECTS, box, keep_features
+from kinformer.lab.tasks.options import DinoOptions
+from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
@@ -165,7 +166,7 @@ def test_processes_share_the_rows_and_an_epoch_has_each_piece_once(digits, one):
 
 def test_features_of_frozen_levels_are_computed_once(digits, two, monkeypatch):
     model, module = kinformer.load(two.folder), rows(digits, two.config, level=2)
-    TASK.objective(None, model, module)
+    TASKS["dino"].objective(None, model, module)
     input = model.input.lower[1].input
     first = module.batch(0, 0, 1).values
     assert torch.allclose(first, input.features(rows(digits, two.config, level=2).batch(0, 0, 1).values), atol=1e-6)

@@ -9,8 +9,8 @@ from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
 from kinformer.lab.runs.rows import teacher_of
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.vision import VisionOptions
-from kinformer.lab.tasks.vision.work import Distillation, ImageBatch, ImageClassification
+from kinformer.lab.tasks.options import VisionOptions
+from kinformer.lab.tasks.vision import Distillation, ImageBatch, ImageClassification
 from kinformer.mixers.convolutions import SeparableConvolution
 from kinformer.runtime.errors import KinformerError
 

@@ -8,8 +8,8 @@ import torch
 import kinformer
 from kinformer.lab.data import BosEos, open_corpus
 from kinformer.lab.data.masking import MaskedText, Masking, ordinary
-from kinformer.lab.tasks.mlm import TASK
-from kinformer.lab.tasks.mlm.work import MaskedBatch, has_global_input, measure_global_input, silenced
+from kinformer.lab.tasks.mlm import MaskedBatch, has_global_input, measure_global_input, silenced
+from kinformer.lab.tasks.table import TASKS
 
 LENGTH, ROWS = 34, 5
 
@@ -55,7 +55,7 @@ def test_with_it_with_its_vectors_zeroed_and_without(model, text):
 
 def test_sentences_are_identified_among_those_of_the_same_rows(model, text):
     found = measure_global_input(model, text, ROWS)
-    objective = TASK.objective("mlm-cpc", model)
+    objective = TASKS["mlm"].objective("mlm-cpc", model)
     correct = sentences = groups = 0
     with torch.no_grad():
         for shown in text.in_order(ROWS, shuffled=True):

@@ -16,8 +16,8 @@ from kinformer.inputs.images import Pixels
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.images import ImageData, Images, floors, read_images
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.image import TASK
-from kinformer.lab.tasks.image.work import Sequences, check_image, class_nats, grid, labelled, nats_of, shifted
+from kinformer.lab.tasks.image import Sequences, check_image, class_nats, grid, labelled, nats_of, shifted
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
@@ -271,14 +271,17 @@ def test_tables_that_a_head_cannot_share_are_one_sentence(cli, tmp_path):
 def test_every_causal_member_can_be_fitted(member, shape):
     pixels = np.zeros((4, *shape), np.uint8)
     data = ImageData("none", "", "", {name: Images(pixels, None, (), name) for name in ("train", "validation")}, ())
-    config = override(configure(member, "tiny", 256), TASK.fit(configure(member, "tiny", 256), data), kinds())
+    config = override(configure(member, "tiny", 256), TASKS["image"].fit(configure(member, "tiny", 256), data), kinds())
     with unallocated():
         model = config.build()
     with torch.device("meta"):
         check_image(config, data, model)
         logits, _ = model(torch.zeros(2, 8, dtype=torch.int64))
-    assert TASK.length(data, config) == pixels[0].size and logits.shape == (2, 8, 256)
-    assert TASK.fits(config) and TASK.fit(config, data)["input"].items() <= to_dict(config.input).items()
+    assert TASKS["image"].length(data, config) == pixels[0].size and logits.shape == (2, 8, 256)
+    assert (
+        TASKS["image"].fits(config)
+        and TASKS["image"].fit(config, data)["input"].items() <= to_dict(config.input).items()
+    )
 
 
 # Parts

@@ -6,8 +6,7 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.lab.tasks.mae import MaeOptions
-from kinformer.lab.tasks.mae.work import (
+from kinformer.lab.tasks.mae import (
     MaeBatch,
     MaskedPatches,
     _pixels,
@@ -17,6 +16,7 @@ from kinformer.lab.tasks.mae.work import (
     seen_patches,
     targets_of,
 )
+from kinformer.lab.tasks.options import MaeOptions
 from kinformer.runtime.errors import KinformerError
 
 QUICK = {"recipe": "tiny", "steps": 2, "batch_size": 4, "threads": 1, "device": "cpu", "quiet": True}

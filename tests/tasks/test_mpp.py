@@ -8,7 +8,7 @@ import kinformer
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.lab.data.images import read_images
-from kinformer.lab.tasks.mpp.work import (
+from kinformer.lab.tasks.mae import (
     MASKED,
     MppBatch,
     PatchColours,

@@ -8,8 +8,8 @@ import torch
 import kinformer
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.mqar import Recall
-from kinformer.lab.tasks.recall.work import RecallLoss, accuracy_of
-from kinformer.lab.tasks.shared.answers import ScoredBatch, answers
+from kinformer.lab.tasks.answers import ScoredBatch, answers
+from kinformer.lab.tasks.recall import RecallLoss, accuracy_of
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 

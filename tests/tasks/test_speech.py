@@ -11,13 +11,11 @@ import torch
 import kinformer
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
-from kinformer.lab.data.sound import SoundOptions, open_sound
-from kinformer.lab.data.waves import COUNTS, RATE, Calls
+from kinformer.lab.data.sound import COUNTS, RATE, Calls, SoundOptions, open_sound
 from kinformer.lab.evaluation.transcripts import count_errors
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions
-from kinformer.lab.tasks.speech.predict import Listener
-from kinformer.lab.tasks.speech.work import CTC, IGNORED, Rows
+from kinformer.lab.tasks.speech import CTC, IGNORED, Listener, Rows
 from kinformer.runtime.errors import KinformerError
 from tests.data.test_sound import tone, write
 

@@ -7,10 +7,9 @@ import torch
 from torch import Generator
 
 from kinformer.family.build import configure
-from kinformer.lab.data.sound import SoundOptions, open_sound
-from kinformer.lab.data.waves import COUNTS
-from kinformer.lab.tasks.speech import SpeechOptions
-from kinformer.lab.tasks.speech.work import SpeechRows, masked, with_speed
+from kinformer.lab.data.sound import COUNTS, SoundOptions, open_sound
+from kinformer.lab.tasks.options import SpeechOptions
+from kinformer.lab.tasks.speech import SpeechRows, masked, with_speed
 from kinformer.runtime.errors import KinformerError
 
 RATE = 8000

@@ -12,8 +12,8 @@ import kinformer
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.images import floor_over_source, floors, read_images, reduced
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.image.work import class_nats, shifted
-from kinformer.lab.tasks.super_resolution.work import EnlargingSequences
+from kinformer.lab.tasks.image import class_nats, shifted
+from kinformer.lab.tasks.super_resolution import EnlargingSequences
 
 TRAIN = ("train", "image-transformer", "--recipe", "tiny-super-resolution", "--steps", "2", "--batch-size", "4")
 TRAIN += ("--validation-tokens", "300", "--threads", "1")

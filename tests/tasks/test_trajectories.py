@@ -16,7 +16,7 @@ from kinformer.lab.control.decision import ActionLoss, TrajectoryAgent, Trajecto
 from kinformer.lab.control.environments import Box, Discrete
 from kinformer.lab.control.options import TrajectoryOptions, targets_of
 from kinformer.lab.control.trajectories import open_data, random_walks
-from kinformer.lab.tasks.trajectories.work import facts_correlation
+from kinformer.lab.tasks.trajectories import facts_correlation
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 

@@ -35,7 +35,7 @@ def run(tmp_path_factory, pairs):
 @pytest.fixture
 def cheap(monkeypatch):
     """What is saved is not measured but a tenth."""
-    from kinformer.lab.tasks.translate import work as generate
+    from kinformer.lab.tasks import translate as generate
 
     monkeypatch.setattr(generate, "saved", lambda model, exits, *_, **__: replace(exits, flops_saved=0.1))
 
@@ -81,7 +81,7 @@ def test_evaluate_and_generate_report_what_left(cli, run):
 
 
 def test_a_threshold_that_makes_the_run_dearer_is_not_kept(cli, run, monkeypatch):
-    from kinformer.lab.tasks.translate import work as generate
+    from kinformer.lab.tasks import translate as generate
 
     monkeypatch.setattr(generate, "saved", lambda model, exits, *_, **__: replace(exits, flops_saved=-0.25))
     flags = [f"--{name}={value}" for name, value in FEW.items()]

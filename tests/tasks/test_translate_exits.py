@@ -9,7 +9,7 @@ from kinformer.core.state import repeat_rows
 from kinformer.family.build import configure
 from kinformer.lab.data import IGNORED
 from kinformer.lab.evaluation.depths import Exited, saved
-from kinformer.lab.tasks.translate.work import PairBatch, TranslationExits, TranslationLoss, padded
+from kinformer.lab.tasks.translate import PairBatch, TranslationExits, TranslationLoss, padded
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, SourceModelSubject
 

@@ -14,8 +14,9 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import IGNORED, ImageData, Images
-from kinformer.lab.tasks.vision import AUGMENTATIONS, TASK, VisionOptions
-from kinformer.lab.tasks.vision.work import (
+from kinformer.lab.tasks.options import AUGMENTATIONS, VisionOptions
+from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.vision import (
     ImageBatch,
     ImageClassification,
     ImageRows,
@@ -196,7 +197,7 @@ def test_what_does_not_go_together(tmp_path, digits):
 def test_a_fitted_input_stays_as_it_is(digits):
     config = configure("vit", "tiny", set={"input.mean": (0.5,) * 3, "input.std": (0.5,) * 3})
     assert fitted(config, digits) == {"head.classes": 10}
-    assert moments(digits)[1][0] > 0.3 and TASK.length(digits, config) == 1 + 4
+    assert moments(digits)[1][0] > 0.3 and TASKS["vision"].length(digits, config) == 1 + 4
 
 
 @pytest.mark.parametrize(

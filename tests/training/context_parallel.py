@@ -25,10 +25,10 @@ from kinformer.family.build import build
 from kinformer.family.kinds import kinds
 from kinformer.heads.classes import ClassificationHead
 from kinformer.lab.data import IGNORED, open_corpus
-from kinformer.lab.tasks.classify.work import Classification, LabelledBatch
-from kinformer.lab.tasks.mlm.work import MaskedBatch, MaskedLanguage
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
-from kinformer.lab.tasks.translate.work import PairBatch, TranslationLoss
+from kinformer.lab.tasks.classify import Classification, LabelledBatch
+from kinformer.lab.tasks.mlm import MaskedBatch, MaskedLanguage
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.translate import PairBatch, TranslationLoss
 from kinformer.lab.training.context_parallel import groups_of, mixers_of, share_time
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.distributed import Group

@@ -14,7 +14,7 @@ from kinformer.family.build import build
 from kinformer.lab.data import Corpus
 from kinformer.lab.estimation.cluster import Mesh, Part, Shared
 from kinformer.lab.runs.options import parallel_of
-from kinformer.lab.tasks.next_token.objectives import TokenBatch
+from kinformer.lab.tasks.next_token import TokenBatch
 from kinformer.lab.training.context_parallel import check_time
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL, ENCODERS, SOURCE, TINY

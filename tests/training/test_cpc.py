@@ -6,8 +6,8 @@ from torch.nn import functional
 
 import kinformer
 from kinformer.lab.data import IGNORED
-from kinformer.lab.tasks.mlm import TASK
-from kinformer.lab.tasks.mlm.work import WEIGHT, MaskedBatch, MaskedLanguage, MaskedLanguageCpc, contrasted, restored
+from kinformer.lab.tasks.mlm import WEIGHT, MaskedBatch, MaskedLanguage, MaskedLanguageCpc, contrasted, restored
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
 
 MASK, FIRST, LAST = 58, 59, 60
@@ -80,7 +80,7 @@ def test_rows_whose_labels_do_not_count_are_left_out():
 def test_the_loss_is_that_of_the_formula():
     one = model().eval()
     plain, shown = batch()
-    objective = TASK.objective("mlm-cpc", one)
+    objective = TASKS["mlm"].objective("mlm-cpc", one)
     loss, metrics, state = objective(one, shown, None, 0.5)
     assert state is None
     chosen = objective.choose(shown, fresh=False)
@@ -114,7 +114,7 @@ def test_what_does_not_count_is_no_candidate():
 def test_global_tokens_learn_to_identify_their_sentences():
     """In each text one byte is all there is: what is masked is known from what is not."""
     one = model().train()
-    objective = TASK.objective("mlm-cpc", one)
+    objective = TASKS["mlm"].objective("mlm-cpc", one)
     optimiser = torch.optim.AdamW(one.parameters(), lr=3e-3)
     for step in range(60):
         generator = torch.Generator().manual_seed(step)
@@ -130,6 +130,6 @@ def test_global_tokens_learn_to_identify_their_sentences():
 
 def test_a_model_without_sentences_is_refused():
     with pytest.raises(KinformerError, match="a global token for every sentence"):
-        TASK.objective("mlm-cpc", kinformer.build("bert", recipe="tiny", vocab_size=61))
+        TASKS["mlm"].objective("mlm-cpc", kinformer.build("bert", recipe="tiny", vocab_size=61))
     with pytest.raises(KinformerError, match="needs an encoder with a mask token"):
-        TASK.objective("mlm-cpc", kinformer.build("gpt", recipe="tiny", vocab_size=61))
+        TASKS["mlm"].objective("mlm-cpc", kinformer.build("gpt", recipe="tiny", vocab_size=61))

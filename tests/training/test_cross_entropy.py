@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from kinformer.family.build import configure
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.training import cross_entropy as pieces
 from kinformer.runtime.errors import KinformerError
 

@@ -18,8 +18,8 @@ from kinformer.family.table import MEMBERS
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import Corpus
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.next_token import TASK
-from kinformer.lab.tasks.next_token.objectives import DeepSupervision, NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import DeepSupervision, NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
 from tests.training.tiny import curve, gap, rewound, train, trainer, weights
 
@@ -117,8 +117,8 @@ def test_paper_model_has_the_papers_size() -> None:
 
 def test_a_model_that_hides_its_layers_is_refused() -> None:
     with pytest.raises(KinformerError, match="reads the layers of a model, but Linear shows none"):
-        TASK.objective("deep-supervision", nn.Linear(1, 1))
-    assert isinstance(TASK.objective(None, nn.Linear(1, 1)), NextTokenLoss)
+        TASKS["next-token"].objective("deep-supervision", nn.Linear(1, 1))
+    assert isinstance(TASKS["next-token"].objective(None, nn.Linear(1, 1)), NextTokenLoss)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "optimizer": "muon"}], ids=["plain", "accumulated, muon"])

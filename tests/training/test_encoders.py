@@ -14,9 +14,9 @@ from kinformer.family.build import build
 from kinformer.heads.classes import TokenClassificationHead
 from kinformer.lab.data import IGNORED, Corpus, open_corpus
 from kinformer.lab.data.masking import Bigrams
-from kinformer.lab.tasks.classify import work as label_rows
-from kinformer.lab.tasks.classify.work import Classification, LabelledBatch, Labels, measure_labels
-from kinformer.lab.tasks.mlm.work import MaskedBatch, MaskedLanguage, MaskedTokens, measure_masked
+from kinformer.lab.tasks import classify as label_rows
+from kinformer.lab.tasks.classify import Classification, LabelledBatch, Labels, measure_labels
+from kinformer.lab.tasks.mlm import MaskedBatch, MaskedLanguage, MaskedTokens, measure_masked
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.loop import Validation
 from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights

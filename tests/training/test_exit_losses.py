@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.lab.tasks.next_token.objectives import ExitLosses, TokenBatch
+from kinformer.lab.tasks.next_token import ExitLosses, TokenBatch
 from kinformer.runtime.errors import KinformerError
 
 TOKENS = torch.randint(23, (4, 13), generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ from torch.nn.functional import cross_entropy
 from kinformer.family.build import build
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.next_token import TASK
-from kinformer.lab.tasks.next_token.objectives import MultiToken, NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import MultiToken, NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.table import TASKS
 from kinformer.runtime.errors import KinformerError
 
 
@@ -77,7 +77,7 @@ def test_the_losses_of_further_tokens_fall(model):
 
 def test_further_tokens_and_their_objective_need_each_other(tmp_path):
     with pytest.raises(KinformerError, match="the objective 'multi-token' needs a model that predicts further tokens"):
-        TASK.objective("multi-token", build("gpt", "tiny"))
+        TASKS["next-token"].objective("multi-token", build("gpt", "tiny"))
     for changes in ({"ahead": -1}, {"ahead": 1, "input": {"kind": "pixels"}, "head": {"kind": "logistics"}}):
         with pytest.raises(KinformerError, match="ahead"):
             build("image-transformer", "tiny", None, changes)

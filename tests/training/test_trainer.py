@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.core.state import tensors
 from kinformer.family.build import build
 from kinformer.lab.data import Corpus, SegmentStreams
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, NextTokens, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, NextTokens, TokenBatch
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.loop import Validation
 from kinformer.lab.training.optimisers import Optimiser

@@ -17,11 +17,11 @@ from kinformer.lab.data import BosEos, Corpus, Examples, Labelled
 from kinformer.lab.data.masking import Masking, ordinary
 from kinformer.lab.data.pairs import Languages, Pairs, Parallel
 from kinformer.lab.data.tokenizer import ByteTokenizer
-from kinformer.lab.tasks.classify.work import Labels
-from kinformer.lab.tasks.mlm.work import MaskedTokens
-from kinformer.lab.tasks.next_token.objectives import NextTokens
+from kinformer.lab.tasks.classify import Labels
+from kinformer.lab.tasks.mlm import MaskedTokens
+from kinformer.lab.tasks.next_token import NextTokens
 from kinformer.lab.tasks.table import TASKS
-from kinformer.lab.tasks.translate.work import TranslationPairs
+from kinformer.lab.tasks.translate import TranslationPairs
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.distributed import Group

@@ -1,6 +1,6 @@
 """Predictions of the tokens beyond the next (Gloeckle et al. 2024, "Multi-token prediction"; DeepSeek-V3, section 2.2).
 
-The objective multi-token trains them (``lab.tasks.next_token.objectives``), and generation takes their most probable
+The objective multi-token trains them (``lab.tasks.next_token``), and generation takes their most probable
 tokens as a draft (``generation.drafts``).
 """
 

@@ -22,7 +22,7 @@ from kinformer.lab.evaluation.depths import Exited, noting_exits, saved, with_ru
 from kinformer.lab.runs.files import spooled
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings, TextTable
-from kinformer.lab.tasks.shared.text import HeldOut, held_out, main_windows
+from kinformer.lab.tasks.texts import HeldOut, held_out, main_windows
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import locked
 from kinformer.runtime.progress import ProgressCallback, progressing

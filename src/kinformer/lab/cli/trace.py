@@ -53,7 +53,7 @@ class Trace(TraceOptions, Printing):
             raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
         if self.file is not None:
             from kinformer.lab.data.files import reading_corpus
-            from kinformer.lab.data.formats import plain_bytes
+            from kinformer.lab.data.files import plain_bytes
 
             with reading_corpus(self.file):
                 return plain_bytes(Path(self.file)).decode("utf-8")

@@ -20,7 +20,7 @@ from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:
-    from kinformer.lab.tasks.next_token.generate import Generated
+    from kinformer.lab.tasks.next_token import Generated
 
 Inputs = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE|FOLDER|-")]
 
@@ -88,7 +88,7 @@ class Generate(GenerateOptions, Printing):
         if self.prompt is not None and self.prompt_file is not None:
             raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
         if self.prompt_file is not None:
-            from kinformer.lab.data.formats import plain_bytes
+            from kinformer.lab.data.files import plain_bytes
 
             return plain_bytes(Path(self.prompt_file))
         if by_line and self.prompt in (None, "-"):

@@ -2,14 +2,12 @@
 
 from kinformer.lab.data.buckets import IGNORED, BosEos, Buckets, Rows
 from kinformer.lab.data.corpus import Corpus, open_corpus
-from kinformer.lab.data.files import spool
-from kinformer.lab.data.formats import default_cache
+from kinformer.lab.data.files import default_cache, spool
 from kinformer.lab.data.images import ImageData, Images, read_images
 from kinformer.lab.data.labelled import Examples, Labelled, open_labelled
 from kinformer.lab.data.ngram import NgramModel
 from kinformer.lab.data.packed import first_bytes
-from kinformer.lab.data.sampling import RandomWindows, Sampler, SegmentStreams
-from kinformer.lab.data.split import EvaluationStream, Segment, Split
+from kinformer.lab.data.sampling import EvaluationStream, RandomWindows, Sampler, Segment, SegmentStreams, Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, train_tokenizer, train_tokenizer_on
 
 __all__ = [

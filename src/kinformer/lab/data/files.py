@@ -7,19 +7,298 @@ import shutil
 import stat
 import sysconfig
 import time
+from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from json import JSONDecoder
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
-from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.files import take
+from kinformer.runtime.errors import KinformerError, nearest, plural
+from kinformer.runtime.files import (
+    checksum,
+    locked,
+    read_json,
+    reading,
+    require_file,
+    require_signature,
+    signed,
+    take,
+    write_json,
+)
+from kinformer.runtime.parsing import JsonObject, parse_json, parse_json_line
+from kinformer.runtime.progress import note_once
+
+# The format of a data file by its first bytes, where that is neither text nor bytes to learn from as they are.
+
+
+_HEAD = 1 << 16
+_COLUMN = "write its column of text into a text file first, as with pandas or pyarrow"
+_PACKED = {
+    b"\x1f\x8b\x08": ("gzip-compressed", "unpack it first, as with gunzip -k"),
+    b"PK\x03\x04": ("a ZIP archive", "unpack it first, as with unzip"),
+    b"BZh": ("bzip2-compressed", "unpack it first, as with bunzip2 -k"),
+    b"\xfd7zXZ\x00": ("xz-compressed", "unpack it first, as with unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd-compressed", "unpack it first, as with unzstd"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it first, as with 7z x"),
+    b"Rar!\x1a\x07": ("a RAR archive", "unpack it first, as with unrar x"),
+    b"PAR1": ("a Parquet table", _COLUMN),
+    b"ARROW1": ("an Arrow table", _COLUMN),
+    b"ORC": ("an ORC table", _COLUMN),
+    b"SQLite format 3\0": ("an SQLite database", "write its texts into a text file first, as with sqlite3"),
+    b"%PDF-": ("a PDF", "write its text into a text file first, as with pdftotext"),
+    b"{\\rtf": ("an RTF document", "save it as plain text first"),
+}
+_BINARY = {
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"GIF8": "a GIF picture",
+    b"RIFF": "sound or video (RIFF)",
+    b"fLaC": "sound (FLAC)",
+    b"OggS": "sound (Ogg)",
+    b"\x7fELF": "a program (ELF)",
+    b"MZ": "a program (Windows)",
+    b"\x93NUMPY": "an array of NumPy",
+    b"\x89HDF": "an HDF5 file",
+    b"\x80\x04\x95": "a pickle",
+}
+"""Formats whose bytes can be learnt from, but rarely are on purpose."""
+
+
+def check_plain(path: Path) -> None:
+    """Refuse a file that is packed, a table, a document, UTF-16 or JSON lines. Other bytes are data as they are;
+    a note says so of those that are no text."""
+    refuse_packed(path)
+    head = _head(path)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
+        raise KinformerError(
+            f"{path}: is UTF-16 text, in which every other byte says little; convert it first, as with "
+            f"iconv -f UTF-16 -t UTF-8."
+        )
+    if (names := _fields(head)) is not None:
+        shown = ", ".join(names) or "none"
+        raise KinformerError(
+            f"{path}: is JSON lines with the fields {shown}; train on one of them with `text_field` NAME, or write the "
+            "texts into a plain file first."
+        )
+    if (names := _fields_of_array(head)) is not None:
+        raise KinformerError(
+            f"{path}: is an array of JSON objects with the fields {', '.join(names) or 'none'}; name the field to "
+            "train on by `text_field` NAME, or write the texts into a plain file first."
+        )
+    if b"\0" in head:
+        what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
+        note_once(f"note: {path}: looks like {what} and is learnt byte by byte, as it is.")
+
+
+def refuse_packed(path: Path) -> None:
+    """Refuse a file whose text stands in it packed: archives, tables and documents."""
+    if (packed := _packed(_head(path))) is not None:
+        raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
+
+
+def plain_bytes(path: Path) -> bytes:
+    """Return the bytes of a regular file; one whose text stands in it packed is refused."""
+    require_file(path)
+    refuse_packed(path)
+    with reading_corpus(path):
+        return path.read_bytes()
+
+
+def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
+    """Refuse a folder of token shards without their manifest, and a folder of packed files, tables or documents for the
+    most part; where few files are packed, a note says so."""
+    names = [Path(file.name).name for file in files]
+    shards = [name for name in names if name.endswith(".ids")]
+    if shards and any(name.endswith(".documents.npy") for name in names):
+        raise KinformerError(
+            f"{folder}: holds token shards such as {shards[0]} but not their manifest.json; copy the whole folder "
+            "again, or pack the data again."
+        )
+    result = {file: packed for file in files if (packed := _packed(_head(Path(file.path)))) is not None}
+    if not result:
+        return
+    first, (what, remedy) = next(iter(result.items()))
+    if 2 * sum(file.size for file in result) > sum(file.size for file in files):
+        raise KinformerError(f"{folder}: {first.name} is {what}; {remedy}.")
+    note_once(
+        f"note: {folder}: {len(result)} of {plural(len(files), 'file')} are packed or no text ({first.name} is "
+        f"{what}) and are learnt byte by byte; remove them, or write their text into text files."
+    )
+
+
+def content_of(path: Path) -> str | None:
+    """Return the kind of the first bytes of ``path``, such as "text" or "a PNG picture"; None for unknown ones."""
+    head = _head(path)
+    if not head:
+        return "empty"
+    if (packed := _packed(head)) is not None:
+        return packed[0]
+    binary = next((what for magic, what in _BINARY.items() if head.startswith(magic)), None)
+    return binary or ("text" if _is_text(head) else None)
+
+
+def _head(path: Path) -> bytes:
+    with reading_corpus(path), open(path, "rb") as file:
+        return file.read(_HEAD)
+
+
+def _packed(head: bytes) -> tuple[str, str] | None:
+    """Return the format of a file that begins with ``head``, and what to do with it,
+    where it is neither text nor plain bytes."""
+    for magic, packed in _PACKED.items():
+        if head.startswith(magic) and (magic in (b"%PDF-", b"{\\rtf") or not _is_text(head)):
+            return packed
+    tar = head[257:262] == b"ustar"
+    return ("a tar archive", "unpack it first, as with tar -x") if tar and not _is_text(head) else None
+
+
+def write_field(path: Path, name: str, target: BinaryIO) -> None:
+    """Write the texts of the field ``name`` of a file of JSON lines, each with a line's end, to ``target``."""
+    with reading_corpus(path), open(path, "rb") as file:
+        for number, row in _objects(path, file):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str):
+                text_fields = (
+                    [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+                )
+                raise KinformerError(
+                    f"{path}, line {number}: has no text in the field {name!r}; {nearest(name, text_fields)}"
+                )
+            target.write(row[name].encode() + b"\n")
+
+
+def _objects(path: Path, file: BinaryIO) -> Iterator[tuple[int, object]]:
+    """Yield the objects of JSON lines, or of one array, with their numbers."""
+    array = _fields_of_array(file.read(_HEAD)) is not None
+    file.seek(0)
+    if array:
+        rows = parse_json_line(path, 1, file.read(), "`text_field` reads JSON lines, or one array of objects")
+        yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
+        return
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield number, parse_json_line(path, number, line, "`text_field` reads JSON lines")
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether ``head`` is UTF-8 without control characters, perhaps cut in a character."""
+    try:
+        text = head[:-4].decode("utf-8") if len(head) == _HEAD else head.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return all(char >= " " or char in "\t\n\r\f" for char in text)
+
+
+def _is_utf16(head: bytes) -> bool:
+    try:
+        text = head[: len(head) // 2 * 2].decode("utf-16")
+    except UnicodeDecodeError as error:
+        if error.end < len(head) - 4:
+            return False
+        text = head[: error.start].decode("utf-16")
+    return all(char >= " " or char in "\t\n\r\f" for char in text)
+
+
+def _fields(head: bytes) -> list[str] | None:
+    """Return the fields of JSON lines, None where the first lines (up to three, and not cut) are no JSON objects."""
+    complete = head.splitlines()[: -1 if len(head) == _HEAD else None]
+    lines = [line for line in complete if line.strip()][:3]
+    try:
+        rows = [parse_json(line) for line in lines]
+    except ValueError:
+        return None
+    return list(rows[0]) if rows and all(isinstance(row, dict) for row in rows) else None
+
+
+def _fields_of_array(head: bytes) -> list[str] | None:
+    """Return the fields of the first object of an array of JSON objects; None where there is none."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"[") or not (text := text[1:].lstrip()).startswith(b"{"):
+        return None
+    try:
+        row, _ = JSONDecoder().raw_decode(text.decode("utf-8", "ignore"))
+    except (ValueError, RecursionError):
+        return None
+    return list(row)
+
+
+# Folders of arrays that are written once, whole or not at all, and then mapped into memory from there.
+
+_ABOUT = "about.json"
+
+Fill = Callable[[Path], Mapping[str, object]]
+"""A function that writes arrays (``*.npy``) into a folder, and returns their record as values for JSON."""
+
+
+def default_cache() -> Path:
+    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
+
+
+def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str, np.ndarray]]:
+    """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
+
+    ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each
+    writes the same. Every file is checked against its checksum.
+    """
+    folder = folder.with_name(f"{folder.name}.v{schema}")
+    if not (folder / _ABOUT).is_file():
+        _fill(folder, schema, fill)
+    with reading(folder, remedy="delete this folder, it will be written again"):
+        about = read_json(folder / _ABOUT)
+        require_signature(about, folder / _ABOUT, required=True)
+        for file, expected in about["files"].items():
+            if checksum(folder / file) != expected:
+                raise ValueError(f"{file} does not match its checksum")
+        return about, {file.removesuffix(".npy"): _mapped(folder / file) for file in about["files"]}
+
+
+def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """Write ``pieces``, arrays of one dimension, as one array, holding one piece in memory at a time; return where
+    each begins, and at last where they end."""
+    starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
+    with bare.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.tobytes())
+            starts.append(starts[-1] + len(piece))
+            dtype = piece.dtype
+    with bare.open("rb") as source, path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (starts[-1],)}
+        np.lib.format.write_array_header_1_0(file, header)
+        shutil.copyfileobj(source, file, 1 << 20)
+    bare.unlink()
+    return np.frombuffer(starts, np.int64)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)
+
+
+def _fill(folder: Path, schema: int, fill: Fill) -> None:
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
+    try:
+        remove_abandoned(folder.parent)
+        with locked(partial):
+            about = fill(partial)
+            files = {path.name: checksum(path) for path in sorted(partial.glob("*.npy"))}
+            write_json(partial / _ABOUT, signed({"schema": schema, **about, "files": files}))
+            try:
+                os.rename(partial, folder)
+            except OSError:
+                if not (folder / _ABOUT).is_file():
+                    raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise KinformerError(f"{folder} cannot be written ({reason}); choose a folder with room and rights.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
 
 SPOOLED = "standard-input"
 _SECONDS_TO_LOCK = 60.0

@@ -27,8 +27,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from kinformer.lab.data.files import SourceFile, atomic_write, fingerprint_of, folder_files, reading_corpus, single_file
-from kinformer.lab.data.formats import content_of, default_cache, stored
+from kinformer.lab.data.files import (
+    SourceFile,
+    atomic_write,
+    content_of,
+    default_cache,
+    fingerprint_of,
+    folder_files,
+    reading_corpus,
+    single_file,
+    stored,
+)
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.tables import GZIP, check_ratio, read_arrays

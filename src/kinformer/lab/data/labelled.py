@@ -26,8 +26,17 @@ from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
-from kinformer.lab.data.formats import default_cache, refuse_packed, save_joined, stored
+from kinformer.lab.data.files import (
+    SourceFile,
+    default_cache,
+    fingerprint_of,
+    folder_files,
+    reading_corpus,
+    refuse_packed,
+    save_joined,
+    single_file,
+    stored,
+)
 from kinformer.lab.data.images import SPLITS
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
@@ -106,7 +115,7 @@ Make = Callable[[], tuple[Sequence[str], Written]]
 
 def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
     """Return the classes and splits in ``folder``, which is filled from ``make()`` if it is not there (see
-    :func:`kinformer.lab.data.formats.stored`)."""
+    :func:`kinformer.lab.data.files.stored`)."""
 
     def fill(target: Path) -> dict[str, object]:
         classes, written = make()

@@ -17,8 +17,7 @@ import numpy as np
 from kinformer.lab.data import IGNORED, BosEos, RandomWindows, Rows, Tokenizer
 from kinformer.lab.data.buckets import lay
 from kinformer.lab.data.ngram import find_sorted, merge_counts
-from kinformer.lab.data.sampling import mix, permute
-from kinformer.lab.data.split import Split
+from kinformer.lab.data.sampling import Split, mix, permute
 from kinformer.runtime.errors import KinformerError
 
 MASKED, SWAPPED = 0.8, 0.1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kinformer.lab.data.split import Split
+from kinformer.lab.data.sampling import Split
 from kinformer.runtime.errors import KinformerError, plural
 
 _BLOCK = 1 << 22

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kinformer.lab.data.files import HASHED_WHOLE, Extent, Extents, atomic_write, remove_abandoned
-from kinformer.lab.data.split import Split
+from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, text_pieces
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import CHECKSUM, checksum, read_json, reading, require_file, require_signature, sha256_of

@@ -27,16 +27,18 @@ from kinformer.lab.data.files import (
     Extents,
     SourceFile,
     atomic_write,
+    check_folder,
+    check_plain,
     fingerprint_of,
     folder_files,
     reading_corpus,
     remove_abandoned,
+    save_joined,
     single_file,
     stdlib_files,
 )
-from kinformer.lab.data.formats import check_folder, check_plain, save_joined
 from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES, TOKENIZER_FILE, UNFINISHED, Packed
-from kinformer.lab.data.split import Split
+from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, text_pieces
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError, nearest, plural, require, require_share

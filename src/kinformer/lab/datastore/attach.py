@@ -17,7 +17,7 @@ from kinformer.core.state import State
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.options import StoreOptions
 from kinformer.lab.tasks.runs import TrainedRun
-from kinformer.lab.tasks.shared.text import note_shared, spec_of
+from kinformer.lab.tasks.texts import note_shared, spec_of
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import JsonObject

@@ -26,7 +26,7 @@ from kinformer.lab.evaluation.bits import Windows
 from kinformer.lab.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
 from kinformer.lab.tasks.evaluation import EvaluationReport, TextTable, evaluated
 from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared.text import HeldOut, check_positions, held_out, main_windows
+from kinformer.lab.tasks.texts import HeldOut, check_positions, held_out, main_windows
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.parsing import parse_counts

@@ -150,7 +150,7 @@ class Stores:
             return
         from kinformer.lab.datastore.attach import note_stored
         from kinformer.lab.datastore.store import read_record
-        from kinformer.lab.tasks.shared.text import measured_part
+        from kinformer.lab.tasks.texts import measured_part
 
         corpus, part = measured_part(run, options, holdout)
         note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])

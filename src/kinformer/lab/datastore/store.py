@@ -23,7 +23,7 @@ from kinformer.core.state import map_tensors, tensors
 from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.attach import StoredRun
 from kinformer.lab.evaluation.bits import Windows, batches
-from kinformer.lab.tasks.shared.text import check_positions, main_windows, spec_of
+from kinformer.lab.tasks.texts import check_positions, main_windows, spec_of
 from kinformer.runtime.errors import KinformerError, choose, plural
 from kinformer.runtime.files import (
     load_tensors,

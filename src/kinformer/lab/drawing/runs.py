@@ -25,11 +25,11 @@ from kinformer.lab.evaluation.depths import EarlyExitRecorder, early_exit_stack
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.runs.trace import trace, weights_of
 from kinformer.lab.runs.trace_options import TraceOptions
+from kinformer.lab.tasks.answers import classes_of
 from kinformer.lab.tasks.evaluation import EvaluationSettings
-from kinformer.lab.tasks.shared.classes import classes_of
-from kinformer.lab.tasks.shared.images import pictures
-from kinformer.lab.tasks.shared.text import held_out, main_windows
-from kinformer.lab.tasks.vision.work import probabilities_of
+from kinformer.lab.tasks.images import pictures
+from kinformer.lab.tasks.texts import held_out, main_windows
+from kinformer.lab.tasks.vision import probabilities_of
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import State, map_tensors
-from kinformer.lab.data.split import EvaluationStream, Split
+from kinformer.lab.data.sampling import EvaluationStream, Split
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 
 # Windows over a stream, for models that cannot carry a state for ever: together they score every token once.

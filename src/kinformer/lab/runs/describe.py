@@ -33,7 +33,7 @@ from kinformer.lab.estimation.options import Device, EstimateOptions, device_of,
 from kinformer.lab.estimation.parts import without_data
 from kinformer.lab.estimation.peak import interpreter_bytes, peak
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.next_token.objectives import NextTokenLoss, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.settings import Settings

@@ -30,8 +30,8 @@ from kinformer.interop.tokenizer_files import (
 )
 from kinformer.interop.writing import DTYPES, GENERATES, Form, appearing, form_of, require_new, settings_of, write_model
 from kinformer.lab.runs.run import BYTES, Run, open_run
-from kinformer.lab.tasks.shared.text import ends_of, vocab_size_of
-from kinformer.lab.tasks.speech.predict import writing_of
+from kinformer.lab.tasks.speech import writing_of
+from kinformer.lab.tasks.texts import ends_of, vocab_size_of
 from kinformer.lab.training.checkpoint import best_of, best_weights
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, spelled
 from kinformer.runtime.fields import require_path

@@ -22,8 +22,8 @@ from kinformer.interop.writing import form_of
 from kinformer.lab.runs.exporting import export
 from kinformer.lab.runs.options import require_proof
 from kinformer.lab.runs.run import CONFIG, TOKENIZER, Run, creating, open_run, require_empty, save_weights, writing
-from kinformer.lab.tasks.shared.text import vocab_size_of
 from kinformer.lab.tasks.table import task_of
+from kinformer.lab.tasks.texts import vocab_size_of
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, spelled

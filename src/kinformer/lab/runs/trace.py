@@ -36,7 +36,7 @@ from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions
 from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
-from kinformer.lab.tasks.shared.text import check_sequence, ends_of, mask_token_of
+from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.models.encoder_decoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic

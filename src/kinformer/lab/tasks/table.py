@@ -1,58 +1,613 @@
-"""The one list of tasks. The trainer, the command line and the Python functions are driven by it."""
+"""The one table of tasks, each a record. The trainer, the command line and the Python functions read it.
+
+A record names its functions as ``"page:function"``, where a page is a module beside this file (``task.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from kinformer.core.model import PROTOCOLS
-from kinformer.lab.tasks import (
-    algorithm,
-    classify,
-    control,
-    dino,
-    image,
-    listops,
-    mae,
-    mlm,
-    mpp,
-    next_token,
-    recall,
-    speech,
-    super_resolution,
-    trajectories,
-    translate,
-    vision,
+from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
+from kinformer.lab.control import options as acting
+from kinformer.lab.tasks import options
+from kinformer.lab.tasks.task import (
+    NOTHING_DRAWN,
+    OF_TEXTS,
+    DataNeeds,
+    EvaluationNeeds,
+    Generation,
+    Models,
+    Prediction,
+    Task,
 )
-from kinformer.lab.tasks.task import Task
+from kinformer.lab.training.logging import (
+    ACCURACY,
+    BITS_PER_ACTION,
+    BITS_PER_BYTE,
+    BITS_PER_DIM,
+    BITS_PER_LABEL,
+    BITS_PER_SYMBOL,
+    BLEU,
+    CHRF,
+    ERROR_RATE,
+    RETURN,
+    SEQUENCE_ACCURACY,
+    Metric,
+    bits_per_masked,
+)
 from kinformer.runtime import plugins
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest
+from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from kinformer.core.stack import ModelConfig
 
-PAGES = (
-    next_token,
-    recall,
-    algorithm,
-    image,
-    trajectories,
-    control,
-    mlm,
-    classify,
-    listops,
-    speech,
-    vision,
-    dino,
-    mae,
-    mpp,
-    translate,
-    super_resolution,
+READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
+NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
+PATCH_INPUTS = ("patches", "tiles")
+OF_IMAGES = DataNeeds(
+    default="digits",
+    refused=dict.fromkeys(("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."),
 )
-TASKS: dict[str, Task] = {page.TASK.name: page.TASK for page in PAGES}
+EVALUATED_IMAGES = EvaluationNeeds(
+    refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
+)
+EVALUATED_PATCHES = EvaluationNeeds(
+    refused={
+        **EVALUATED_IMAGES.refused,
+        "chunk": "is for tokens, and images are computed some at a time; leave it out.",
+    }
+)
+
+RECORDS = (
+    Task(
+        name="next-token",
+        title="next token",
+        description=(
+            "Learns to predict every token of a text from those before it, and continues texts. Measured in bits per "
+            "byte of held-out text, with a 5-gram model as the baseline."
+        ),
+        models=Models(protocols=(CausalModel,), inputs=("tokens",)),
+        data=DataNeeds(default="stdlib", tokenized=True, running_text=True),
+        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
+        generation=Generation(),
+        prediction=Prediction(refusal="it continues texts; use kinformer generate, or kinformer embed for vectors."),
+        metrics=(BITS_PER_BYTE,),
+        objectives={
+            "next-token": "next_token:token_loss",
+            "deep-supervision": "next_token:deep_supervision",
+            "exits": "next_token:exit_losses",
+            "multi-token": "next_token:multi_token",
+        },
+        Options=options.NextTokenOptions,
+        EvaluationOptions=options.NextTokenEvaluationOptions,
+        open="texts:open_text",
+        vocab_size="next_token:vocab_size",
+        check="next_token:check",
+        data_module="next_token:training_rows",
+        evaluate="next_token_evaluation:evaluate",
+        generate="next_token:continue_text",
+        samples="next_token_evaluation:TextSamples",
+        embed="texts:embed_texts",
+    ),
+    Task(
+        name="recall",
+        title="recall",
+        description=(
+            "Learns to tell which value stood behind a key (multi-query associative recall, Arora et al. 2023). "
+            "Measured by accuracy over all queries and by the number of pairs; of k pairs, guessing one of the values "
+            "is right in 1/k."
+        ),
+        models=Models(protocols=(CausalModel,), inputs=("tokens",)),
+        data=DataNeeds(
+            default="recall",
+            refused=dict.fromkeys(
+                ("data", "holdout", "tokenizer", "train_tokenizer"),
+                "recall makes its own rows of symbols; leave it out.",
+            ),
+        ),
+        evaluation=EvaluationNeeds(
+            refused=dict.fromkeys(
+                ("data", "max_bytes"), "recall makes its own rows; leave it out, or give `rows` and `at_pairs`."
+            )
+        ),
+        generation=Generation(reads=(), unread="a key has one answer, the most probable"),
+        prediction=Prediction(reads=("text_field", "label_field", "format")),
+        metrics=(ACCURACY, BITS_PER_LABEL),
+        objectives={"recall": "recall:recall_loss"},
+        Options=options.RecallOptions,
+        EvaluationOptions=options.RecallEvaluationOptions,
+        open="recall:open_rows",
+        vocab_size="recall:vocab_size",
+        check="recall:check",
+        data_module="recall:training_rows",
+        measure="recall:evaluate",
+        generate="recall:generate",
+        predict="recall:predict",
+    ),
+    Task(
+        name="algorithm",
+        title="algorithm",
+        description=(
+            "Learns an algorithm on digits (copy, reverse, addition, parity) from problems of lengths drawn from a "
+            "range. Measured by the share of answers' tokens that are right and of problems that are solved, by "
+            "length, up to four times the longest of training."
+        ),
+        models=Models(protocols=(CausalModel,), inputs=("tokens",)),
+        data=DataNeeds(
+            default="algorithm",
+            refused=dict.fromkeys(
+                ("data", "holdout", "tokenizer", "train_tokenizer"),
+                "an algorithm makes its own problems; leave it out.",
+            ),
+        ),
+        evaluation=EvaluationNeeds(
+            refused=dict.fromkeys(
+                ("data", "max_bytes"), "an algorithm makes its own problems; give `problems` and `at_digits`."
+            )
+        ),
+        generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
+        prediction=Prediction(reads=("text_field", "label_field", "format")),
+        metrics=(ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL),
+        objectives={"answers": "algorithm:algorithm_loss"},
+        Options=options.AlgorithmOptions,
+        EvaluationOptions=options.AlgorithmEvaluationOptions,
+        open="algorithm:open_problems",
+        vocab_size="algorithm:vocab_size",
+        check="algorithm:check",
+        data_module="algorithm:training_rows",
+        measure="algorithm:evaluate",
+        generate="algorithm:generate",
+        predict="algorithm:predict",
+    ),
+    Task(
+        name="image",
+        title="image",
+        description=(
+            "Learns to draw images value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten "
+            "digits). Measured in bits per dimension, every value scored, beside a histogram of every place and the "
+            "neighbours that are known; generate writes a PNG, `complete` the rest of occluded images."
+        ),
+        models=Models(protocols=(CausalModel,), inputs=("pixels",), from_tokens=True),
+        data=OF_IMAGES,
+        evaluation=EVALUATED_IMAGES,
+        generation=Generation(
+            prompt=None,
+            temperature=1.0,
+            reads=("temperature", "top_k", "top_p", "min_p", "samples", "chunk"),
+            unread="an image has a size, and ends with its last pixel",
+        ),
+        prediction=Prediction(refusal="it draws images; use kinformer generate."),
+        metrics=(BITS_PER_DIM,),
+        objectives={"pixels": "image:PixelLoss"},
+        Options=options.ImageOptions,
+        EvaluationOptions=options.ImageEvaluationOptions,
+        GenerationOptions=options.ImageGenerationOptions,
+        open="images:open_images",
+        vocab_size="image:values_of",
+        fit="image:fit",
+        requested="image:requested",
+        length="image:length",
+        check="image:check",
+        data_module="image:training_rows",
+        measure="image:evaluate",
+        check_generation="images:check_png",
+        generate="image:draw",
+    ),
+    Task(
+        name="trajectories",
+        title="trajectories",
+        description=(
+            "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such, "
+            "minari:NAME, or random walks in key-to-door or shortest-path) which action followed a return to go and a "
+            "state. Measured by held-out actions, and in an environment (`env`) by the returns for those that are "
+            "asked for, beside cloned behaviour and the best of the data."
+        ),
+        models=Models(protocols=(CausalModel,), made_for={"input": "steps"}),
+        data=DataNeeds(
+            default="key-to-door",
+            refused=dict.fromkeys(
+                ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for trajectories; leave it out."
+            ),
+        ),
+        evaluation=EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."}),
+        generation=Generation(
+            prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
+        ),
+        prediction=Prediction(reads=("top_k", "batch_size")),
+        metrics=(BITS_PER_ACTION, ACCURACY),
+        objectives={"actions": "trajectories:action_loss"},
+        Options=acting.TrajectoryOptions,
+        EvaluationOptions=acting.TrajectoryEvaluationOptions,
+        GenerationOptions=acting.TrajectoryGenerationOptions,
+        names="trajectories:names_data",
+        open="trajectories:open_episodes",
+        fit="trajectories:fitted",
+        check="trajectories:check_plan",
+        data_module="trajectories:training_rows",
+        measure="trajectories:evaluate",
+        generate="trajectories:play",
+        predict="trajectories:predict",
+    ),
+    Task(
+        name="control",
+        title="control",
+        description=(
+            "Acts in an environment (`env`: t-maze, poc-memory, masked-cartpole, or gymnasium's) and learns from its "
+            "rewards by proximal policy optimisation, with the model's state carried from step to step. Measured by "
+            "the mean return of new episodes, beside random actions."
+        ),
+        models=Models(protocols=(CausalModel,), made_for={"input": "observations"}),
+        data=DataNeeds(
+            default="control",
+            refused=dict.fromkeys(
+                ("data", "holdout", "tokenizer", "train_tokenizer"),
+                "control learns from what it does in `env`; leave it out.",
+            )
+            | {
+                "devices": "control acts in one process; leave it out.",
+                "validation_tokens": "control is validated by acting; leave it out.",
+            },
+        ),
+        evaluation=EvaluationNeeds(
+            refused=dict.fromkeys(
+                ("data", "split", "max_bytes", "chunk"),
+                "control acts in new episodes; leave it out, or give `env` and `episodes`.",
+            )
+        ),
+        generation=Generation(
+            prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
+        ),
+        prediction=Prediction(),
+        metrics=(RETURN,),
+        objectives={"policy": "control:policy_loss"},
+        settings={"length": 32, "batch_size": 32, "lr": 3e-4},
+        Options=acting.ControlOptions,
+        EvaluationOptions=acting.ControlEvaluationOptions,
+        GenerationOptions=acting.ControlGenerationOptions,
+        open="control:open_data",
+        fit="control:fitted",
+        check="control:check_plan",
+        data_module="control:training_rows",
+        measure="control:evaluate",
+        generate="control:play_episode",
+        predict="control:predict",
+    ),
+    Task(
+        name="mlm",
+        title="masked language modelling",
+        description=(
+            "Learns to predict masked tokens of a text from all others. Measured in bits per masked byte (with a "
+            "tokenizer, per masked token) and accuracy, with counts of tokens and of pairs of tokens as baselines."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "masked_language"}),
+        data=DataNeeds(default="stdlib", tokenized=True, running_text=True),
+        generation=Generation(refusal=READS_WHOLE_TEXTS),
+        prediction=Prediction(reads=("top_k", *OF_TEXTS)),
+        metrics=(bits_per_masked("byte"), ACCURACY),
+        objectives={"masked-language": "mlm:masked_loss", "mlm-cpc": "mlm:cpc_loss"},
+        Options=options.MlmOptions,
+        EvaluationOptions=PredictionTable,
+        PredictionOptions=options.MaskPredictionOptions,
+        open="texts:open_text",
+        vocab_size="mlm:vocab_size",
+        fit="mlm:fit",
+        check="mlm:check",
+        data_module="mlm:training_rows",
+        measure="mlm:evaluate",
+        predict="mlm:predict",
+        embed="texts:embed_texts",
+    ),
+    Task(
+        name="classify",
+        title="classification",
+        description=(
+            "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or "
+            ".jsonl. Measured by accuracy, with that of always predicting the most frequent class as the baseline."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
+        data=DataNeeds(
+            missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
+            tokenized=True,
+            columns=True,
+            refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
+        ),
+        evaluation=EvaluationNeeds(
+            refused={"max_bytes": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
+        ),
+        generation=Generation(refusal=READS_WHOLE_TEXTS),
+        prediction=Prediction(reads=("top_k", *OF_TEXTS)),
+        metrics=(ACCURACY, BITS_PER_LABEL),
+        objectives={"classification": "classify:class_loss"},
+        Options=options.ClassifyOptions,
+        EvaluationOptions=PredictionTable,
+        open="classify:open_examples",
+        vocab_size="classify:vocab_size",
+        fit="classify:fit",
+        check="classify:check",
+        tell="classify:tell",
+        data_module="classify:training_rows",
+        measure="classify:evaluate",
+        predict="classify:predict",
+        embed="texts:embed_texts",
+    ),
+    Task(
+        name="listops",
+        title="ListOps",
+        description=(
+            "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured "
+            "by accuracy; a tenth to a sixth is right by guessing."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
+        data=DataNeeds(
+            default="listops",
+            refused=dict.fromkeys(
+                ("data", "holdout", "tokenizer", "train_tokenizer", "text_field"),
+                "ListOps brings its own data and symbols; leave it out.",
+            ),
+        ),
+        evaluation=EvaluationNeeds(
+            refused={
+                "max_bytes": "is for text, not for examples; leave it out.",
+                "seed": NOTHING_DRAWN,
+                "data": "ListOps brings its own data; leave it out.",
+            }
+        ),
+        generation=Generation(refusal=READS_WHOLE_TEXTS),
+        prediction=Prediction(reads=("top_k", *OF_TEXTS)),
+        metrics=(ACCURACY, BITS_PER_LABEL),
+        objectives={"classification": "classify:class_loss"},
+        Options=options.ListOpsOptions,
+        EvaluationOptions=PredictionTable,
+        open="classify:open_examples",
+        vocab_size="classify:vocab_size",
+        fit="classify:fit",
+        check="classify:check",
+        tell="classify:tell",
+        data_module="classify:training_rows",
+        measure="classify:evaluate",
+        predict="classify:predict",
+        embed="texts:embed_texts",
+    ),
+    Task(
+        name="speech",
+        title="speech",
+        description=(
+            "Learns to write what is said: a folder of WAV or FLAC files with transcripts in a table or in their "
+            "names, or telephone tones. Measured by the error rate, by character, label or word, with empty "
+            "transcripts as the baseline. Encoders hear whole utterances; causal members write while sound comes."
+        ),
+        models=Models(
+            protocols=(WholeModel, CausalModel), inputs=("frames",), from_tokens=True, made_for={"head": "ctc"}
+        ),
+        data=DataNeeds(
+            default="dtmf",
+            refused=dict.fromkeys(
+                ("tokenizer", "train_tokenizer", "text_field"),
+                "is for text; the symbols of speech are those of its transcripts.",
+            ),
+        ),
+        evaluation=EvaluationNeeds(
+            refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
+        ),
+        generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
+        prediction=Prediction(),
+        metrics=(ERROR_RATE, BITS_PER_SYMBOL),
+        objectives={"ctc": "speech:ctc_loss"},
+        Options=options.SpeechOptions,
+        EvaluationOptions=options.SpeechEvaluationOptions,
+        GenerationOptions=options.SpeechGenerationOptions,
+        PredictionOptions=options.SpeechPredictionOptions,
+        open="speech:open_clips",
+        fit="speech:fit",
+        check="speech:check",
+        data_module="speech:SpeechRows",
+        measure="speech:evaluate",
+        generate="speech:transcribe",
+        predict="speech:predict",
+        embed="speech:embed",
+    ),
+    Task(
+        name="vision",
+        title="image classification",
+        description=(
+            "Learns to tell the classes of images: IDX files, an .npz archive, or a folder with a folder of pictures "
+            "per class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
+            "generate tells the most probable classes of pictures."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS, from_tokens=True),
+        data=OF_IMAGES,
+        evaluation=EVALUATED_PATCHES,
+        generation=Generation(
+            prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
+        ),
+        prediction=Prediction(reads=("top_k", "batch_size")),
+        metrics=(ACCURACY, BITS_PER_LABEL),
+        objectives={"classification": "vision:class_loss"},
+        Options=options.VisionOptions,
+        EvaluationOptions=options.VisionEvaluationOptions,
+        GenerationOptions=options.VisionGenerationOptions,
+        open="vision:open_classes",
+        fit="vision:fitted",
+        length="vision:length_of",
+        check="vision:check_images",
+        data_module="vision:training_rows",
+        measure="vision:evaluate",
+        generate="vision:classify",
+        predict="vision:predict",
+        embed="images:embed_pictures",
+    ),
+    Task(
+        name="dino",
+        title="self-distillation of images",
+        description=(
+            "An encoder of images learns without labels (DINO): a student that sees a small view of an image says what "
+            "a teacher, the running mean of its weights, says of a large one. Of a pyramid (hipt) `level` says which "
+            "of its encoders learns; the next, and the task vision, begin with the run by `init`. evaluate looks, "
+            "where images have labels, for the class of the nearest training images."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS),
+        data=replace(
+            OF_IMAGES,
+            refused={
+                **OF_IMAGES.refused,
+                "validation_tokens": "self-distillation is validated by a fixed number of images; leave it out.",
+            },
+        ),
+        evaluation=EVALUATED_PATCHES,
+        generation=Generation(refusal=NO_CLASSES),
+        prediction=Prediction(refusal=NO_CLASSES),
+        metrics=(ACCURACY,),
+        objectives={"self-distillation": "dino:self_distillation"},
+        settings={"validate_every": 0},
+        Options=options.DinoOptions,
+        EvaluationOptions=options.DinoEvaluationOptions,
+        open="images:open_images",
+        fit="dino:fit",
+        length="vision:length_of",
+        check="dino:check",
+        data_module="dino:training_rows",
+        measure="dino:evaluate",
+        embed="images:embed_pictures",
+    ),
+    Task(
+        name="mae",
+        title="masked patches of images",
+        description=(
+            "An encoder of images learns without labels (MAE): it reads a quarter of an image's patches, and a small "
+            "decoder, its head, predicts the pixels of the others. The task vision begins with the run by `init`. "
+            "Measured by the squared error of masked patches; generate completes images and writes a PNG."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=("patches",)),
+        data=OF_IMAGES,
+        evaluation=EVALUATED_PATCHES,
+        generation=Generation(
+            prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where patches are predicted"
+        ),
+        prediction=Prediction(refusal=NO_CLASSES),
+        metrics=(Metric("masked_error", "mean squared error of masked patches"),),
+        objectives={"masked-patches": "mae:mask_loss"},
+        Options=options.MaeOptions,
+        EvaluationOptions=options.FirstImages,
+        GenerationOptions=options.MaeGenerationOptions,
+        open="images:open_images",
+        suits="mae:suits_masks",
+        fit="mae:fitted_to_masks",
+        length="vision:length_of",
+        check="mae:check_masks",
+        data_module="mae:mask_rows",
+        measure="mae:evaluate",
+        check_generation="images:check_png",
+        generate="mae:complete",
+        embed="images:embed_pictures",
+    ),
+    Task(
+        name="mpp",
+        title="colours of masked patches",
+        description=(
+            "An encoder of images learns without labels, as BERT does of text (masked patch prediction of ViT): half "
+            "of an image's patches are corrupted, most of them masked, and it predicts the mean colour of each. The "
+            "task vision begins with the run by `init`; mae is the later form. Measured in bits per colour, beside "
+            "counting colours."
+        ),
+        models=Models(protocols=(WholeModel,), inputs=("patches",)),
+        data=OF_IMAGES,
+        evaluation=EVALUATED_PATCHES,
+        generation=Generation(refusal=NO_CLASSES),
+        prediction=Prediction(refusal=NO_CLASSES),
+        metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
+        objectives={"patch-colours": "mae:colour_loss"},
+        Options=options.MppOptions,
+        EvaluationOptions=options.FirstImages,
+        open="images:open_images",
+        suits="mae:suits_colours",
+        fit="mae:fitted_to_colours",
+        length="vision:length_of",
+        check="mae:check_colours",
+        data_module="mae:colour_rows",
+        measure="mae:evaluate_colours",
+        embed="images:embed_pictures",
+    ),
+    Task(
+        name="translate",
+        title="translation",
+        description=(
+            "Learns to translate lines from pairs of them: two aligned files, a folder of those, a .tsv or a .jsonl. "
+            "Measured by BLEU and chrF of its translations (sacrebleu), with the untranslated source as the baseline."
+        ),
+        models=Models(protocols=(SourceModel,), inputs=("tokens",)),
+        data=DataNeeds(
+            default="number-words",
+            tokenized=True,
+            refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
+        ),
+        evaluation=EvaluationNeeds(
+            refused={"max_bytes": "is for running text; give `first` N pairs.", "seed": NOTHING_DRAWN}
+        ),
+        generation=Generation(
+            prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
+        ),
+        prediction=Prediction(reads=OF_TEXTS),
+        metrics=(BITS_PER_BYTE, BLEU, CHRF),
+        objectives={"translation": "translate:translation_loss", "exits": "translate:exit_losses"},
+        settings={"schedule": "inverse-sqrt", "average": 5},
+        Options=options.TranslateOptions,
+        EvaluationOptions=options.TranslateEvaluationOptions,
+        GenerationOptions=options.Decoding,
+        PredictionOptions=options.BeamOptions,
+        open="translate:open_parallel",
+        default_vocabulary="translate:default_vocabulary",
+        texts="translate:texts_of_both",
+        vocab_size="translate:vocab_size",
+        check="translate:check_pairs",
+        data_module="translate:training_rows",
+        measure="translate:evaluate",
+        check_generation="translate:check_generation",
+        generate="translate:translate_lines",
+        samples="translate:PairSamples",
+        predict="translate:predict_lines",
+    ),
+    Task(
+        name="super-resolution",
+        title="super-resolution of images",
+        description=(
+            "Learns to enlarge images: an encoder reads an image made smaller, the mean of every block of pixels, and "
+            "a decoder draws the image value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten "
+            "digits). Measured in bits per dimension, beside what counting finds with the small image and the "
+            "neighbours that are known; generate writes a PNG."
+        ),
+        models=Models(protocols=(SourceModel,), inputs=("pixels",), from_tokens=True),
+        data=OF_IMAGES,
+        evaluation=EVALUATED_IMAGES,
+        generation=Generation(
+            prompt=None,
+            temperature=1.0,
+            reads=("temperature", "top_k", "top_p", "min_p", "samples"),
+            unread="an image has a size, and ends with its last pixel",
+        ),
+        prediction=Prediction(refusal="it enlarges images; use kinformer generate."),
+        metrics=(BITS_PER_DIM,),
+        objectives={"pixels": "super_resolution:EnlargingLoss"},
+        Options=options.SuperResolutionOptions,
+        EvaluationOptions=options.FirstImages,
+        GenerationOptions=options.SuperResolutionGenerationOptions,
+        open="super_resolution:open_blocks",
+        vocab_size="image:values_of",
+        fit="super_resolution:enlarging_changes",
+        requested="super_resolution:requested",
+        length="super_resolution:length",
+        check="super_resolution:check_enlarging",
+        data_module="super_resolution:training_rows",
+        measure="super_resolution:evaluate",
+        check_generation="images:check_png",
+        generate="super_resolution:enlarge",
+    ),
+)
+TASKS: dict[str, Task] = {task.name: task for task in RECORDS}
 
 OptionKind = Literal["Options", "EvaluationOptions", "GenerationOptions", "PredictionOptions"]
 """Which of a task's own options: for training, measuring, generating or predicting."""

@@ -1,14 +1,16 @@
-"""The record of a task: what a model is trained for, on which data, and by which metrics it is measured.
+"""The record of a task: the objective of a model, the data that it learns from, and the metrics that measure it.
 
-Each folder beside this file holds one record, a :class:`Task`, and ``table.py`` lists them. Records are read without
-importing PyTorch; their methods import what computes.
+``table.py`` holds the records of Kinformer's tasks as data. A record names its functions, such as ``"mae:evaluate"``,
+and a function's module is imported when the function is called. So records are read without importing PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from kinformer.lab.tasks.evaluation import (
     Embedded,
@@ -37,30 +39,38 @@ if TYPE_CHECKING:
     from kinformer.lab.training.data_module import DataModule, Objective
     from kinformer.lab.training.settings import Settings
 
-# The parts of a task's record: which models it takes, which data it needs, what evaluating and predicting read, and
-# what generating means.
+# The parts of a task's record: its models, its data, and the options that evaluating, predicting and generating read.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
     """The models that can be trained for a task.
 
-    They have one of the ``protocols`` (``core.model``; the usual one first) and one of the kinds of ``inputs``, such as
-    tokens; None stands for any. With ``from_tokens``, ``Task.fit`` gives models of tokens such an input.
+    ``protocols`` are their protocols (``core.model``), the usual one first, and ``inputs`` the kinds of their inputs,
+    such as tokens; None stands for any. With ``from_tokens``, ``Task.fit`` replaces an input of tokens by one of
+    ``inputs``. ``made_for`` names the input and the head of models that were made for the task, as in
+    ``{"head": "ctc"}``.
     """
 
     protocols: tuple[type, ...]
     inputs: tuple[str, ...] | None = None
     from_tokens: bool = False
+    made_for: Mapping[str, str] = field(default_factory=dict)
 
     def fit(self, config: ModelConfig) -> bool:
-        """Return whether a model of ``config`` has one of the protocols and inputs, as it is."""
-        return config.protocol in self.protocols and (self.inputs is None or config.input.kind in self.inputs)
+        """Return whether a model of ``config`` was made for the task: nothing in it must be replaced."""
+        if any(getattr(config, name).kind != kind for name, kind in self.made_for.items()):
+            return False
+        return self.take(config) if self.made_for else self._read(config)
 
     def take(self, config: ModelConfig) -> bool:
-        """Return whether a model of ``config`` has them, or the task gives it such an input."""
-        reads_ids = self.from_tokens and config.input.kind == "tokens"
-        return self.fit(config) or (reads_ids and config.protocol in self.protocols)
+        """Return whether a model of ``config`` can be trained for the task, perhaps with another input."""
+        if self.from_tokens and config.input.kind == "tokens":
+            return config.protocol in self.protocols
+        return self._read(config)
+
+    def _read(self, config: ModelConfig) -> bool:
+        return config.protocol in self.protocols and (self.inputs is None or config.input.kind in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +145,8 @@ class Generation:
     refusal: str | None = None
 
 
-SPECIAL_TOKENS = 3
-"""Ids that a new encoder has for itself: a mask, BOS and EOS."""
 EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae, mpp or speech"
 """The tasks whose runs make vectors."""
-READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,37 +193,71 @@ class TrainingPlan(NamedTuple):
 Load = Callable[[TrainedRun], LoadedRun]
 
 
-class Task:
-    """A task's record. A task narrows the types of its own options, data and models where this base says ``Any``.
+class Later:
+    """A function named ``"page:function"``, where the page is a module beside this file; the function is imported when
+    it is called."""
 
-    ``name`` is that of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``, ``evaluation``
-    and ``generation`` say which models it takes, which data it needs, which options evaluating reads, and what
-    generating and predicting take (see ``lab.tasks.task``). ``objectives`` are what can be minimised for it, by name,
-    the usual one first, each made for a model. ``metrics`` are what it is evaluated by; the first decides which
-    weights are the best. ``settings`` are those of training that differ from the general defaults. ``Options``,
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        page, _, name = self.place.partition(":")
+        return getattr(import_module(f"{__package__}.{page}"), name)(*arguments, **named)
+
+
+TEXTS = ("name", "title", "description")
+"""The fields of a record whose strings are texts, not names of functions."""
+
+
+class Task:
+    """The record of a task.
+
+    ``name`` is the value of ``--task``; ``title`` and ``description`` are for people. ``models``, ``data``,
+    ``evaluation``, ``generation`` and ``prediction`` state which models the task takes, which data it needs, and which
+    options the commands read. ``objectives`` maps names to functions that return an objective for a model; the first
+    is the usual one. ``metrics`` are the metrics of an evaluation; the first decides which weights are the best.
+    ``settings`` are the settings of training that differ from the general defaults. ``Options``,
     ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
     task has.
+
+    A task of one's own is a subclass with attributes and methods. Kinformer's records are instances of this class:
+    ``Task(name="mae", fit="mae:fit_to_masks", ...)`` gives the record the function in place of the method, and the
+    function takes the method's arguments without ``self``. A named function in ``objectives`` also takes the rows of
+    training, or None.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    description: ClassVar[str]
-    models: ClassVar[Models]
-    data: ClassVar[DataNeeds] = DataNeeds()
-    evaluation: ClassVar[EvaluationNeeds] = EvaluationNeeds()
-    generation: ClassVar[Generation] = Generation(refusal="the task generates nothing; give a run of another task.")
-    prediction: ClassVar[Prediction] = Prediction(refusal="the task predicts nothing; give a run of another task.")
-    objectives: ClassVar[Mapping[str, Callable[[Any], Objective]]]
-    metrics: ClassVar[tuple[Metric, ...]]
-    settings: ClassVar[Mapping[str, float | str]] = {}
-    Options: ClassVar[type] = NoOptions
-    EvaluationOptions: ClassVar[type] = NoOptions
-    GenerationOptions: ClassVar[type] = NoOptions
-    PredictionOptions: ClassVar[type] = NoOptions
+    name: str
+    title: str
+    description: str
+    models: Models
+    data: DataNeeds = DataNeeds()
+    evaluation: EvaluationNeeds = EvaluationNeeds()
+    generation: Generation = Generation(refusal="the task generates nothing; give a run of another task.")
+    prediction: Prediction = Prediction(refusal="the task predicts nothing; give a run of another task.")
+    objectives: Mapping[str, Callable[..., Objective]]
+    metrics: tuple[Metric, ...]
+    settings: Mapping[str, float | str] = {}
+    Options: type = NoOptions
+    EvaluationOptions: type = NoOptions
+    GenerationOptions: type = NoOptions
+    PredictionOptions: type = NoOptions
+
+    def __init__(self, *, objectives: Mapping[str, str] | None = None, **fields: Any) -> None:
+        for name, value in fields.items():
+            assert hasattr(Task, name) or name in Task.__annotations__, name
+            setattr(self, name, Later(value) if isinstance(value, str) and name not in TEXTS else value)
+        if objectives is not None:
+            self.objectives = {name: Later(function) for name, function in objectives.items()}
+
+    def derive(self, **fields: Any) -> Task:
+        """Return a copy of the record with other ``fields``."""
+        record = copy(self)
+        record.__init__(**fields)  # type: ignore[misc]
+        return record
 
     @property
     def figures(self) -> tuple[Metric, ...]:
-        """An alias of ``metrics``: those that the task measures."""
+        """Return ``metrics``, by their earlier name."""
         return self.metrics
 
     def takes(self, config: ModelConfig) -> bool:
@@ -224,15 +265,16 @@ class Task:
         return self.models.take(config)
 
     def suits(self, config: ModelConfig) -> bool:
-        """Return whether :meth:`check` accepts models of ``config``, too; if so, lists of members name the task."""
+        """Return whether :meth:`takes` and :meth:`check` accept models of ``config``; then lists of members name
+        the task."""
         return self.takes(config)
 
     def fits(self, config: ModelConfig) -> bool:
-        """Return whether a model of ``config``, as it is, was made for this task."""
+        """Return whether a model of ``config`` was made for this task."""
         return self.models.fit(config)
 
     def names(self, spec: str) -> bool:
-        """Return whether ``spec`` names data that is no file."""
+        """Return whether ``spec`` names data that is not a file."""
         return False
 
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
@@ -279,7 +321,8 @@ class Task:
 
     def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
         """Return the objective called ``name``, or the usual one, for ``model`` on ``data``."""
-        return self.objectives[self.choose_objective(name)](model)
+        make = self.objectives[self.choose_objective(name)]
+        return make(model, data) if isinstance(make, Later) else make(model)
 
     def choose_objective(self, name: str | None, preferred: str | None = None) -> str:
         """Return ``name`` if it is one of the objectives; where it is None, the ``preferred`` or the usual one."""

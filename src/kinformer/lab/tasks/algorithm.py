@@ -1,0 +1,416 @@
+"""The task of algorithms: its rows, its objective, and how many problems a model solves by their length."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite, log
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.model import Model, device_of
+from kinformer.core.state import nbytes
+from kinformer.lab.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData, AlgorithmRows, carried
+from kinformer.lab.data.labelled import TextSource
+from kinformer.lab.evaluation.depths import Depths, noting_depths
+from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answers, answers_to, drawn_batches
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    Predicted,
+    PredictionSettings,
+    TextTable,
+    by_group,
+    evaluated,
+)
+from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
+from kinformer.lab.tasks.options import AlgorithmOptions
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.texts import check_ids, check_sequence
+from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.progress import note
+from kinformer.runtime.tables import WriteRow
+
+if TYPE_CHECKING:
+    from kinformer.lab.tasks.options import AlgorithmEvaluationOptions
+
+
+# Rows of an algorithm for a causal model, and the objective of its answers.
+
+
+class AlgorithmModule(MadeRows):
+    """Rows as long as the longest problem with its answer."""
+
+    data: AlgorithmData
+    sums = ("nats", "correct", "solved", "problems")
+    metrics = (ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL)
+
+    @property
+    def width(self) -> int:
+        return self.data.width()
+
+    def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
+        return self.data.rows(split, part, self.settings.batch_size, seed)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {
+            ACCURACY.name: means["correct"],
+            SEQUENCE_ACCURACY.name: means["solved"] / means["problems"],
+            BITS_PER_LABEL.name: means["nats"] / log(2),
+        }
+
+
+def open_problems(source: Source, options: AlgorithmOptions, cache: Path | None = None) -> AlgorithmData:
+    """Return the problems that ``options`` describe."""
+    return options.data
+
+
+def vocab_size(data: AlgorithmData) -> int:
+    """Return how many symbols there are."""
+    return len(SYMBOLS)
+
+
+def check(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model without the symbols of problems, and rows that are too short for the longest problem."""
+    check_ids(plan, len(SYMBOLS), special_apart=False)
+    check_sequence(model)
+    plan.data.check(plan.settings.length)
+
+
+def training_rows(plan: TrainingPlan) -> AlgorithmModule:
+    """Return the rows of training."""
+    return AlgorithmModule(plan.data, plan.settings)
+
+
+def algorithm_loss(model: nn.Module, data: DataModule | None) -> AlgorithmLoss:
+    """Return the objective of the answers."""
+    return AlgorithmLoss()
+
+
+class AlgorithmLoss(AnswersLoss):
+    """The mean cross-entropy of all tokens of the answers; its metrics also count the problems that are solved."""
+
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+        problems = len(batch.tokens)
+        return {
+            "solved": solved(right, rows, problems).sum(),
+            "problems": torch.full_like(right.sum(), problems),
+        }
+
+
+def solved(right: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return which of ``count`` rows, [count] bool, have every token of the answer right: greedy decoding solves
+    them."""
+    return torch.ones(count, dtype=torch.bool, device=right.device).index_put((rows[~right],), right.new_zeros(()))
+
+
+# Counts of the tokens of answers by how difficult they are.
+
+PLACE, CARRY = "place", "carry"
+
+
+class ByDifficulty:
+    """Counts of answers' tokens by their difficulty, of problems of one ``algorithm`` and this many ``digits``;
+    ``depths`` are those of the call that read the batch that is noted.
+
+    A model that lets tokens halt or leave early thinks longer about some tokens than about others. Difficulty is their
+    place in the answer, and in an addition how far the carry that arrives there has come.
+    """
+
+    def __init__(self, algorithm: str, digits: int, depths: Depths) -> None:
+        self.digits, self.depths = digits, depths
+        names = (PLACE, CARRY) if algorithm == "addition" else (PLACE,)
+        self.counts = {name: torch.zeros(3, digits + 2, dtype=torch.float64) for name in names}
+        self.all = torch.zeros(2, dtype=torch.float64)
+
+    def note(self, batch: ScoredBatch, right: Tensor) -> None:
+        """Count the answers' tokens of a batch, in order; ``right`` [tokens] bool says which are."""
+        scored, depth = batch.scored.cpu(), self.depths.last.cpu().double()
+        place = (scored.cumsum(1) - 1)[scored]
+        self.all += torch.stack([(depth > 0).sum(), depth.sum()])
+        groups = {PLACE: place}
+        if CARRY in self.counts:
+            rows = scored.nonzero()[:, 0]
+            groups[CARRY] = torch.from_numpy(carried(batch.tokens.cpu().numpy(), self.digits))[rows, place]
+        for name, group in groups.items():
+            for row, weights in enumerate((torch.ones_like(depth[scored]), right.cpu().double(), depth[scored])):
+                self.counts[name][row] += group.bincount(weights, minlength=self.digits + 2)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean depth of all tokens noted, those of problems included."""
+        return float(self.all[1] / self.all[0])
+
+    @property
+    def rows(self) -> dict[str, list[dict[str, float]]]:
+        """Return, by the name of each difficulty, a row for every group that has tokens (see :func:`rows_of`)."""
+        return {name: rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
+
+
+def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
+    """Return a row for every group of ``counts`` [3, groups] (tokens, right ones, sums of depths) that has tokens:
+    their number, their accuracy and their mean ``depth``."""
+    return [
+        {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
+        for number, (tokens, right, total) in enumerate(counts.T.tolist())
+        if tokens
+    ]
+
+
+# How many problems a model solves by their length, in training's range and beyond, and its answer to one.
+
+
+def sequence_accuracy_at(digits: int) -> Metric:
+    """Return the metric of the share of problems of this many digits that are solved."""
+    return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsMeasured:
+    """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
+    their answers are ``correct``, the share of the most frequent one, and the sum of ``nats``.
+
+    ``trained``: whether training's range holds them. Where tokens halt or leave early, ``depth`` is the metric of that,
+    ``mean_depth`` its mean, and ``by_difficulty`` has rows for :func:`rows_of` each difficulty, by its name.
+    """
+
+    digits: int
+    trained: bool
+    problems: int
+    solved: int
+    tokens: int
+    correct: int
+    guessing: float
+    nats: float
+    depth: Metric | None = None
+    mean_depth: float = 0.0
+    by_difficulty: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    @property
+    def sequence_accuracy(self) -> float:
+        """Return the share of problems that were solved."""
+        return self.solved / self.problems
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of the answers' tokens that are right."""
+        return self.correct / self.tokens
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the results as values for JSON."""
+        return {
+            "digits": self.digits, "trained": self.trained, "problems": self.problems, "solved": self.solved,
+            "sequence_accuracy": self.sequence_accuracy, "tokens": self.tokens, "correct": self.correct,
+            "accuracy": self.accuracy, "guessing": self.guessing, "nats": self.nats,
+            **({} if self.depth is None else {self.depth.name: self.mean_depth}),
+            **{f"by_{name}": rows for name, rows in self.by_difficulty.items()},
+        }  # fmt: skip
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on new problems of each number of digits; the metrics are over those in training's range, or over
+    all where none is. Every problem is written to the table that the options name."""
+    started_at = time.perf_counter()
+    data: AlgorithmData = subject.run.options.data
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    lengths, rows = _lengths(subject.model, data, options.digits_to_measure), options.problems
+    with options.writing_predictions() as write:
+        groups = by_group(
+            lengths,
+            lambda digits: _measured(subject, data, split, digits, rows, evaluation_settings, write),
+            quiet,
+        )
+    main = [group for group in groups if group.trained] or groups
+    tokens, problems = sum(group.tokens for group in main), sum(group.problems for group in main)
+    metrics = {
+        ACCURACY: sum(group.correct for group in main) / tokens,
+        SEQUENCE_ACCURACY: sum(group.solved for group in main) / problems,
+        BITS_PER_LABEL: sum(group.nats for group in main) / log(2) / tokens,
+    }
+    metrics |= {sequence_accuracy_at(group.digits): group.sequence_accuracy for group in groups}
+    depth = groups[0].depth
+    if depth is not None:
+        metrics[depth] = sum(group.mean_depth for group in main) / len(main)
+    baselines = {"most_frequent_token": max(group.guessing for group in main)}
+    ponder = "" if depth is None else f", {depth.text(metrics[depth])}"
+    text = (
+        f"{subject.title} on {data.algorithm} of {data.least} to {plural(data.most, 'digit')}, {split} split",
+        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {plural(problems, 'problem')} solved, {metrics[ACCURACY]:.1%} of their "
+        f"tokens right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
+        _by_digits(groups, depth),
+        *(() if depth is None else _by_difficulty(groups, depth)),
+    )
+    facts = {"algorithm": data.algorithm, "by_digits": [group.facts for group in groups]} | baselines
+    identity = data.identity | {"split": split}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="algorithm", since=started_at
+    )
+
+
+def _by_digits(groups: Sequence[DigitsMeasured], depth: Metric | None) -> TextTable:
+    """Return a row for every number of digits; with ``depth``, the steps or layers per token."""
+    names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
+    steps = [] if depth is None else [depth]
+    lines = [
+        [
+            group.digits, "yes" if group.trained else "no", group.problems, f"{group.sequence_accuracy:.1%}",
+            f"{group.accuracy:.1%}", f"{group.guessing:.1%}", *(f"{group.mean_depth:.2f}" for _ in steps),
+        ]
+        for group in groups
+    ]  # fmt: skip
+    return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
+
+
+def _by_difficulty(groups: Sequence[DigitsMeasured], depth: Metric) -> Iterator[str | TextTable]:
+    """Yield tables of answers' tokens by their difficulty, of the longest problems in training's range."""
+    longest = ([group for group in groups if group.trained] or groups)[-1]
+    for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
+        if name not in longest.by_difficulty:
+            continue
+        lines = [
+            [row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"]
+            for row in longest.by_difficulty[name]
+        ]
+        yield f"\nAnswers of {plural(longest.digits, 'digit')}:"
+        yield TextTable((what, "tokens", "right", depth.unit), lines, range(4))
+
+
+def _lengths(model: Model, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
+    """Return the numbers of digits to measure at: ``at_digits``, or up to four times training's within the model's
+    positions."""
+    limit = model.max_length
+    if at_digits is not None:
+        for digits in at_digits:
+            if limit is not None and data.width(digits) > limit:
+                raise KinformerError(
+                    f"`at_digits` {digits}: takes rows of {plural(data.width(digits), 'token')}, but this model's "
+                    f"positions end at {limit}; give fewer digits."
+                )
+        return list(at_digits)
+    wanted = sorted({data.least, (data.least + data.most) // 2, data.most, 2 * data.most, 4 * data.most})
+    fitting = [digits for digits in wanted if limit is None or data.width(digits) <= limit]
+    if fitting != wanted:
+        left = ", ".join(str(digits) for digits in wanted if digits not in fitting)
+        note(f"note: not measured at {left} digits, beyond the model's positions.")
+    return fitting
+
+
+def _measured(
+    subject: LoadedRun,
+    data: AlgorithmData,
+    split: str,
+    digits: int,
+    rows: int,
+    evaluation_settings: EvaluationSettings,
+    write: WriteRow | None,
+) -> DigitsMeasured:
+    """Measure problems of this many digits."""
+    model, device = subject.model, device_of(subject.model)
+    tokens, right, nats, done = 0, 0, 0.0, 0
+    counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
+
+    def draw(part: int, count: int) -> AlgorithmRows:
+        return data.rows(split, part, count, evaluation_settings.seed, digits)
+
+    with torch.inference_mode(), noting_depths(model) as depths:
+        deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
+        for batch in drawn_batches(draw, rows, data.width(digits), evaluation_settings.chunk):
+            answered = answers(model, map_fields(batch, lambda tensor: tensor.to(device)))
+            tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
+            done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
+            nats += float(answered.nats)
+            counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+            if write is not None:
+                for row in _problems(batch, answered):
+                    write({"digits": digits, **row})
+            if deep is not None:
+                deep.note(batch, answered.right)
+    require_finite(isfinite(nats))
+    result = DigitsMeasured(
+        digits=digits, trained=data.least <= digits <= data.most, problems=rows, solved=done, tokens=tokens,
+        correct=right, guessing=int(counts.max()) / tokens, nats=nats,
+    )  # fmt: skip
+    if deep is None:
+        return result
+    return replace(result, depth=deep.depths.metric, mean_depth=deep.mean, by_difficulty=deep.rows)
+
+
+def _problems(batch: ScoredBatch, answered: Answers) -> Iterator[dict[str, str | bool]]:
+    """Yield every problem of a batch: its text, the right answer, and the answer each of whose tokens is the most
+    probable one behind the right ones before it; a problem is solved where both are equal."""
+    guesses = answered.logits.argmax(-1)
+    for row, tokens in enumerate(batch.tokens):
+        begin = int(batch.scored[row].nonzero()[0])
+        here = (answered.rows == row).cpu()
+        right, guess = (_symbols(tokens_of.cpu()[here]) for tokens_of in (answered.labels, guesses))
+        yield {"text": _symbols(tokens[: begin + 1]), "label": right, "answer": guess, "solved": right == guess}
+
+
+def _symbols(tokens: Tensor) -> str:
+    """Return tokens as text, without the end; ids beyond the symbols, which an untrained model may draw, become ?."""
+    text = "".join(SYMBOLS[token] if token < len(SYMBOLS) else "?" for token in tokens.tolist())
+    return text.removesuffix(SYMBOLS[END])
+
+
+def generate(
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
+) -> Generated:
+    """Return the answer to the problem ``prompt``."""
+    return answer(subject, prompt, options.seed, write)
+
+
+def predict(
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+) -> Iterator[Predicted]:
+    """Yield the answers to the problems of ``source``."""
+    return answers_to(source, settings, problem_in, subject, answer)
+
+
+def answer(
+    subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
+) -> Generated:
+    """Return the answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
+    text = problem_in(prompt)
+    started_at, limit = time.perf_counter(), subject.model.max_length
+    new: list[int] = []
+    with torch.inference_mode():
+        tokens = torch.tensor([[SYMBOLS.index(symbol) for symbol in text]], device=device_of(subject.model))
+        logits, state = subject.model(tokens)
+        first, room = time.perf_counter(), MOST_NEW if limit is None else min(MOST_NEW, limit - len(text))
+        while (token := int(logits[0, -1, : len(SYMBOLS)].argmax())) != END and len(new) < room:
+            new.append(token)
+            if write is not None:
+                write(SYMBOLS[token])
+            logits, state = subject.model(tokens.new_tensor([[token]]), state)
+    if write is not None:
+        write("\n")
+    return Generated(
+        [Sample(new, "".join(SYMBOLS[token] for token in new), stopped=token == END)],
+        len(text),
+        seed=seed,
+        state_bytes=nbytes(state),
+        prompt_seconds=first - started_at,
+        new_tokens=len(new),
+        seconds=time.perf_counter() - started_at,
+    )
+
+
+def problem_in(prompt: str | bytes) -> str:
+    """Return the problem in a prompt. Errors: ``KinformerError`` where it holds none."""
+    text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
+    if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
+        raise KinformerError(
+            f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
+        )
+    return text

@@ -1,0 +1,255 @@
+"""Rows of which a causal model answers some tokens, made on demand or written as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.model import CausalModel
+from kinformer.core.state import State, map_tensors
+from kinformer.lab.data import IGNORED
+from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable
+from kinformer.lab.tasks.runs import TrainedRun
+from kinformer.lab.tasks.texts import texts_in
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.progress import progressing
+
+if TYPE_CHECKING:
+    from kinformer.lab.data.labelled import TextItem, TextSource
+    from kinformer.lab.tasks.next_token import Generated
+    from kinformer.lab.tasks.runs import LoadedRun
+
+
+# Rows that are made on demand, of which a causal model answers some tokens (recall, algorithms).
+
+PART_TOKENS = 2048
+"""Tokens of the rows that are drawn with one seed: those of the usual chunk."""
+
+
+class ScoredBatch(NamedTuple):
+    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is scored; ``sizes`` [batch] int64: of every
+    row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
+
+    tokens: Tensor
+    labels: Tensor
+    sizes: Tensor
+    valid: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: tuple[np.ndarray, ...]) -> ScoredBatch:
+        """Make a batch of a reader's rows, which have these fields."""
+        return cls(*map(torch.from_numpy, rows))
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens are read, padding included."""
+        return self.tokens.numel()
+
+    @property
+    def scored(self) -> Tensor:
+        """Return behind which tokens an answer is scored, [batch, time] bool."""
+        return self.labels != IGNORED
+
+
+def drawn_batches(
+    draw: Callable[[int, int], tuple[np.ndarray, ...]], rows: int, width: int, chunk: int
+) -> Iterator[ScoredBatch]:
+    """Yield ``rows`` rows of ``width`` tokens in batches of about ``chunk`` tokens.
+
+    ``draw(part, count)`` gives the rows of a part, which holds as many whatever ``chunk`` is: the rows are the same.
+    """
+    part_rows, batch_rows = max(1, PART_TOKENS // width), max(1, chunk // width)
+    for part, first in enumerate(range(0, rows, part_rows)):
+        drawn = ScoredBatch.of(draw(part, min(part_rows, rows - first)))
+        for begin in range(0, len(drawn.tokens), batch_rows):
+            yield take_rows(drawn, slice(begin, begin + batch_rows))
+
+
+class Answers(NamedTuple):
+    """A model's answers: ``logits`` [tokens, symbols] in float32, ``labels`` and ``rows`` of every scored token, and
+    the ``state`` after the batch."""
+
+    logits: Tensor
+    labels: Tensor
+    rows: Tensor
+    state: State
+
+    @property
+    def nats(self) -> Tensor:
+        """Return the sum of the cross-entropies of all answers."""
+        return functional.cross_entropy(self.logits, self.labels, reduction="sum")
+
+    @property
+    def right(self) -> Tensor:
+        """Return which labels are the most probable tokens, [tokens] bool."""
+        return self.logits.detach().argmax(-1) == self.labels
+
+
+def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answers:
+    """Return what ``model`` predicts of the scored tokens."""
+    scored = batch.scored
+    inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
+    logits = model.logits(map_tensors(lambda item: item[scored][None], inputs))[0]
+    return Answers(logits.float(), batch.labels[scored], scored.nonzero()[:, 0], state)
+
+
+class MadeRows(DataModule):
+    """New rows in every step, the same rows in every validation."""
+
+    def __init__(self, data: object, settings: Settings) -> None:
+        self.data, self.settings = data, settings
+
+    @property
+    def width(self) -> int:
+        """Return the number of tokens in a row."""
+        raise NotImplementedError
+
+    def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
+        """Return the rows of one batch of all processes."""
+        raise NotImplementedError
+
+    @property
+    def validations(self) -> int:
+        return max(1, self.settings.validation_tokens // (self.settings.batch_size * self.width))
+
+    def batch(self, step: int, rank: int, world: int) -> ScoredBatch:
+        return self._share(self.made("train", step, self.settings.seed), rank, world)
+
+    def validation(self, rank: int, world: int) -> Iterator[ScoredBatch]:
+        for part in range(self.validations):
+            yield self._share(self.made("validation", part, 0), rank, world)
+
+    def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> ScoredBatch:
+        share = self.settings.batch_size // world
+        return ScoredBatch.of(tuple(field[rank * share : (rank + 1) * share] for field in rows))
+
+
+class AnswersLoss:
+    """The mean cross-entropy of the scored tokens, each predicted from the right ones before it."""
+
+    reads_hidden = True
+
+    def __call__(self, model: CausalModel, batch: ScoredBatch, state: State, progress: float) -> ObjectiveOutput:
+        answered = answers(model, batch, state)
+        nats, right, labels_scored = answered.nats, answered.right, len(answered.labels)
+        counts = {"predicted": torch.full_like(right.sum(), labels_scored), "correct": right.sum()}
+        metrics = {"nats": nats.detach(), **counts, **self.counted(batch, answered.rows, right)}
+        return nats / max(1, labels_scored), metrics, answered.state
+
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+        """Return further sums, of ``right`` answers [tokens] in ``rows`` [tokens]."""
+        raise NotImplementedError
+
+
+# Problems written as lines, each with one answer of a causal model (recall, algorithms).
+
+
+def answers_to(
+    source: TextSource,
+    settings: PredictionSettings,
+    check: Callable[[str], object],
+    subject: LoadedRun,
+    answer: Callable[..., Generated],
+) -> Iterator[Predicted]:
+    """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text)``; ``check`` raises
+    where a text is no problem."""
+
+    def check_item(item: TextItem) -> None:
+        try:
+            check(item.text)
+        except KinformerError as error:
+            raise KinformerError(f"{item.place}: {error.message}") from None
+
+    inputs = texts_in(source, settings, check_item)
+    with progressing(settings.quiet or inputs.total is None, "predicting") as progress:
+        for number, item in enumerate(inputs.items, start=1):
+            text = answer(subject, item.text).samples[0].text
+            label = {} if item.label is None else {"label": item.label}
+            yield Predicted({"text": item.text} | label | {"answer": text}, f"{item.text}\t{text}")
+            if progress is not None and inputs.total is not None:
+                progress(number, inputs.total)
+
+
+def classes_of(run: TrainedRun) -> list[str]:
+    """The names of the classes that a run predicts."""
+    classes = (run.data.get("identity") or {}).get("classes")
+    if not isinstance(classes, list):
+        raise KinformerError(f"{run.folder}: does not say which classes it predicts; measure the run that was trained.")
+    return classes
+
+
+def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray:
+    """The numbers that ``run`` gave to the ``classes`` of the data called ``name``, in their order."""
+    learnt = classes_of(run)
+    if strange := [item for item in classes if item not in learnt]:
+        raise KinformerError(
+            f"{name}: has the class {strange[0]!r}, which {run.folder} was not trained to predict; it predicts "
+            f"{', '.join(learnt)}."
+        )
+    return np.array([learnt.index(item) for item in classes], np.int64)
+
+
+class ClassCounts(Protocol):
+    """The counts of each class: how many ``examples`` it has, how often it was ``predicted``, and how often rightly."""
+
+    @property
+    def examples(self) -> tuple[int, ...]: ...
+    @property
+    def predicted(self) -> tuple[int, ...]: ...
+    @property
+    def correct(self) -> tuple[int, ...]: ...
+
+
+def by_class(classes: Sequence[str], measured: ClassCounts, things: str) -> tuple[list[dict[str, object]], TextTable]:
+    """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
+    often rightly."""
+    columns = (measured.examples, measured.predicted, measured.correct)
+    counts = [
+        {"class": name, things: count, "predicted": predicted, "correct": correct}
+        for name, count, predicted, correct in zip(classes, *columns, strict=True)
+    ]
+    rows = [list(count.values()) for count in counts]
+    return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))
+
+
+class ClassPredictions:
+    """The predicted class of every item of a part of data, and its probability, in the order of the data."""
+
+    def __init__(self, count: int) -> None:
+        self.classes, self.shares = np.zeros(count, np.int64), np.zeros(count)
+
+    def note(self, indices: np.ndarray, logits: Tensor) -> None:
+        """Note the predictions of the items ``indices`` [n] by their ``logits`` [n, classes]."""
+        shares, classes = logits.softmax(-1).max(-1)
+        self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
+
+    def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Yield what is predicted of every item, as a row of a table, beside its label."""
+        labels = labels[: len(self.classes)]  # of the items that were measured, the first ones
+        for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=True):
+            yield {"label": names[int(label)], "class": names[predicted], "probability": share}
+
+
+ClassProbability = TypedDict("ClassProbability", {"class": str, "probability": float})
+"""A class with its probability, as JSON holds it."""
+
+
+def most_probable(probabilities: Tensor, names: Sequence[str], top_k: int) -> list[ClassProbability]:
+    """The ``top_k`` most probable classes of ``probabilities`` [classes], the most probable first."""
+    best = probabilities.topk(min(top_k, len(names)))
+    return [
+        {"class": names[index], "probability": share}
+        for share, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    ]
+
+
+def spell_classes(classes: Sequence[ClassProbability]) -> str:
+    """Return classes with their probabilities, for people."""
+    return ", ".join(f"{item['class']} {item['probability']:.1%}" for item in classes)

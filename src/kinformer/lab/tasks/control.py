@@ -1,0 +1,325 @@
+"""The task of control: how a model fits an environment, its returns, and its actions on new observations."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from torch import nn
+
+from kinformer.core.stack import ModelConfig
+from kinformer.lab.control.acting import (
+    MEASURED_SEEDS,
+    ActionSampler,
+    cells,
+    check_picture,
+    play,
+    remembering,
+    rollouts,
+    summary,
+)
+from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
+from kinformer.lab.control.online import ControlAgent, ControlRows, PolicyLoss, PolicyShift
+from kinformer.lab.control.options import (
+    Acting,
+    ControlData,
+    ControlEvaluationOptions,
+    ControlGenerationOptions,
+    ControlOptions,
+    open_environment,
+)
+from kinformer.lab.data.labelled import Columns, read_texts
+from kinformer.lab.data.sampling import mix
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    Predicted,
+    PredictionSettings,
+    TextTable,
+    evaluated,
+)
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared import Made, ObservationInput, input_of, part_of
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.texts import check_sequence
+from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.logging import RETURN
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.progress import progressing
+
+# How a model is fitted to the environment that it acts in.
+
+INPUT, HEAD = "observations", "policy_and_value"
+BEGINNING = {"initialisation.scheme": "framework"}
+
+
+def open_data(source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
+    """Return the data of the environment that ``options`` name."""
+    return open_environment(options, "env" in source.by_user)
+
+
+def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
+    """Return overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those
+    of N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
+    if data is None:
+        if config.input.kind == INPUT:
+            return {}
+        return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
+    space = data.actions
+    policy: dict[str, object] = {"kind": "discrete_actions", "actions": space.dim}
+    if isinstance(space, Box):
+        policy = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": True}
+        policy |= {"low": list(space.low), "high": list(space.high)}
+    return {
+        "input": {"kind": INPUT, "observation_dim": data.observation_dim},
+        "head": {"kind": HEAD, "policy": policy},
+        **BEGINNING,
+    }
+
+
+def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse rows that do not share a rollout, and a model of another environment or whose positions end before an
+    episode does."""
+    check_sequence(model)
+    config, data, settings = plan.config, plan.data, plan.settings
+    longest: int | None = getattr(model, "max_length", None)
+    if data.options.environments % settings.batch_size:
+        raise KinformerError(
+            f"`environments` {data.options.environments}: is not a multiple of `batch_size` {settings.batch_size}, the "
+            "rows that an update learns from; change one of them."
+        )
+    kinds = {"input": INPUT, "head": HEAD}
+    for slot, kind in kinds.items():
+        if getattr(config, slot).kind != kind:
+            raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
+    input: ObservationInput = input_of(config)
+    policy = part_of(config.head, "policy")
+    sizes = input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
+    if sizes != (data.observation_dim, data.actions.dim):
+        raise KinformerError(
+            f"`set`: the model has {plural(sizes[0], 'observation')} and {plural(sizes[1], 'action')}, but {data.env} "
+            f"has {data.observation_dim} and {data.actions.dim}; leave it out."
+        )
+    if longest is not None and longest <= data.most_steps:
+        raise KinformerError(
+            f"`env` {data.env}: episodes have up to {plural(data.most_steps, 'step')}, but this model's positions end "
+            f"at {longest}; give `set` position.max_length={data.most_steps + 1}, or a member whose positions do not "
+            "end."
+        )
+
+
+def check_environment(environment: Environments, config: ModelConfig, place: str) -> None:
+    """Refuse an environment of other observations or actions than the model at ``place`` knows."""
+    input: ObservationInput = input_of(config)
+    policy, space = part_of(config.head, "policy"), environment.actions
+    sizes = input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
+    discrete = isinstance(space, Discrete)
+    if sizes != (
+        environment.observation_dim,
+        space.dim if discrete else None,
+        None if discrete else space.dim,
+    ):
+        kind = "discrete" if discrete else "continuous"
+        raise KinformerError(
+            f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')} and "
+            f"{space.dim} {kind} actions, unlike the environment that {place} was trained in; give one like that."
+        )
+
+
+def training_rows(plan: TrainingPlan) -> ControlRows:
+    """Return the rows of training, which the model makes by acting."""
+    return ControlRows(plan.data, plan.settings)
+
+
+def policy_loss(model: nn.Module, data: DataModule | None) -> PolicyLoss:
+    """Return the objective of proximal policy optimisation on the rows ``data``."""
+    return (
+        PolicyLoss(data.options, data.shift)
+        if isinstance(data, ControlRows)
+        else PolicyLoss(ControlOptions(), PolicyShift())
+    )
+
+
+# How good an agent is: its mean return with 95 % confidence, beside actions at random; and one episode of it.
+
+
+class RandomPolicy:
+    """A policy for which every action is as probable as any other."""
+
+    def __init__(self, actions: Discrete | Box, seed: int) -> None:
+        self.actions, self.seed = actions, seed
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self.episodes, self.step = episodes, 0
+
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        self.step += 1
+        size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
+        bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
+        drawn = bits * 2.0**-53
+        if isinstance(self.actions, Discrete):
+            return (drawn[:, 0] * self.actions.n).astype(np.int64)
+        low, high = np.array(self.actions.low), np.array(self.actions.high)
+        return (low + (high - low) * drawn).astype(np.float32)
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ControlEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run in new episodes of its environment, or of another like it."""
+    run = subject.run
+    environment, seeds = _environment(subject, task_options), MEASURED_SEEDS + evaluation_settings.seed
+    environment.close()
+    env, identity = environment.name, open_environment(run.options).identity
+    agent = _agent(subject, environment, task_options, evaluation_settings.seed)
+    started_at = time.perf_counter()
+    with progressing(quiet, "acting") as progress:
+        acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
+    seconds = time.perf_counter() - started_at
+    task_options.write_predictions(acted.rows())
+    summary_ = summary(acted)
+    chance = summary(
+        rollouts(RandomPolicy(environment.actions, evaluation_settings.seed), env, 0.0, task_options.episodes, seeds)
+    )
+    speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
+    headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in summary_ else []))
+    text = (
+        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {plural(task_options.episodes, 'episode')}, "
+        f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
+        TextTable(
+            headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
+        ),
+    )
+    facts = {"env": env, **{name: value for name, value in summary_.items() if name != "mean"}, "random": chance}
+    facts |= {"context_steps": context, "steps_per_second": speed}
+    identity, baselines = identity | {"env": env}, {"random": chance["mean"]}
+    metrics = {RETURN: summary_["mean"]}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=started_at
+    )
+
+
+def play_episode(
+    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
+) -> Made:
+    """Play an episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
+    task_options: ControlGenerationOptions = options.task_options
+    check_picture(task_options.render)
+    environment = _environment(subject, task_options, render=task_options.render is not None)
+    try:
+        agent = _agent(subject, environment, task_options, options.seed)
+        observation = environment.reset([options.seed])
+        episode = play(environment, agent, observation, None, task_options.render, write)
+    finally:
+        environment.close()
+    played = episode.facts
+    facts = {
+        "run": str(subject.run.folder), "env": environment.name, **played, "seed": options.seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
+    }  # fmt: skip
+    text = (
+        f"return {played['return']:g}, {plural(played['steps'], 'step')} in {environment.name}, "
+        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
+    )
+    return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
+
+
+def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environments:
+    """Return the environment that ``task_options`` name, or the run's own."""
+    run = subject.run
+    environment = Environments(import_named(task_options.env) or open_environment(run.options).env, render=render)
+    check_environment(environment, run.config, f"{run.folder}")
+    return environment
+
+
+def _agent(subject: LoadedRun, environment: Environments, task_options: Acting, seed: int) -> ControlAgent:
+    return ControlAgent(
+        subject.model, ActionSampler(environment.actions, task_options.action_temperature, seed), task_options.context
+    )
+
+
+# The actions that a run of control takes on observations that come line by line, with its state carried.
+
+Line: TypeAlias = str | Iterable[float] | None
+"""An observation as a text or as numbers; an empty text or None comes before a new episode."""
+LineSource: TypeAlias = str | Path | Iterable[Line]
+"""Where observations come from: a file, "-" for standard input, or a list."""
+
+
+class Observation(NamedTuple):
+    """``values`` float32 [observation_dim]; ``begins``: it is the first of its episode."""
+
+    values: np.ndarray
+    begins: bool
+
+
+def predict(
+    subject: LoadedRun, source: LineSource, settings: PredictionSettings, task_options: NoOptions
+) -> Iterator[Predicted]:
+    """Yield the most probable action for every observation of ``source``, as it comes: a file, "-", or a list.
+
+    A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as
+    None in a list, begins a new episode. Every action follows all observations of its episode so far.
+
+    Errors: ``KinformerError`` for a line with other than the environment's count of numbers, or one that is not finite.
+    """
+    environment = Environments(open_environment(subject.run.options).env)
+    environment.close()
+    actions, size = environment.actions, environment.observation_dim
+    agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)
+    episode = step = 0
+    for observation in islice(_observations(_lines(source), size), settings.max_items):
+        if observation.begins:
+            episode, step = episode + 1, 0
+            agent.begin(np.zeros(1, np.int64))
+        step += 1
+        (action,) = agent.act(observation.values[None], np.zeros(1))
+        value = int(action) if isinstance(actions, Discrete) else [round(float(item), 6) for item in action]
+        yield Predicted({"episode": episode, "step": step, "action": value}, str(value))
+
+
+def _lines(source: LineSource) -> Iterator[tuple[str, Line]]:
+    """Yield the observations of ``source``, each after the place where it stands."""
+    if not isinstance(source, str | Path):
+        yield from ((f"observation {number}", item) for number, item in enumerate(source, start=1))
+        return
+    lines = read_texts(source, Columns(), "lines", check=lambda line: None)  # empty ones are between episodes
+    yield from ((line.place, line.text) for line in lines.items)
+
+
+def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[Observation]:
+    begins = True
+    for place, line in lines:
+        if line is None or (isinstance(line, str) and not line.strip()):
+            begins = True
+            continue
+        yield Observation(_numbers(line, place, size), begins)
+        begins = False
+
+
+def _numbers(line: str | Iterable[float], place: str, size: int) -> np.ndarray:
+    """Return the ``size`` numbers of a line."""
+    items: Iterable[float | str] = line
+    try:
+        if isinstance(line, str):
+            items = json.loads(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()
+        numbers = [float(item) for item in items]
+    except (TypeError, ValueError):
+        raise KinformerError(
+            f"{place}: is {str(line).strip()[:40]!r}, but must be {plural(size, 'number')}, as in 0.1, 0.2; correct it."
+        ) from None
+    if len(numbers) != size or not all(map(math.isfinite, numbers)):
+        raise KinformerError(
+            f"{place}: has {plural(len(numbers), 'number')}, but an observation of this run has {size} finite ones; "
+            "correct it."
+        )
+    return np.array(numbers, np.float32)

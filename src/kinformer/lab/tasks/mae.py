@@ -1,0 +1,642 @@
+"""Images with some of their patches hidden, which an encoder learns without labels to predict.
+
+The task mae predicts pixels (MAE, He et al. 2022), the task mpp colours (masked patch prediction; Dosovitskiy et al.
+2020, appendix B.1.2). A training row is an image with a choice of its patches, here 4 x 4 of them:
+
+    image           mae: the encoder reads        mpp: the encoder reads
+    a b c d         . . c .                       a # c d        # mask
+    e f g h         . f . .                       # f a h        a in place of g: another patch
+    i j k l         . . . l                       i # k #        k stays, but its colour is predicted too
+    m n o p         m . . .                       # n # p
+                    the head predicts the         the head predicts the mean colour of
+                    pixels of all dots            b, e, g, j, k, l, m and o
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from math import ceil, isfinite, log, prod
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kinformer.core.encoder import GridOnly
+from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.state import State
+from kinformer.lab.data import ImageData, Images, read_images
+from kinformer.lab.data.images import write_png
+from kinformer.lab.data.sampling import in_epochs, mix
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.lab.tasks.image import OCCLUDED, grid
+from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
+from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
+from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.shared import Made, PatchInput, PatchModule, input_of, part_of
+from kinformer.lab.tasks.task import GenerationSettings
+from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
+from kinformer.lab.tasks.vision import LOOKED_AT, check_channels, check_images_read, fitted, pixels_of
+from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields, take_rows
+from kinformer.lab.training.logging import ACCURACY, Metric
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.progress import ProgressCallback, progressing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.tasks.task import TrainingPlan
+
+
+# Images, and which of their patches are seen: drawn by hashes of the step and the row alone.
+
+MASKED_ERROR = Metric("masked_error", "mean squared error of masked patches")
+LEAST_IMAGES = 256
+_ORDER, _CHANGES, MASKS = 16, 17, 18
+
+
+O = TypeVar("O", bound=PatchOptions)
+B = TypeVar("B", bound=Batch)
+
+
+class MaeBatch(NamedTuple):
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1; ``seen`` int64 [rows, n], the numbers of
+    the patches that the encoder sees, ascending."""
+
+    images: Tensor
+    seen: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return how many positions are read."""
+        return self.seen.numel()
+
+
+def seen_count(patches: int, masked: float) -> int:
+    """Return how many of ``patches`` are seen, one at least, where the share ``masked`` is not."""
+    count = max(1, round(patches * (1 - masked)))
+    if count >= patches:
+        raise KinformerError(
+            f"`masked` {masked:g}: leaves none of {plural(patches, 'patch')} to predict; give more, or a "
+            "smaller `set` input.patch."
+        )
+    return count
+
+
+def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Tensor:
+    """Return the numbers int64 [rows, n] of the patches that are seen of each image, which the number of its row and
+    ``key`` decide, every set of them as often."""
+    order = np.argsort(mix(*key, rows[:, None], np.arange(patches)[None]), axis=1, kind="stable")
+    return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
+
+
+class PatchRows(DataModule, Generic[O, B]):
+    """Training images in an order of their own in every epoch; the first of the validation images, always with the same
+    masks."""
+
+    def __init__(self, data: ImageData, settings: Settings, options: O, input: PatchInput) -> None:
+        self.data, self.settings, self.options = data, settings, options
+        self.patches = prod(input.replace(size=data.shape[:2]).grid)
+        enough = ceil(settings.validation_tokens / settings.length)
+        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    @abstractmethod
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> B:
+        """Return a batch of ``images``, masked as the numbers of its rows and ``key`` decide."""
+
+    def batch(self, step: int, rank: int, world: int) -> B:
+        """Make the whole step's rows in every process, so that images change alike whatever their number."""
+        rows, seed = self.settings.batch_size, self.settings.seed
+        place = np.arange(step * rows, (step + 1) * rows)
+        images = pixels_of(self.data.train, in_epochs(place, len(self.data.train), seed, _ORDER))
+        if names := self.options.augmentations:
+            generator = torch.Generator().manual_seed(int(mix(seed, _CHANGES, step)[0] >> np.uint64(1)))
+            labels = torch.zeros(rows, dtype=torch.int64)
+            images = augment(Augmented(images.float() / 255, labels), names, generator).images
+        batch = self.laid(images, place, seed, MASKS)
+        return take_rows(batch, slice(rank * (rows // world), (rank + 1) * (rows // world)))
+
+    def validation(self, rank: int, world: int) -> Iterator[B]:
+        """Yield the process's images; where the last cannot be shared evenly, some are measured twice."""
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            share = -(-min(rows, self.held_out - first) // world)
+            index = np.minimum(first + np.arange(rank * share, (rank + 1) * share), self.held_out - 1)
+            yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
+
+
+class MaeRows(PatchRows[MaeOptions, MaeBatch]):
+    """Rows of images and of the patches that are seen of each."""
+
+    sums = ("error",)
+    metrics = (MASKED_ERROR,)
+
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> MaeBatch:
+        return MaeBatch(images, seen_patches(self.patches, self.options.masked, rows, *key))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {MASKED_ERROR.name: means["error"]}
+
+
+def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
+    """Return the images of these numbers, with the masks that they always have where the model is measured."""
+    return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, MASKS))
+
+
+# How an encoder is fitted to masked patches: its head becomes a decoder of pixels, about a third as deep and half as
+# wide as the encoder, as the paper's 8 layers of 512 are to the 24 of 1,024 of ViT-L.
+
+PIXEL_HEAD = "masked_patches"
+NARROWER, SHALLOWER, HEAD_DIM = 2, 3, 32
+
+
+def fitted_input(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return the overrides of the input, as for classes of images."""
+    return {name: value for name, value in fitted(config, data, 2).items() if not name.startswith("head")}
+
+
+def fitted_to_masks(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return overrides: the input as for classes, and a head that predicts pixels, unless there is one already."""
+    changes = fitted_input(config, data)
+    if config.head.kind == PIXEL_HEAD:
+        return changes
+    heads = max(1, config.dim // NARROWER // HEAD_DIM)
+    dim = max(1, config.dim // NARROWER // (4 * heads)) * 4 * heads
+    norm = {"kind": "layer_norm", "eps": 1e-6}
+    mixer = {"kind": "bidirectional", "num_heads": heads}
+    layer = {"kind": "encoder", "mixer": mixer, "norm": norm, "residual": {"kind": "pre"}}
+    layers = [layer] * max(1, len(config.layers) // SHALLOWER)
+    return changes | {"head": {"kind": PIXEL_HEAD, "dim": dim, "layers": layers}}
+
+
+def suits_masks(config: ModelConfig) -> bool:
+    """Return whether an encoder of ``config`` that reads patches can leave some of them out."""
+    return config.protocol is WholeModel and config.input.kind == "patches" and mixer_of_places(config) is None
+
+
+def check_masks(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model whose layers need the patches that are left out, or where they stand."""
+    check_channels(plan)
+    config = plan.config
+    if config.head.kind != PIXEL_HEAD:
+        raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
+    input: PatchInput = input_of(config)
+    seen_count(prod(input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    placed = mixer_of_places(config)
+    if placed is not None:
+        raise KinformerError(
+            f"the encoder leaves masked patches out, so that its layers must know a patch's place by its vector "
+            f"alone, but the mixer {placed!r} here goes by neighbours or distances; give a member such as vit or deit."
+        )
+
+
+def mixer_of_places(config: ModelConfig) -> str | None:
+    """Return the kind of a mixer of ``config`` that knows patches by their places, None where there is none."""
+    for layer in config.layers:
+        mixer = layer.mixer
+        parts = [getattr(getattr(mixer, name, None), "kind", None) for name in ("pattern", "position")]
+        if parts != ["full", "none"]:
+            return str(mixer.kind)
+    return None
+
+
+# The objective of masked patches (He et al. 2022, MAE, section 3).
+#
+#     loss = mean over masked patches i of |t_i - d(e(x_seen))_i|^2 / pixels,    t = (x - mean x) / sqrt(var x + 1e-6)
+#
+# e is the model up to its head, which gets the seen patches alone; d is its head. Mean and variance are those of the
+# patch itself; with ``raw_pixels`` t = x.
+
+EPS = 1e-6
+
+
+class PatchModel(StackedWholeModel, Protocol):
+    """An encoder of patches, which may read some of them alone."""
+
+    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
+        """Return the hidden states of the positions ``chosen`` [rows, n] (None: of all)."""
+        ...
+
+
+class Targets(NamedTuple):
+    """The targets ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
+
+    values: Tensor
+    mean: Tensor
+    scale: Tensor
+
+
+def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
+    """Return the targets of all patches."""
+    input: PatchModule = part_of(model, "input")
+    pixels = input.cut(images)
+    pixels = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
+    if raw_pixels:
+        nothing = torch.zeros_like(pixels[..., :1])
+        return Targets(pixels, nothing, nothing + 1)
+    mean = pixels.mean(-1, keepdim=True)
+    # As in the authors' code, whose variance is the unbiased one; a patch of one pixel has none.
+    variance = pixels.var(-1, keepdim=True, correction=min(1, pixels.shape[-1] - 1))
+    scale = (variance + EPS).sqrt()
+    return Targets((pixels - mean) / scale, mean, scale)
+
+
+def predict_patches(model: PatchModel, batch: MaeBatch) -> Tensor:
+    """Return the targets of all patches as the model predicts them from the seen ones, [rows, patches, pixels]."""
+    input: PatchModule = part_of(model, "input")
+    before = input.config.before
+    tokens = torch.arange(before, device=batch.seen.device).expand(len(batch.seen), -1)
+    chosen = torch.cat([tokens, batch.seen + before], 1)
+    states = model.hidden_of(batch.images, chosen)
+    return model.head(states, input, chosen=chosen, grid=input.grid(batch.images))
+
+
+def masked_of(batch: MaeBatch, patches: int) -> Tensor:
+    """Return which patches are not seen, bool [rows, patches]."""
+    everything = torch.ones(len(batch.seen), patches, dtype=torch.bool, device=batch.seen.device)
+    return everything.scatter(1, batch.seen, False)
+
+
+class MaskedPatches:
+    """The objective; a metric is summed over masked patches."""
+
+    def __init__(self, options: MaeOptions) -> None:
+        self.options = options
+
+    def __call__(self, model: PatchModel, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
+        targets = targets_of(model, batch.images, self.options.raw_pixels).values
+        errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
+        masked = masked_of(batch, errors.shape[1])
+        error, count = torch.where(masked, errors, errors.new_zeros(())).sum(), masked.sum()
+        return error / count, {"error": error.detach(), "predicted": count}, None
+
+
+def mask_rows(plan: TrainingPlan) -> MaeRows:
+    """Return the rows of training."""
+    return MaeRows(plan.data, plan.settings, plan.options, input_of(plan.config))
+
+
+def mask_loss(model: PatchModel, data: DataModule | None) -> MaskedPatches:
+    """Return the objective, whose options are those of the rows ``data``."""
+    return MaskedPatches(data.options if isinstance(data, MaeRows) else MaeOptions())
+
+
+# How well a run predicts the masked patches of held-out images, beside the mean of every patch.
+
+AT_ONCE = 64
+
+
+def measure_patches(
+    model: PatchModel, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
+) -> tuple[float, float]:
+    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's, and that
+    of predicting each patch's own mean (of raw pixels: the mean of all images)."""
+    input: PatchInput = input_of(model.config)
+    patches = prod(input.replace(size=images.shape[:2]).grid)
+    total, plain, masked = 0.0, 0.0, 0
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            index = np.arange(first, min(first + AT_ONCE, count))
+            batch = held_out(images, index, patches, options.masked)
+            batch = batch._replace(images=batch.images.to(device_of(model)), seen=batch.seen.to(device_of(model)))
+            targets = targets_of(model, batch.images, options.raw_pixels).values
+            chosen = masked_of(batch, patches)
+            errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
+            total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
+            masked += int(chosen.sum())
+            require_finite(isfinite(total))
+            if progress is not None:
+                progress(first + len(index), count)
+    return total / masked, plain / masked
+
+
+class HeldOut(NamedTuple):
+    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``, which are its own
+    data where they are the ``same``."""
+
+    data: ImageData
+    part: Images
+    images: int
+    same: bool
+
+
+def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
+    """Return the images that ``settings`` name, or those of ``run``."""
+    data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
+    input: PatchInput = input_of(run.config)
+    same, reads = note_other_data(run, data, settings.data is not None), input.channels
+    if data.shape[2] != reads:
+        raise KinformerError(
+            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but {run.folder} reads {reads}; "
+            "give others."
+        )
+    part = data.splits[choose(settings.split, data.splits, "`split`")]
+    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on held-out images, each always with the same mask."""
+    run, model = subject.run, subject.model
+    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        error, mean = measure_patches(model, part, count, run.options, progress)
+    what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
+    text = (
+        heading(subject, result, evaluation_settings.split),
+        f"{MASKED_ERROR.text(error)} ({what}), {mean:.4f} by the mean: {plural(count, 'image')}, "
+        f"{run.options.masked:.0%} of each masked",
+    )
+    baselines = {"mean": mean}
+    facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
+    identity = identity_of_part(result, evaluation_settings.split, same)
+    metrics = {MASKED_ERROR: error}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)
+
+
+# Images completed from some of their patches, written as a PNG beside what was seen and the images themselves.
+
+
+def complete(
+    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
+) -> Made:
+    """Complete pictures: a line of three for each. The patches that were seen stand in it as they are.
+
+    Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
+    """
+    run, model = subject.run, subject.model
+    input: PatchModule = model.input
+    task_options: MaeGenerationOptions = options.task_options
+    out = png_of(run, task_options.out, "completed.png")
+    shown = list(pictures(run, task_options.image or run.data["spec"], options.samples))
+    images, started_at = laid(shown, model), time.perf_counter()
+    patches = int(np.prod(input.grid(images)))
+    seen = seen_patches(patches, run.options.masked, np.arange(len(images)), options.seed or 0)
+    batch = MaeBatch(images, seen.to(device_of(model)))
+    with torch.inference_mode():
+        targets = targets_of(model, images, run.options.raw_pixels)
+        made = predict_patches(model, batch).to(targets.mean.dtype) * targets.scale + targets.mean
+        require_finite(bool(made.isfinite().all()))
+        masked = masked_of(batch, patches)[..., None]
+        original = input.cut(images)
+        made = torch.where(masked, made, original)
+    seconds = time.perf_counter() - started_at
+    veil = masked.expand_as(original)
+    lines = [_pixels(input, original, images, veil), _pixels(input, made, images), images.cpu().numpy()]
+    sheet = np.stack(lines, 1).reshape(-1, *images.shape[1:]).transpose(0, 2, 3, 1)
+    write_png(out, grid(np.ascontiguousarray(sheet), len(lines)))
+    facts = {"run": str(run.folder), "out": str(out), "images": len(images), "seen": seen.shape[1], "patches": patches,
+             "seconds": seconds, "seed": options.seed}  # fmt: skip
+    of = "" if run.options.raw_pixels else "; mean and deviation of masked patches are the image's own"
+    return Made(facts, f"{out}: {plural(len(images), 'image')} of {seen.shape[1]} of {patches} patches each{of}")
+
+
+def _pixels(input: PatchModule, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
+    """Return normalised ``patches`` [images, patches, pixels] as images uint8 [images, channels, height, width], grey
+    where ``veil`` is True."""
+    config, (rows, columns) = input.config, input.grid(images)
+    side, channels = config.patch, config.channels
+
+    def joined(x: Tensor) -> Tensor:
+        x = x.view(len(x), rows, columns, channels, side, side).permute(0, 3, 1, 4, 2, 5)
+        return x.reshape(len(x), channels, rows * side, columns * side)[..., : images.shape[2], : images.shape[3]]
+
+    x = joined(patches)
+    for numbers, change in ((config.std, torch.mul), (config.mean, torch.add)):
+        if numbers:
+            x = change(x, torch.tensor(numbers, dtype=x.dtype, device=x.device)[:, None, None])
+    x = (255 * x).round().clamp(0, 255)
+    if veil is not None:
+        x = torch.where(joined(veil), x.new_tensor(float(OCCLUDED)), x)
+    return x.to(torch.uint8).cpu().numpy()
+
+
+# How an encoder is fitted to corrupted patches: its head predicts their colours.
+
+COLOUR_HEAD, STAGES = "patch_colours", "stages"
+
+
+def fitted_to_colours(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return overrides: the input as for classes, and a head that predicts colours, unless there is one already."""
+    changes = fitted_input(config, data)
+    return changes if config.head.kind == COLOUR_HEAD else changes | {"head": COLOUR_HEAD}
+
+
+def suits_colours(config: ModelConfig) -> bool:
+    """Return whether an encoder of ``config`` reads patches and ends with the patches that it began with, and nothing
+    else."""
+    if config.protocol is not WholeModel or config.input.kind != "patches":
+        return False
+    return config.stack.kind != STAGES and not _has_global_tokens(config)
+
+
+def _has_global_tokens(config: ModelConfig) -> bool:
+    return bool(part_of(config, "global_tokens")) or part_of(config, "global_input") is not None
+
+
+def check_colours(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model that predicts something else, or whose last layer has other positions than its first."""
+    check_images_read(plan, model)
+    config = plan.config
+    if config.head.kind != COLOUR_HEAD:
+        raise KinformerError(f"`set` head={config.head.kind}: predicts no colours; leave it out.")
+    if isinstance(model.stack, GridOnly):
+        raise KinformerError(
+            f"the stack {config.stack.kind!r} merges patches, so that none is left to have a colour; give a member "
+            "such as vit or deit."
+        )
+    if _has_global_tokens(config):
+        raise KinformerError("the task mpp is for encoders without global tokens; give a member such as vit or deit.")
+
+
+# Images with some of their patches corrupted, which hashes of the step and the row alone draw.
+
+BITS_PER_COLOUR = Metric("bits_per_colour", "bits per colour of a corrupted patch")
+MASKED_OF_10, OTHER_OF_10 = 8, 1
+"""How many of ten corrupted patches are masked, and how many become another patch; the rest stay (B.1.2)."""
+MASKED = -1
+
+
+class MppBatch(NamedTuple):
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1; ``sources`` int64 [rows, patches], which
+    patch stands in each place, ``MASKED`` where none does; ``corrupted`` bool [rows, patches], whose colours are
+    predicted."""
+
+    images: Tensor
+    sources: Tensor
+    corrupted: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return how many patches are read."""
+        return self.sources.numel()
+
+
+def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -> tuple[Tensor, Tensor]:
+    """Return ``sources`` and ``corrupted`` of this many ``patches`` of each image, which the number of its row and
+    ``key`` decide."""
+    if patches < 2:
+        raise KinformerError("an image of one patch has no others to be known by; give a smaller `set` input.patch.")
+    numbers = np.arange(patches)[None]
+    order, kinds, others = (mix(*key, draw, rows[:, None], numbers) for draw in range(3))
+    chosen = np.argsort(order, axis=1, kind="stable")[:, : max(1, round(patches * share))]
+    corrupted = np.zeros(order.shape, bool)
+    np.put_along_axis(corrupted, chosen, True, 1)
+    other = (others % np.uint64(patches - 1)).astype(np.int64)
+    other += other >= numbers  # any patch but that of the place itself
+    kind = kinds % np.uint64(10)
+    replaced = np.where(kind < MASKED_OF_10, MASKED, np.where(kind < MASKED_OF_10 + OTHER_OF_10, other, numbers))
+    return torch.from_numpy(np.where(corrupted, replaced, numbers)), torch.from_numpy(corrupted)
+
+
+class MppRows(PatchRows[MppOptions, MppBatch]):
+    """Training images in an order of their own in every epoch; the first of the validation images, always corrupted
+    alike."""
+
+    sums = ("nats", "right")
+    metrics = (BITS_PER_COLOUR, ACCURACY)
+
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> MppBatch:
+        return MppBatch(images, *corrupted_patches(self.patches, self.options.corrupted, rows, *key))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_COLOUR.name: means["nats"] / log(2), ACCURACY.name: means["right"]}
+
+
+# The objective of masked patch prediction (Dosovitskiy et al. 2020, ViT, appendix B.1.2).
+#
+#     loss = mean over corrupted patches i of -log p(colour of i),    colour = floor(2^bits mean of i), by channel
+#
+# The mean is that of the patch's pixels, from 0 to 1, before it was corrupted.
+
+
+def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
+    """Return the colours int64 [rows, patches] of the patches of ``images`` [rows, channels, height, width], in base
+    2^bits, the first channel first. A patch over the border has the mean of its pixels inside."""
+    scale = 255 if images.dtype == torch.uint8 else 1
+    pixels = images.to(torch.promote_types(images.dtype, torch.float32)) / scale
+    means = functional.avg_pool2d(pixels, patch, ceil_mode=True).flatten(2)
+    levels = (means * 2**bits).floor().clamp(0, 2**bits - 1).long()
+    places = 2 ** (bits * torch.arange(levels.shape[1], device=images.device))
+    return (levels * places[:, None]).sum(1)
+
+
+def sizes_of(model: PatchModel) -> tuple[int, int]:
+    """Return the pixels of a patch's side, and the bits of a channel's colour."""
+    input: PatchInput = input_of(model.config)
+    return input.patch, part_of(model.config.head, "bits")
+
+
+def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
+    """Return the logits [rows, patches, colours] that the model predicts from the corrupted images."""
+    states = model.hidden_of(batch.images, sources=batch.sources, mask=part_of(model.head, "mask"))
+    return model.head(states, model.input)
+
+
+class PatchColours:
+    """The objective; metrics are summed over corrupted patches."""
+
+    def __call__(self, model: PatchModel, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
+        colours = colours_of(batch.images, *sizes_of(model))
+        nats, right = nats_of(model, batch, colours)
+        chosen, zero = batch.corrupted, nats.new_zeros(())
+        total, count = torch.where(chosen, nats, zero).sum(), chosen.sum()
+        return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
+
+
+def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches];
+    ``colours`` are those of ``batch``."""
+    logits = predict_colours(model, batch)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = functional.cross_entropy(logits.flatten(0, 1), colours.flatten(), reduction="none")
+    return nats.view_as(colours), logits.argmax(-1) == colours
+
+
+def colour_rows(plan: TrainingPlan) -> MppRows:
+    """Return the rows of training."""
+    return MppRows(plan.data, plan.settings, plan.options, input_of(plan.config))
+
+
+def colour_loss(model: PatchModel, data: DataModule | None) -> PatchColours:
+    """Return the objective of colours."""
+    return PatchColours()
+
+
+# How well a run predicts the colours of corrupted patches of held-out images, beside counting the colours.
+
+
+def measure_colours(
+    model: PatchModel,
+    images: Images,
+    count: int,
+    share: float,
+    costs: np.ndarray,
+    progress: ProgressCallback | None = None,
+) -> tuple[float, float, float]:
+    """Return bits per colour of the corrupted patches of the first ``count`` of ``images``, the share of colours that
+    are the most probable ones, and the bits by ``costs`` [colours], those of each colour."""
+    device, sums, corrupted = device_of(model), np.zeros(3), 0
+    table, sizes = torch.from_numpy(costs).to(device), sizes_of(model)
+    input: PatchModule = part_of(model, "input")
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            index = np.arange(first, min(first + AT_ONCE, count))
+            pixels = pixels_of(images, index)
+            patches = input.length(pixels) - input.config.before
+            batch = MppBatch(pixels, *corrupted_patches(patches, share, index, 0, MASKS))
+            batch = map_fields(batch, lambda field: field.to(device))
+            colours = colours_of(batch.images, *sizes)
+            nats, right = nats_of(model, batch, colours)
+            chosen = batch.corrupted
+            sums += [float(item[chosen].double().sum()) for item in (nats, right, table[colours])]
+            corrupted += int(chosen.sum())
+            require_finite(isfinite(sums[0]))
+            if progress is not None:
+                progress(first + len(index), count)
+    bits, accuracy, counted = sums / corrupted
+    return bits / log(2), accuracy, counted
+
+
+def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
+    """Return the bits of each colour by how often it is that of a patch of the training images, each once more."""
+    patch, bits = sizes_of(model)
+    counts = np.ones(2 ** (bits * data.shape[2]))
+    images = min(len(data.train), LOOKED_AT)
+    for first in range(0, images, AT_ONCE):
+        pixels = pixels_of(data.train, np.arange(first, min(first + AT_ONCE, images)))
+        counts += np.bincount(colours_of(pixels, patch, bits).flatten().numpy(), minlength=len(counts))
+    return -np.log2(counts / counts.sum())
+
+
+def evaluate_colours(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on held-out images, each always corrupted alike."""
+    run, model = subject.run, subject.model
+    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        costs = counted_colours(result, model)
+        bits, accuracy, counted = measure_colours(model, part, count, run.options.corrupted, costs, progress)
+    measured = f"{BITS_PER_COLOUR.text(bits)}, {counted:.4f} by counting; {ACCURACY.text(accuracy)}"
+    text = (
+        heading(subject, result, evaluation_settings.split),
+        f"{measured}: {plural(count, 'image')}, {run.options.corrupted:.0%} of each corrupted",
+    )
+    facts = {"counted_bits": counted, "measured_images": count, "corrupted": run.options.corrupted}
+    identity = identity_of_part(result, evaluation_settings.split, same)
+    metrics = {BITS_PER_COLOUR: bits, ACCURACY: accuracy}
+    baselines = {"counted": counted}
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mpp", since=started_at)

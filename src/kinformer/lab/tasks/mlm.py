@@ -1,0 +1,667 @@
+"""The task of masked tokens (Devlin et al. 2019): its rows, its objectives, its measures, and filled masks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import isfinite, log
+from typing import Any, NamedTuple, Protocol, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import State
+from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
+from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
+from kinformer.lab.data.labelled import TextItem, TextSource
+from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
+from kinformer.lab.tasks.classify import scored
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.options import MaskPredictionOptions, MlmOptions
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared import in_batches, part_of
+from kinformer.lab.tasks.task import TrainingPlan
+from kinformer.lab.tasks.texts import (
+    SPECIAL_TOKENS,
+    check_ids,
+    check_long_enough,
+    check_sequence,
+    ends_of,
+    heading,
+    held_out,
+    mask_token_of,
+    texts_in,
+    tokenizer_of,
+    whole_length,
+)
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
+from kinformer.lab.training.logging import ACCURACY, bits_per_masked
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.tables import PredictionTable, WriteRow
+
+# Rows of text with masked tokens for an encoder, and the objective of predicting them.
+
+
+HEAD = "masked_language"
+
+
+class MaskedBatch(NamedTuple):
+    """``tokens`` [batch, time] int64, ``valid`` bool or None, and the ``labels`` [batch, n] of the tokens at
+    ``positions`` [batch, n], IGNORED where there are fewer."""
+
+    tokens: Tensor
+    valid: Tensor | None
+    labels: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows) -> MaskedBatch:
+        """Make a batch of rows of tokens and their masks."""
+        assert rows.positions is not None
+        valid = None if rows.valid is None else torch.from_numpy(rows.valid)
+        tokens, labels, positions = (torch.from_numpy(field) for field in (rows.tokens, rows.labels, rows.positions))
+        return cls(tokens, valid, labels, positions)
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens that are read."""
+        return self.tokens.numel()
+
+    def stretch(self, number: int, count: int) -> MaskedBatch:
+        """Return stretch ``number`` of ``count`` of the rows' time, with the masked tokens in it."""
+        tokens, valid = stretch_of_rows(self.tokens, self.valid, number, count)
+        positions = self.positions - number * tokens.shape[1]
+        here = (self.labels != IGNORED) & (positions >= 0) & (positions < tokens.shape[1])
+        first = torch.argsort((~here).to(torch.int8), dim=1, stable=True)[:, : max(1, int(here.sum(1).max()))]
+        labels, positions, here = (item.gather(1, first) for item in (self.labels, positions, here))
+        return MaskedBatch(tokens, valid, labels.masked_fill(~here, IGNORED), positions.where(here, 0))
+
+
+class MaskedTokens(DataModule):
+    """Windows of text with masked tokens, other ones at every step, and the same ones in every validation."""
+
+    sums = ("nats", "correct")
+    by_time = True
+
+    def __init__(self, corpus: Corpus, settings: Settings, masking: Masking, ends: BosEos) -> None:
+        corpus.require_single("mlm")
+        self.bits = bits_per_masked(unit_of(corpus))
+        self.metrics = (self.bits, ACCURACY)
+        train, splits = corpus.splits["train"], corpus.splits["validation"].take(settings.validation_tokens)
+        self.text = MaskedText(train, settings.length, masking, ends, settings.seed)
+        self.held_out = MaskedText(splits, settings.length, masking, ends, 0)
+        self.sampler = self.text.sampler(settings.batch_size)
+        self.batch_size = settings.batch_size
+
+    @property
+    def validations(self) -> int:
+        return -(-len(self.held_out) // self.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> MaskedBatch:
+        return MaskedBatch.of(self.text.batch(self.sampler, step, rank, world))
+
+    def validation(self, rank: int, world: int) -> Iterator[MaskedBatch]:
+        for shown in self.held_out.in_order(self.batch_size):
+            yield MaskedBatch.of(shown.rows.share(rank, world))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {self.bits.name: means["nats"] / log(2), ACCURACY.name: means["correct"]}
+
+
+class MaskedLanguage:
+    """Mean cross-entropy of the tokens that stood at ``batch.positions`` (Devlin et al. 2019, section 3.1).
+
+    The head computes logits of these positions alone.
+    """
+
+    reads_hidden = True
+    by_token = True
+
+    def __call__(self, model: WholeModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+        return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
+
+
+def masked_tokens(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
+    """Return the score of the predictions from ``hidden_states`` [batch, time, dim] at ``batch.positions``."""
+    return scored(masked_logits(model, hidden_states, batch), batch.labels)
+
+
+def masked_logits(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) -> Tensor:
+    """Return the logits [batch, n, vocab] of ``hidden_states`` [batch, time, dim] at ``batch.positions`` [batch, n]."""
+    index = batch.positions[..., None].expand(-1, -1, hidden_states.shape[-1])
+    return model.logits(hidden_states.gather(1, index))
+
+
+def unit_of(corpus: Corpus) -> str:
+    """Return what a token is: a byte, or a tokenizer's token."""
+    return "byte" if corpus.splits["train"].encoded_from is None else "token"
+
+
+def masking_of(config: ModelConfig, tokenizer: Tokenizer | None, options: MlmOptions) -> Masking:
+    """Return how tokens are masked for an encoder."""
+    mask = mask_token_of(config)
+    if mask is None:
+        raise KinformerError(
+            "this model has no token that stands for a mask; give one, as in `set` input.mask_token=103."
+        )
+    assert tokenizer is not None
+    special = {token for token in (mask, *ends_of(config)) if token is not None}
+    usual = ordinary(tokenizer.vocab_size, special)
+    return Masking(mask, usual, options.mask_share, Words.of(tokenizer) if options.whole_words else None)
+
+
+def vocab_size(data: Corpus) -> int:
+    """Return how many ids a model of the corpus must know."""
+    return data.tokenizer.vocab_size + SPECIAL_TOKENS
+
+
+def fit(config: ModelConfig, data: Corpus | None) -> dict[str, object]:
+    """Return the overrides: a head that predicts masked tokens."""
+    return {} if config.head.kind == HEAD else {"head": HEAD}
+
+
+def check(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model without the tokens of the corpus, and a corpus that is too short."""
+    check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
+    check_sequence(model)
+    check_long_enough(plan.data, 1, plan.settings.length)
+
+
+def training_rows(plan: TrainingPlan) -> MaskedTokens:
+    """Return the rows of training."""
+    masking = masking_of(plan.config, plan.tokenizer, plan.options)
+    return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
+
+
+def masked_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguage:
+    """Return the objective of masked tokens."""
+    return MaskedLanguage()
+
+
+def cpc_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguageCpc:
+    """Return the objective of masked tokens and of masked sentences."""
+    return MaskedLanguageCpc.of(model)
+
+
+# Masked tokens, and masked sentences that their global tokens predict (Ainslie et al. 2020, ETC; contrastive
+# predictive coding after van den Oord et al. 2018).
+#
+# Of some sentences of the long input all tokens are masked. What the global token of such a sentence becomes is
+# compared with what one becomes where that sentence is the whole long input: of all sentences masked in the batch, its
+# own should be the nearest.
+#
+#     loss = 0.8 * (nats of masked tokens) + 0.2 * (-log softmax_s(g_i . h_s / sqrt(dim))[i])
+#
+# g are the global tokens' outputs in their texts, h those of the sentences alone, both standardised feature by feature
+# over the batch: what all of them have in common, at first nearly everything, distinguishes none. Tokens of masked
+# sentences are not predicted one by one.
+
+SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
+
+
+class GlobalInputModel(StackedWholeModel, Protocol):
+    """An encoder with a global input, whose tokens each stand for a sentence of the long input."""
+
+    @property
+    def global_input(self) -> nn.Module: ...
+
+    def hidden(self, values: Tensor, *, valid: Tensor | None = None, sentences: Tensor | None = None) -> Any:
+        """Return the hidden states of the ``long_input`` and of the ``global_input``; ``sentences`` are of tokens."""
+        ...
+
+
+class MaskedSentences(NamedTuple):
+    """``sentences`` int64 [batch, n] to mask, of which those count that are ``real``; ``positions`` [batch, n, length]
+    of their tokens."""
+
+    sentences: Tensor
+    real: Tensor
+    positions: Tensor
+
+
+class MaskedLanguageCpc:
+    """Masked language modelling with contrastive predictive coding, for an encoder whose global input has a token for
+    every sentence of ``length`` tokens.
+
+    A tenth of the sentences is masked, one at least; such are whole and hold none of the tokens ``ends``. In eval mode
+    the choice is always the same. Further metrics: ``cpc_nats``, ``cpc_predicted``, ``cpc_correct``, and
+    ``cpc_by_chance``, how many would be right by chance.
+    """
+
+    reads_hidden = True
+
+    def __init__(self, length: int, mask_token: int, ends: tuple[int, ...] = ()) -> None:
+        self.length, self.mask_token, self.ends = length, mask_token, ends
+
+    @classmethod
+    def of(cls, model: nn.Module | GlobalInputModel) -> MaskedLanguageCpc:
+        """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
+        KinformerError if the model lacks one of them."""
+        length = getattr(getattr(model, "global_input", None), "length", None)
+        if length is None or (mask := mask_token_of(part_of(model, "config"))) is None:
+            raise KinformerError(
+                f"the objective 'mlm-cpc' needs an encoder with a mask token and a global token for every sentence, "
+                f"which this {type(model).__name__} is not; train the member etc, or with masked-language."
+            )
+        ends = tuple(token for token in ends_of(part_of(model, "config")) if token is not None)
+        return cls(length, mask, ends)
+
+    def __call__(self, model: GlobalInputModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+        chosen = self.choose(batch, fresh=model.training)
+        if chosen is None:
+            return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
+        encoded = model.hidden(self.mask(batch.tokens, chosen), valid=batch.valid)
+        loss, metrics, _ = masked_tokens(model, encoded.long_input, self.left(batch, chosen))
+        index = chosen.sentences[..., None].expand(-1, -1, encoded.global_input.shape[-1])
+        alone = restored(batch).gather(1, chosen.positions.flatten(1)).view(-1, self.length)
+        contexts = encoded.global_input.gather(1, index).flatten(0, 1)
+        cpc, cpc_metrics, _ = contrasted(contexts, model.hidden(alone).global_input[:, 0], chosen.real.flatten())
+        metrics |= {f"cpc_{name}": value for name, value in cpc_metrics.items()}
+        metrics["cpc_by_chance"] = (cpc_metrics["predicted"] > 0).to(torch.int64)
+        return (1 - WEIGHT) * loss + WEIGHT * cpc, metrics, None
+
+    def choose(self, batch: MaskedBatch, fresh: bool) -> MaskedSentences | None:
+        """Choose sentences to mask, by a ``fresh`` draw or always the same; None if the rows are too short to hold
+        one."""
+        tokens = batch.tokens
+        count = tokens.shape[1] // self.length
+        if not count:
+            return None
+        usable = torch.ones_like(tokens, dtype=torch.bool) if batch.valid is None else batch.valid.clone()
+        for end in self.ends:
+            usable &= tokens != end
+        fit = usable[:, : count * self.length].unflatten(1, (count, self.length)).all(2)
+        fit &= (batch.labels != IGNORED).any(1, keepdim=True)
+        generator = None if fresh else torch.Generator(tokens.device).manual_seed(0)
+        draws = torch.rand(fit.shape, generator=generator, device=tokens.device).masked_fill(~fit, -1)
+        sentences = draws.topk(max(1, round(SHARE * count)), dim=1).indices
+        positions = sentences[..., None] * self.length + torch.arange(self.length, device=tokens.device)
+        return MaskedSentences(sentences, fit.gather(1, sentences), positions)
+
+    def mask(self, tokens: Tensor, chosen: MaskedSentences) -> Tensor:
+        """Return ``tokens`` with every token of the chosen sentences masked."""
+        return tokens.masked_fill(_within(tokens, chosen), self.mask_token)
+
+    def left(self, batch: MaskedBatch, chosen: MaskedSentences) -> MaskedBatch:
+        """Return ``batch`` without the labels in the chosen sentences."""
+        inside = _within(batch.tokens, chosen).gather(1, batch.positions)
+        return batch._replace(labels=batch.labels.masked_fill(inside, IGNORED))
+
+
+def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput:
+    """Score how well every context identifies its sentence among all: both [n, dim], of which the ``real`` ones
+    count."""
+    contexts, alone = (_standardised(x.float(), real) for x in (contexts, alone))
+    logits = (contexts @ alone.mT * contexts.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(torch.float32).min)
+    labels = torch.arange(len(real), device=real.device).masked_fill(~real, IGNORED)
+    return scored(logits, labels)
+
+
+def _standardised(x: Tensor, real: Tensor) -> Tensor:
+    """Return x [n, dim] with mean 0 and variance 1 of every feature over the ``real`` rows."""
+    count = real.sum().clamp_min(1)
+    x = torch.where(real[:, None], x, 0)
+    centred = torch.where(real[:, None], x - x.sum(0) / count, 0)
+    return centred * (centred.square().sum(0) / count + EPS).rsqrt()
+
+
+def restored(batch: MaskedBatch) -> Tensor:
+    """Return the tokens of ``batch`` before some were masked."""
+    counted = batch.labels != IGNORED
+    # Positions that do not count would overwrite others: let them write behind the row.
+    positions = batch.positions.masked_fill(~counted, batch.tokens.shape[1])
+    return functional.pad(batch.tokens, (0, 1)).scatter(1, positions, batch.labels)[:, :-1]
+
+
+def _within(tokens: Tensor, chosen: MaskedSentences) -> Tensor:
+    """Return whether each token is of a chosen sentence, [batch, time] bool."""
+    real = chosen.real[..., None].expand_as(chosen.positions).flatten(1)
+    inside = torch.zeros_like(tokens, dtype=torch.bool)
+    return inside.scatter(1, chosen.positions.flatten(1), real)
+
+
+# How well a model predicts masked tokens, and how well counting does on the very same ones.
+
+AROUND = 16
+"""Tokens of the text that a table shows on either side of a mask."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedMeasurement:
+    """Metrics of ``masked`` tokens in ``windows`` windows: bits per token, the share predicted right, and bits by
+    frequency (``unigram_bits``) and by frequency after the true token before it (``bigram_bits``), as counted in the
+    training data."""
+
+    bits: float
+    accuracy: float
+    masked: int
+    windows: int
+    unigram_bits: float
+    bigram_bits: float
+
+
+def measure_masked(
+    model: WholeModel,
+    text: MaskedText,
+    counts: Bigrams,
+    rows: int,
+    progress: ProgressCallback | None = None,
+    note: Callable[[MaskedBatch, Tensor], None] | None = None,
+) -> MaskedMeasurement:
+    """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else;
+    ``note`` gets every batch and its logits at the masks."""
+    device = device_of(model)
+    sums, baselines, done = np.zeros(3), np.zeros(2), 0
+    with torch.inference_mode():
+        for shown in text.in_order(rows):
+            batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
+            logits = masked_logits(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
+            _, sums_of_batch, _ = scored(logits, batch.labels)
+            sums += [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
+            require_finite(isfinite(sums[0]))
+            masks = shown.rows.labels != IGNORED
+            for index, probability in enumerate(counts.probabilities(shown.rows.labels[masks], shown.before[masks])):
+                baselines[index] -= np.log2(probability).sum()
+            done += len(shown.rows.tokens)
+            if note is not None:
+                note(batch, logits)
+            if progress is not None:
+                progress(done, len(text))
+    nats, masked, correct = sums.tolist()
+    unigram, bigram = (baselines / masked).tolist()
+    return MaskedMeasurement(
+        bits=nats / log(2) / masked,
+        accuracy=correct / masked,
+        masked=int(masked),
+        windows=done,
+        unigram_bits=unigram,
+        bigram_bits=bigram,
+    )
+
+
+class MaskNotes:
+    """Writes a row for every masked token: the text around it, the token, the most probable one, its probability."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: BosEos, write: WriteRow) -> None:
+        self.tokenizer, self.ends, self.write = tokenizer, ends, write
+
+    def __call__(self, batch: MaskedBatch, logits: Tensor) -> None:
+        """Write the rows of a batch, whose masks have the ``logits`` [batch, n, vocab]."""
+        shares, best = logits.float().softmax(-1).max(-1)
+        for row, tokens in enumerate(batch.tokens):
+            masks = batch.labels[row] != IGNORED
+            places, labels = batch.positions[row][masks], batch.labels[row][masks]
+            tokens = tokens.index_put((places,), labels)
+            if batch.valid is not None:
+                tokens = tokens[batch.valid[row]]
+            text = tokens[self.ends.before : len(tokens) - (self.ends.size - self.ends.before)].tolist()
+            columns = (places - self.ends.before, labels, best[row][masks], shares[row][masks])
+            for line in self._rows(text, *(column.tolist() for column in columns)):
+                self.write(line)
+
+    def _rows(
+        self,
+        text: Sequence[int],
+        places: Sequence[int],
+        labels: Sequence[int],
+        best: Sequence[int],
+        shares: Sequence[float],
+    ) -> Iterator[dict[str, object]]:
+        for at, label, guess, share in zip(places, labels, best, shares, strict=True):
+            before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
+            token, predicted = self._text([label]), self._text([guess])
+            text_around = f"{before}[MASK]{after}"
+            right = {"correct": label == guess}  # two bytes that are no text look alike
+            yield {"text": text_around, "label": token, "token": predicted, "probability": share} | right
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return tokens as text, without ids that are none of the tokenizer's, such as that of the mask."""
+        return self.tokenizer.decode(
+            np.array([token for token in tokens if token < self.tokenizer.vocab_size], np.int64)
+        )
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on held-out text, beside counts of its training split; its global input too, where it has one.
+    Every masked token is written to the ``table`` that the options name."""
+    run, model = subject.run, subject.model
+    data = held_out(run, evaluation_settings)
+    masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
+    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), evaluation_settings.seed)
+    started_at = time.perf_counter()
+    rows = max(1, evaluation_settings.chunk // length)
+    with table.writing_predictions() as write, progressing(quiet) as progress:
+        counts = Bigrams(data.corpus.splits["train"])
+        note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
+        measured = measure_masked(model, masked_text, counts, rows, progress, note)
+    unit, words = unit_of(data.corpus), ", whole words" if run.options.whole_words else ""
+    metric = bits_per_masked(unit)
+    text = [
+        heading(subject, data.corpus, evaluation_settings.split),
+        f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
+        f"{plural(length, 'token')}{words}",
+        f"{measured.unigram_bits:.4f} by their frequency in the training split",
+        f"{measured.bigram_bits:.4f} by their frequency after the true {unit} before them",
+    ]
+    metrics = {metric: measured.bits, ACCURACY: measured.accuracy}
+    baselines = {"unigram_bits": measured.unigram_bits, "bigram_bits": measured.bigram_bits}
+    facts = baselines | {"masked": measured.masked} | asdict(run.options)
+    facts |= {"length": length, "windows": measured.windows}
+    if has_global_input(model):
+        more_facts, more_text = _global_input(subject, masked_text, evaluation_settings, quiet)
+        facts, text = facts | more_facts, text + more_text
+    return evaluated(
+        subject, metrics, data.identity, text, facts=facts, baselines=baselines, task="mlm", since=started_at
+    )
+
+
+def _global_input(
+    subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
+) -> tuple[dict[str, object], list[str]]:
+    """Return what the global input is worth, for JSON and as text."""
+    training = subject.run.training
+    rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
+    with progressing(quiet) as progress:
+        effect = measure_global_input(subject.model, text, rows, progress)
+    lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
+    if training.get("objective") == "mlm-cpc":
+        lines.append(
+            f"{effect.accuracy:.1%} of {plural(effect.sentences, 'masked sentence')} identified by their global "
+            f"tokens (by chance: {effect.chance:.1%})"
+        )
+    return {"global_input": asdict(effect)}, lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalInputMeasurement:
+    """What the global input of ETC (Ainslie et al. 2020) is worth, a token for each sentence before the long input.
+
+    Bits of a masked token, the ``bits`` of the whole model beside those with the vectors of its global tokens
+    ``zeroed`` and those ``without`` any.
+
+    ``accuracy``: of ``sentences`` that were masked as a whole, the share whose global token was nearest to that of the
+    sentence alone, among the sentences masked in the same rows; ``chance``: that share by guessing.
+    """
+
+    bits: float
+    zeroed: float
+    without: float
+    sentences: int
+    accuracy: float
+    chance: float
+
+
+def has_global_input(model: nn.Module) -> bool:
+    """Return whether ``model`` has a global token for every sentence of the long input."""
+    return hasattr(getattr(model, "global_input", None), "length")
+
+
+def measure_global_input(
+    model: GlobalInputModel, text: MaskedText, rows: int, progress: ProgressCallback | None = None
+) -> GlobalInputMeasurement:
+    """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
+    device, objective = device_of(model), MaskedLanguageCpc.of(model)
+    totals: dict[str, float] = {}
+    done = 0
+    for shown in text.in_order(rows, shuffled=True):
+        batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
+        none = torch.full_like(batch.tokens, -1)
+        with torch.inference_mode():
+            nats = {"": _nats(model, batch), "without_": _nats(model, batch, sentences=none)}
+            nats["sentences_"] = objective(model, batch, None, 1.0)[1]
+        with silenced(model), torch.inference_mode():
+            nats["zeroed_"] = _nats(model, batch)
+        for name, metrics in nats.items():
+            for key, value in metrics.items():
+                totals[name + key] = totals.get(name + key, 0.0) + float(value)
+        require_finite(isfinite(sum(totals.values())))
+        done += len(shown.rows.tokens)
+        if progress is not None:
+            progress(done, len(text))
+    sentences = totals.get("sentences_cpc_predicted", 0.0)
+    bits = [totals[f"{name}nats"] / log(2) / max(1.0, totals["predicted"]) for name in ("", "zeroed_", "without_")]
+    return GlobalInputMeasurement(
+        bits=bits[0],
+        zeroed=bits[1],
+        without=bits[2],
+        sentences=int(sentences),
+        accuracy=totals.get("sentences_cpc_correct", 0.0) / max(1.0, sentences),
+        chance=totals.get("sentences_cpc_by_chance", 0.0) / max(1.0, sentences),
+    )
+
+
+@contextmanager
+def silenced(model: GlobalInputModel) -> Iterator[None]:
+    """Give the global tokens of ``model`` the vector 0 meanwhile."""
+    weight: Tensor = part_of(model.global_input, "table").weight
+    weight_before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight.zero_()
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(weight_before)
+
+
+def _nats(model: GlobalInputModel, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the sums of masked language modelling over ``batch``: nats, tokens and how many are right."""
+    return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, sentences=sentences).long_input, batch)[1]
+
+
+# The most probable tokens of the masks in texts.
+
+
+class MaskedItem(NamedTuple):
+    """A text with its ids between BOS and EOS, and where among these the masks stand."""
+
+    item: TextItem
+    ids: np.ndarray
+    masks: tuple[int, ...]
+
+
+class Candidate(TypedDict):
+    """A token that may stand in place of a mask, with its probability, for JSON."""
+
+    token: str
+    probability: float
+
+
+class MaskFiller:
+    """A run that fills masks in; ``mark`` stands for one in a text."""
+
+    def __init__(self, subject: LoadedRun, mark: str, top_k: int) -> None:
+        self.run, self.model, self.mark, self.top_k = subject.run, subject.model, mark, top_k
+        tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
+        if tokenizer is None or self.mask is None:
+            raise KinformerError(f"{subject.run.folder}: has no tokenizer, or no token that stands for a mask.")
+        self.tokenizer = tokenizer
+        self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
+
+    def encode(self, item: TextItem) -> MaskedItem:
+        """Return the ids of a text. Errors: ``KinformerError`` where it has no mask, or does not fit into the model."""
+        pieces = item.text.split(self.mark)
+        if len(pieces) < 2:
+            raise KinformerError(
+                f"{item.place}: holds no mask; write {self.mark} where a token is to be predicted, or give `mask` TEXT."
+            )
+        ids, masks = [self.tokenizer.encode(pieces[0]).astype(np.int64)], []
+        for piece in pieces[1:]:
+            masks.append(self.ends.before + sum(map(len, ids)))
+            ids += [np.array([self.mask], np.int64), self.tokenizer.encode(piece).astype(np.int64)]
+        joined = np.concatenate(ids)
+        if (longest := len(joined) + self.ends.size) > self.length:
+            raise KinformerError(
+                f"{item.place}: has {longest} tokens, but {self.run.folder} reads {self.length} at most, its training "
+                "length; shorten the text around its masks."
+            )
+        return MaskedItem(item, joined, tuple(masks))
+
+    def __call__(self, batch: Sequence[MaskedItem]) -> list[Predicted]:
+        """Return the texts with their masks filled in, and the candidates for each mask."""
+        longest = max(len(item.ids) for item in batch) + self.ends.size
+        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
+        tokens, valid = lay([item.ids for item in batch], self.ends, width)
+        device = device_of(self.model)
+        rows = torch.tensor([row for row, item in enumerate(batch) for _ in item.masks], device=device)
+        places = torch.tensor([place for item in batch for place in item.masks], device=device)
+        with torch.inference_mode():
+            valid_here = None if valid is None else torch.from_numpy(valid).to(device)
+            hidden = self.model.hidden(torch.from_numpy(tokens).to(device), valid=valid_here).long_input
+            logits = self.model.logits(hidden[rows, places][None])[0].float().cpu()
+        require_finite(bool(logits.isfinite().all()))
+        no_text = torch.tensor([self._is_no_text(number) for number in range(logits.shape[-1])])
+        probabilities, numbers = (
+            logits.masked_fill(no_text, -torch.inf).softmax(-1).topk(min(self.top_k, int((~no_text).sum())))
+        )
+        candidates = iter(zip(probabilities.tolist(), numbers.tolist(), strict=True))
+        return [self._predicted(item.item, [next(candidates) for _ in item.masks]) for item in batch]
+
+    def _is_no_text(self, token: int) -> bool:
+        """Return whether an id is the model's for a mask or an end, or beyond the tokenizer's."""
+        return token in (self.mask, *self.ends) or token >= self.tokenizer.vocab_size
+
+    def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
+        masks: list[list[Candidate]] = [
+            [
+                {"token": self.tokenizer.decode([number]), "probability": share}
+                for share, number in zip(shares, numbers, strict=True)
+            ]
+            for shares, numbers in best
+        ]
+        pieces = item.text.split(self.mark)
+        filled = pieces[0] + "".join(mask[0]["token"] + piece for mask, piece in zip(masks, pieces[1:], strict=True))
+        label = {} if item.label is None else {"label": item.label}
+        row = {"text": item.text} | label | {"filled": filled, "masks": masks}
+        return Predicted(row, filled if self.top_k == 1 else f"{filled}\t{'; '.join(map(_spelled, masks))}")
+
+
+def _spelled(mask: Sequence[Candidate]) -> str:
+    return ", ".join(f"{item['token']!r} {item['probability']:.1%}" for item in mask)
+
+
+def predict(
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: MaskPredictionOptions
+) -> Iterator[Predicted]:
+    """Yield the texts of ``source`` with their masks filled in, in order."""
+    filler = MaskFiller(subject, task_options.mask, settings.top_k)
+    inputs = texts_in(source, settings, filler.encode)
+    encode: Callable[[TextItem], MaskedItem] = filler.encode
+    yield from in_batches(
+        map(encode, inputs.items),
+        settings.batch_size,
+        lambda item: len(item.ids),
+        filler,
+        inputs.total,
+        settings.quiet,
+    )

@@ -1,0 +1,686 @@
+"""The rows and objectives of the next token: one loss, losses of all layers or exits, and losses of several tokens
+ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.adaptive.decoder import ExitDecoder
+from kinformer.adaptive.rules import AllExits
+from kinformer.core.model import CausalModel, StackedCausalModel
+from kinformer.core.stack import ModelConfig, units_of
+from kinformer.core.state import State
+from kinformer.generation.drafts import DraftedSession, Drafting
+from kinformer.generation.generate import session_of
+from kinformer.generation.sampling import StoppedText, ends_of_text
+from kinformer.generation.session import Session
+from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split, Tokenizer
+from kinformer.lab.data.corpus import MixedWindows
+from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared import part_of
+from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
+from kinformer.lab.tasks.texts import (
+    check_ids,
+    check_long_enough,
+    check_sequence,
+    tell_untrained,
+    tokenizer_of,
+    vocab_size_of,
+)
+from kinformer.lab.training import cross_entropy
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
+from kinformer.lab.training.logging import BITS_PER_BYTE
+from kinformer.lab.training.settings import Settings
+from kinformer.models.decoder import Decoder
+from kinformer.runtime.errors import KinformerError
+
+# Rows of text for a causal model, and the objective of the next token.
+
+
+def vocab_size(data: Corpus) -> int:
+    """Return how many tokens the corpus has."""
+    return data.tokenizer.vocab_size
+
+
+def check(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model without the tokens of the corpus, a corpus that is too short, and segments of a model whose state
+    grows."""
+    check_ids(plan, vocab_size(plan.data), special_apart=False)
+    check_sequence(model)
+    if plan.options.segments:
+        _check_endless(model)
+    rows = plan.settings.batch_size if plan.options.segments else 1
+    check_long_enough(plan.data, rows, plan.settings.length)
+
+
+def _check_endless(model: nn.Module) -> None:
+    """Refuse a model whose state grows, or whose positions end, while it is carried through the whole corpus."""
+    if (limit := part_of(model, "max_length")) is not None:
+        raise KinformerError(
+            f"`segments`: the state goes on without end, but this model's positions end at {limit}; choose "
+            "another member, or another position such as `set` position=sinusoidal."
+        )
+    if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
+        raise KinformerError(
+            "`segments`: the state goes on without end, but this model's grows with every token; choose another "
+            'member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+        )
+
+
+class TokenBatch(NamedTuple):
+    """``tokens`` [batch, time + 1] int64, inputs and, one later, targets; ``reset`` and ``valid`` [batch, time] bool or
+    None."""
+
+    tokens: Tensor
+    reset: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens are predicted."""
+        rows, width = self.tokens.shape
+        return rows * (width - 1)
+
+    def stretch(self, number: int, count: int) -> TokenBatch:
+        """Return stretch ``number`` of ``count`` of the rows' time, which is padded to a multiple of ``count``."""
+        time = self.tokens.shape[1] - 1
+        size = -(-time // count)
+        valid, lacking = self.valid, size * count - time
+        if lacking and valid is None:
+            valid = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
+        begin, end = number * size, (number + 1) * size
+        marks = (
+            None if mark is None else functional.pad(mark, (0, lacking))[:, begin:end] for mark in (self.reset, valid)
+        )
+        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks)
+
+
+class NextTokens(DataModule):
+    """Windows of text, or with ``segments`` consecutive segments, whose state is carried.
+
+    Validation: windows as training has them, each of which begins a new sequence; with segments the state is carried.
+    With ``reset_documents`` (as always with segments) every document begins a new sequence, too.
+    """
+
+    metrics = (BITS_PER_BYTE,)
+    by_time = True
+
+    def __init__(
+        self, corpus: Corpus, settings: Settings, segments: bool = False, reset_documents: bool = False
+    ) -> None:
+        self.corpus, self.settings, self.carries = corpus, settings, segments
+        place = (corpus.splits["train"], settings.batch_size, settings.length, settings.seed)
+        self.sampler: SegmentStreams | RandomWindows | MixedWindows
+        if segments:
+            corpus.require_single("segments")
+            self.sampler = SegmentStreams(*place)
+        elif corpus.mixture is not None:
+            self.sampler = MixedWindows(place[0], corpus.mixture, *place[1:], reset_documents=reset_documents)
+        else:
+            self.sampler = RandomWindows(*place, reset_documents=reset_documents)
+        held_out = corpus.held_out(settings.validation_tokens)
+        streams = max(1, min(settings.batch_size, (len(held_out) - 1) // settings.length))
+        self.stream = EvaluationStream(held_out, settings.length, streams, reset_documents=segments or reset_documents)
+
+    @property
+    def validations(self) -> int:
+        return len(self.stream)
+
+    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
+        tokens = torch.from_numpy(self.sampler.batch(step, rank, world))
+        return TokenBatch(tokens, _marks(self.sampler.resets(step, rank, world)))
+
+    def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
+        for segment in self.stream:
+            tokens, valid = (torch.from_numpy(_share(item, rank, world)) for item in (segment.tokens, segment.valid))
+            reset = None if segment.reset is None else _share(segment.reset, rank, world)
+            yield TokenBatch(tokens, _marks(reset), None if valid.all() else valid)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
+
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
+        return RetrievedTokens(self, train, validation)
+
+
+class RetrievedBatch(NamedTuple):
+    """A :class:`TokenBatch` and ``neighbours`` [batch, time, k] int64, the tokens that followed, -1 where is none."""
+
+    tokens: Tensor
+    reset: Tensor | None
+    valid: Tensor | None
+    neighbours: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens are predicted."""
+        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
+
+
+class RetrievedTokens(DataModule):
+    """The rows of ``texts`` with their neighbours.
+
+    ``train`` and ``validation``, int32 [tokens, k]: row t belongs to the input at position t of the training split, and
+    of the part of the validation split that is measured.
+    """
+
+    metrics = (BITS_PER_BYTE,)
+
+    def __init__(self, texts: NextTokens, train: np.ndarray, validation: np.ndarray) -> None:
+        self.texts, self.train, self.held_out, self.carries = texts, train, validation, texts.carries
+        for table, split in ((train, texts.corpus.splits["train"]), (validation, texts.stream.split)):
+            assert len(table) == len(split) - 1
+
+    @property
+    def validations(self) -> int:
+        return self.texts.validations
+
+    def batch(self, step: int, rank: int, world: int) -> RetrievedBatch:
+        batch = self.texts.batch(step, rank, world)
+        return _with_rows(batch, self.train, self.texts.sampler.starts(step), rank)
+
+    def validation(self, rank: int, world: int) -> Iterator[RetrievedBatch]:
+        stream = self.texts.stream
+        for index, batch in enumerate(self.texts.validation(rank, world)):
+            yield _with_rows(batch, self.held_out, stream.starts + index * stream.length, rank)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return self.texts.measured(means, split)
+
+
+def training_rows(plan: TrainingPlan) -> NextTokens:
+    """Return the rows of training."""
+    return NextTokens(plan.data, plan.settings, plan.options.segments, plan.options.reset_documents)
+
+
+def token_loss(model: nn.Module, data: DataModule | None) -> NextTokenLoss | RetrievedNextToken:
+    """Return the objective of the next token, of rows with retrieved neighbours where ``data`` has them."""
+    return RetrievedNextToken() if isinstance(data, RetrievedTokens) else NextTokenLoss()
+
+
+def deep_supervision(model: nn.Module, data: DataModule | None) -> DeepSupervision:
+    """Return the objective of the next token at several layers."""
+    return DeepSupervision.of(model)
+
+
+def exit_losses(model: nn.Module, data: DataModule | None) -> ExitLosses:
+    """Return the objective of the next token at all exits."""
+    return ExitLosses.of(model)
+
+
+def multi_token(model: nn.Module, data: DataModule | None) -> MultiToken:
+    """Return the objective of several next tokens."""
+    return MultiToken.of(model)
+
+
+class NextTokenLoss:
+    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: it is a mean over predictions,
+    each of which needs its own logits alone."""
+
+    by_token = True
+
+    def __call__(self, model: CausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        tokens, targets, marks = batch.tokens[:, :-1], batch.tokens[:, 1:], {"valid": batch.valid, "reset": batch.reset}
+        if cross_entropy.in_pieces(model, tokens.numel()):
+            inputs, state = model.head_inputs(tokens, state, **marks)
+            loss, nats = hidden_nats(model, inputs, targets, batch.valid)
+        else:
+            logits, state = model(tokens, state, **marks)
+            loss, nats = next_token_nats(logits, targets, batch.valid)
+        return loss, {"nats": nats, "predicted": predicted(batch)}, state
+
+
+def predicted(batch: TokenBatch | RetrievedBatch) -> Tensor:
+    """Return how many tokens of a batch are predicted and count."""
+    return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
+
+
+def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mean and the detached sum of the cross-entropies of ``targets`` [batch, time], in float32, where
+    ``valid``."""
+    count: Tensor | int = max(1, targets.numel())
+    if valid is not None:
+        targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return nats / count, nats.detach()
+
+
+def hidden_nats(model: CausalModel, inputs: object, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what :func:`next_token_nats` does, from the head's ``inputs``; for hidden states without computing all
+    logits at once."""
+    if not isinstance(inputs, Tensor):
+        return next_token_nats(model.logits(inputs), targets, valid)
+    count: Tensor | int = max(1, targets.numel())
+    if valid is not None:
+        inputs, targets, count = inputs[valid], targets[valid], valid.sum().clamp_min(1)
+    nats = cross_entropy.of_head(model, inputs.flatten(0, -2), targets.flatten())
+    return nats / count, nats.detach()
+
+
+def bits_per_byte(nats_per_token: float, split: Split) -> float:
+    """Return nats per token as bits per byte of the text that the split's tokens stand for."""
+    return nats_per_token / log(2) * len(split) / split.bytes
+
+
+def _share(field: np.ndarray, rank: int, world: int) -> np.ndarray:
+    """Return a process's rows; rows that fill up the last share are zeros, and so not valid."""
+    size = -(-len(field) // world)
+    padded = np.zeros((size * world, *field.shape[1:]), field.dtype)
+    padded[: len(field)] = field
+    return padded[rank * size : (rank + 1) * size]
+
+
+def _marks(reset: np.ndarray | None) -> Tensor | None:
+    """Return where sequences begin, or None where none does, as in most batches, which saves work."""
+    return None if reset is None or not reset.any() else torch.from_numpy(reset)
+
+
+def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
+    """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows, the last of
+    which may be fewer than the others'."""
+    count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+    rows = np.full((count, time, table.shape[1]), -1, np.int64)
+    for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
+        rows_of_table = table[start : start + time]
+        row[: len(rows_of_table)] = rows_of_table
+    return RetrievedBatch(*batch, torch.from_numpy(rows))
+
+
+class RetrievedNextToken:
+    """Cross-entropy of each next token where the head is given what followed the neighbours of every token (SPALM,
+    Yogatama et al. 2021)."""
+
+    reads_hidden = True
+
+    def __call__(
+        self, model: StackedCausalModel, batch: RetrievedBatch, state: State, progress: float
+    ) -> ObjectiveOutput:
+        hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
+        logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
+        loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)
+        return loss, {"nats": nats, "predicted": predicted(batch)}, state
+
+
+# Next tokens by the losses of all exits of a stack (Elbayad et al. 2020, section 3.1; Schuster et al. 2022, 3.3).
+
+
+class ExitLosses:
+    """The loss of models with early exits, of the kind that the model's stack names:
+
+    aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the cross-entropy of exit n for all tokens
+    mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
+
+    With aligned training comes what the stack's rule learns from. In eval mode this is :class:`NextTokenLoss`, of
+    tokens that leave as the rule says.
+    """
+
+    reads_hidden = True
+    trains_exits = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExitLosses:
+        """Make the objective for ``model``; KinformerError if its stack has no exits."""
+        if not isinstance(model, ExitDecoder):
+            raise KinformerError(
+                "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
+                "train calm or depth-adaptive, add `set` stack=exits, or leave `objective` out."
+            )
+        return cls()
+
+    def __call__(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        config = model.stack.config
+        if not model.training:
+            return NextTokenLoss()(model, batch, state, progress)
+        if config.training == "mixed":
+            return self._mixed(model, batch, state, progress, config.samples)
+        return self._aligned(model, batch, state, progress)
+
+    def _mixed(
+        self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float, samples: int
+    ) -> ObjectiveOutput:
+        drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
+        losses, metrics, states = zip(*drawn, strict=True)
+        nats = torch.stack([metric["nats"] for metric in metrics]).mean()
+        return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
+
+    def _aligned(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        targets, stack = batch.tokens[:, 1:], model.stack
+        _, state, tapped = model.hidden(
+            batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=stack.exits
+        )
+        logits = [model.exit_logits(x, number) for number, x in enumerate(tapped)]
+        losses, nats = zip(*(next_token_nats(logit, targets, batch.valid) for logit in logits), strict=True)
+        seen = None if stack.rule is None else exits_of(tapped, logits, batch)
+        loss = stack.aligned_loss(losses, seen, progress)
+        return loss, {"nats": nats[-1], "predicted": predicted(batch)}, state
+
+
+def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch) -> AllExits:
+    """Return the outputs of every exit, without a graph except for ``hidden``."""
+    targets = batch.tokens[:, 1:]
+    valid = torch.ones_like(targets, dtype=torch.bool) if batch.valid is None else batch.valid
+    sequence = torch.zeros_like(targets) if batch.reset is None else batch.reset.long().cumsum(1)
+    return AllExits.of(hidden, logits, targets, valid, sequence)
+
+
+class DeepSupervision(nn.Module):
+    """Next tokens by losses at all layers and of two tokens ahead (Al-Rfou et al. 2018, section 3).
+
+    Losses at all layers and of two tokens ahead, which make deep stacks trainable (Al-Rfou et al. 2018, section 3).
+
+        loss = L_n + sum of L_l over the layers l = 1 ... n - 1 that have not stopped yet
+        L_l = next token's cross-entropy + AHEAD * that of the token after it
+
+    Layer l of n stops when the share l / (2 n) of training is done: half-way only the last is left. All predictions
+    but the last layer's of the next token are made by ``readers`` that nothing else needs. They are trained and kept
+    in checkpoints, but are no part of the model. In eval mode this is :class:`NextTokenLoss`.
+    """
+
+    AHEAD = 0.5
+    reads_hidden = True
+
+    def __init__(self, dim: int, vocab_size: int, depth: int) -> None:
+        super().__init__()
+        self.readers = nn.ModuleList(_Reader(dim, vocab_size, targets=2) for _ in range(depth - 1))
+        self.readers.append(_Reader(dim, vocab_size, targets=1))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DeepSupervision:
+        """Make the objective for the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state,
+        taps=...)``; KinformerError if it does not."""
+        if not (hasattr(model, "hidden") and units_of(model)):
+            raise KinformerError(
+                f"the objective 'deep-supervision' reads the layers of a model, but {type(model).__name__} shows none; "
+                "train it with next-token."
+            )
+        config: ModelConfig = part_of(model, "config")
+        return cls(config.width, vocab_size_of(config), len(config.uses))
+
+    def active(self, progress: float) -> list[int]:
+        """Return the indices (from 0) of the layers below the last that still have a loss at ``progress``."""
+        depth = len(self.readers)
+        return [layer - 1 for layer in range(1, depth) if 2 * depth * progress < layer]
+
+    def forward(self, model: CausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        if not self.training:
+            return NextTokenLoss()(model, batch, state, progress)
+        taps = self.active(progress)
+        hidden, state, tapped = model.hidden(
+            batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=tuple(taps)
+        )
+        loss, nats = next_token_nats(model.logits(hidden), batch.tokens[:, 1:], batch.valid)
+        loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
+        for index, x in zip(taps, tapped, strict=True):
+            loss = loss + self._layer(batch, *self.readers[index](x))
+        return loss + self._nothing(taps), {"nats": nats, "predicted": predicted(batch)}, state
+
+    def _layer(self, batch: TokenBatch, following: Tensor | None, ahead: Tensor) -> Tensor:
+        """Return a layer's loss from its logits of the next token, if it has some, and of the one after it."""
+        valid = None if batch.valid is None else batch.valid[:, 1:] & batch.valid[:, :-1]
+        loss = self.AHEAD * next_token_nats(ahead[:, :-1], batch.tokens[:, 2:], valid)[0]
+        return loss if following is None else loss + next_token_nats(following, batch.tokens[:, 1:], batch.valid)[0]
+
+    def _nothing(self, taps: list[int]) -> Tensor | float:
+        """Return 0 with a graph to the readers that have stopped, as engines expect a gradient of every parameter."""
+        idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
+        return sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
+
+
+class _Reader(nn.Module):
+    """A layer hidden [batch, time, dim], normed first, -> logits [batch, time, vocab] of each of ``targets``, a
+    tuple."""
+
+    def __init__(self, dim: int, vocab_size: int, targets: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.output = nn.Linear(dim, targets * vocab_size, bias=False)
+        self.targets = targets
+        nn.init.normal_(self.output.weight, std=0.02)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        return self.output(self.norm(hidden)).chunk(self.targets, dim=-1)
+
+
+# Next tokens and those after them (multi-token prediction: Gloeckle et al. 2024; DeepSeek-V3 2024, section 2.2).
+
+
+class MultiToken:
+    """The loss of models that predict further tokens (``ahead``), n of them:
+
+        loss = L_1 + WEIGHT / n * sum of L_j over j = 2 ... n + 1
+
+    L_j is the cross-entropy of the token j places ahead, from the hidden states and the tokens between (which training
+    knows, and generation has guessed), within its document. In eval mode this is :class:`NextTokenLoss`.
+    """
+
+    WEIGHT = 0.3  # DeepSeek-V3, section 4.2
+    reads_hidden = True
+    trains_ahead = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> MultiToken:
+        """Make the objective for ``model``; KinformerError if it predicts no further tokens."""
+        if getattr(model, "ahead", None) is None:
+            raise KinformerError(
+                "the objective 'multi-token' needs a model that predicts further tokens; add `set` ahead=3, or leave "
+                "`objective` out."
+            )
+        return cls()
+
+    def __call__(self, model: Decoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
+        if not model.training:
+            return NextTokenLoss()(model, batch, state, progress)
+        tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+        hidden, state, _ = model.hidden(tokens, state, valid=batch.valid, reset=batch.reset)
+        loss, nats = _nats(model, hidden, targets, batch.valid)
+        further = self.further(model, hidden, batch)
+        return loss + self.WEIGHT * further.mean(), {"nats": nats, "predicted": predicted(batch)}, state
+
+    def further(self, model: Decoder, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """Return L_2 ... L_(n + 1), [n], from the ``hidden`` states [batch, time, width]."""
+        assert model.ahead is not None
+        losses, time = [], hidden.shape[1]
+        valid = torch.ones_like(batch.tokens[:, 1:], dtype=torch.bool) if batch.valid is None else batch.valid
+        for number in range(1, len(model.ahead) + 1):
+            if number >= time:
+                losses.append(hidden.sum() * 0.0)
+                continue
+            hidden = model.ahead.further(number, hidden[:, : time - number], batch.tokens[:, number:time], model.input)
+            valid = valid[:, : time - number] & (
+                valid[:, 1:] if batch.reset is None else valid[:, 1:] & ~batch.reset[:, number:]
+            )
+            losses.append(_nats(model, hidden, batch.tokens[:, number + 1 :], valid)[0])
+        return torch.stack(losses)
+
+
+def _nats(model: CausalModel, hidden: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mean and the sum of the cross-entropies of ``targets``."""
+    if cross_entropy.in_pieces(model, targets.numel()):
+        return hidden_nats(model, hidden, targets, valid)
+    return next_token_nats(model.logits(hidden), targets, valid)
+
+
+MOST_NEW = 256
+
+
+@dataclass
+class Sample:
+    """One continuation: its ``tokens``, its ``text``, and whether it ``stopped`` at a stop text or at a token that ends
+    a text."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stopped: bool = False
+
+
+@dataclass
+class Generated:
+    """The ``samples`` and what they cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
+    by Ctrl-C; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
+
+    samples: list[Sample]
+    prompt_tokens: int
+    seed: int = 0
+    state_bytes: int = 0
+    prompt_seconds: float = 0.0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    exits: Exited | None = None
+    drafting: Drafting | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return new tokens per second, that of the first included."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+
+def continue_text(
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
+) -> Generated:
+    """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
+    tokenizer = tokenizer_of(subject.run)
+    tokens = prompt_ids(tokenizer, prompt)
+    if not len(tokens):
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
+    session, new = _session(subject, options, len(tokens))
+    ends = ends_of_text(subject.model)
+    writers = [_Writer(tokenizer, tokens, options.stop, ends, None) for _ in range(options.samples)]
+    tell_untrained(subject.run, len(tokens) + new - 1)
+    if options.samples == 1:
+        writers[0].write = write
+    result = Generated([writer.sample for writer in writers], len(tokens))
+    started_at, exits = time.perf_counter(), None
+    try:
+        session.feed(torch.from_numpy(np.asarray(tokens))[None])
+        session = session if options.samples == 1 else session.fork(options.samples)
+        result.prompt_seconds, started_at = time.perf_counter() - started_at, time.perf_counter()
+        with noting_exits(subject.model) as leaving:
+            _draw(session, writers, new, result)
+        exits = leaving.result
+    except KeyboardInterrupt:
+        result.interrupted = True
+    result.seconds = time.perf_counter() - started_at if result.new_tokens else 0.0
+    for writer in writers:
+        writer.finish()
+    result.seed, result.state_bytes = session.seed, session.state_bytes
+    if isinstance(session, DraftedSession):
+        result.drafting = session.drafting  # tokens that were guessed wrong have left by exits, too
+    elif exits is not None:
+        result.exits = saved(subject.model, exits, len(tokens), options.samples)
+    return result
+
+
+class Conversation:
+    """A text of a run that is continued in turns: every turn adds a text and draws its continuation. The state is
+    carried, so that earlier turns are not read again."""
+
+    def __init__(self, subject: LoadedRun, options: GenerationSettings) -> None:
+        self.subject, self.options = subject, options
+        self.session: Session | None = None
+
+    def turn(self, text: str | bytes) -> Iterator[str]:
+        """Return an iterator that draws the continuation of all so far and ``text``, and yields its pieces.
+
+        Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn.
+        """
+        tokenizer = tokenizer_of(self.subject.run)
+        tokens = prompt_ids(tokenizer, text) if self.session is None else tokenizer.encode(text)
+        if not len(tokens):
+            raise KinformerError("the text to continue is empty; give at least one character.")
+        if self.session is None:
+            self.session, new = _session(self.subject, self.options, len(tokens))
+        else:
+            new = _new_tokens(self.subject.model, self.options, self.session.length + len(tokens))
+            self.session.require(new, [len(tokens)])
+        self.session.feed(torch.from_numpy(np.asarray(tokens))[None])
+        return self._pieces(self.session, tokens, new)
+
+    def _pieces(self, session: Session, before: np.ndarray, new: int) -> Iterator[str]:
+        pieces: list[str] = []
+        ends = ends_of_text(self.subject.model)
+        writer = _Writer(tokenizer_of(self.subject.run), before, self.options.stop, ends, pieces.append)
+        for (token,) in session.stream(new):
+            writer.feed(token)
+            yield from pieces
+            pieces.clear()
+            if writer.sample.stopped:
+                break
+        writer.finish()
+        yield from pieces
+
+
+def _new_tokens(model: CausalModel, options: GenerationSettings, before: int) -> int:
+    """Return how many tokens to draw after that many."""
+    if options.max_new_tokens is not None:
+        return options.max_new_tokens
+    limit = MOST_NEW if model.max_length is None else model.max_length - before + 1
+    return max(1, min(MOST_NEW, limit))
+
+
+def _session(subject: LoadedRun, options: GenerationSettings, prompt: int) -> tuple[Session, int]:
+    """Return a session for one row, and how many tokens to draw."""
+    new = _new_tokens(subject.model, options, prompt)
+    settings = {
+        "chunk": options.chunk,
+        "room": new,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "seed": options.seed,
+    }
+    session = session_of(subject.model, 1, subject.draft, options.draft_length, settings)
+    session.require(new, [prompt])
+    return session, new
+
+
+def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Generated) -> None:
+    for row_tokens in session.stream(new):
+        for writer, token in zip(writers, row_tokens, strict=True):
+            if not writer.sample.stopped:
+                result.new_tokens += 1
+                writer.feed(token)
+        if all(writer.sample.stopped for writer in writers):
+            return
+
+
+class _Writer:
+    """A sample in the making behind the ids ``before``, and the function that its text is written by as it comes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: np.ndarray,
+        stops: Sequence[str],
+        ends: Sequence[int],
+        write: Callable[[str], None] | None,
+    ) -> None:
+        self.write, self.sample = write, Sample()
+        self._text = StoppedText(tokenizer.stream(before.tolist()), stops, ends)
+
+    def feed(self, token: int) -> None:
+        self.sample.tokens.append(token)
+        self._add(self._text.feed(token))
+
+    def finish(self) -> None:
+        self._add(self._text.finish())
+
+    def _add(self, text: str) -> None:
+        self.sample.text += text
+        self.sample.stopped = self._text.stopped
+        if self.write is not None and text:
+            self.write(text)

@@ -1,0 +1,441 @@
+"""Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kinformer.core.model import CausalModel
+from kinformer.generation.generate import generate
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, at_threshold
+from kinformer.lab.data import NgramModel
+from kinformer.lab.evaluation.bits import Measurement, Windows, measure
+from kinformer.lab.evaluation.depths import (
+    LAYERS_PER_TOKEN,
+    PONDER_STEPS,
+    Exited,
+    early_exit_stack,
+    noting_exits,
+    noting_steps,
+    saved,
+    with_rule,
+)
+from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
+from kinformer.lab.evaluation.usage import Usage, record_usage
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.options import NextTokenEvaluationOptions
+from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.task import Load
+from kinformer.lab.tasks.texts import (
+    HeldOut,
+    Length,
+    check_positions,
+    heading,
+    held_out,
+    main_windows,
+    parse_lengths,
+    short_names,
+    tell_untrained,
+    tokenizer_of,
+    trained_at,
+)
+from kinformer.lab.training.logging import BITS_PER_BYTE, Metric
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.progress import note, progressing
+
+# How far back each of a group of runs makes use of what it reads (``lab.evaluation.recl``).
+
+STEPS = 8
+RECL = Metric("recl", "tokens", lower_is_better=False)
+
+
+def evaluate_recl(
+    runs: Sequence[TrainedRun],
+    load: Load,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
+    contexts: Sequence[int],
+    quiet: bool,
+) -> EvaluationReport:
+    """Measure the group at every context."""
+    check(contexts, task_options.hardest)
+    held = _same_data(runs, evaluation_settings, task_options.holdout)
+    losses = np.stack(
+        [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
+    )
+    curves = recl(losses, contexts, hardest=task_options.hardest)
+    names = short_names([run.folder for run in runs])
+    if task_options.plot is not None:
+        from kinformer.lab.drawing.plots import plot_effective_context
+
+        plot_effective_context(names, contexts, curves, Path(task_options.plot))
+        note(f"drew {task_options.plot}")
+    evaluations = [
+        evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
+        for run, result, loss in zip(runs, curves, losses, strict=True)
+    ]
+    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": task_options.hardest}
+    by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
+    return EvaluationReport(
+        evaluations,
+        _blocks(names, held, contexts, curves, f"{task_options.hardest:.0%} of {losses.shape[2]}"),
+        facts | by_run,
+    )
+
+
+def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
+    """Return the contexts to measure, in tokens: ``lengths``, or eight equal steps up to twice the (first run's)
+    training length."""
+    first = runs[0]
+    if lengths:
+        return sorted({length.tokens(first) for length in lengths})
+    trained = trained_at(first)
+    if trained is None:
+        raise KinformerError(f"{first.folder}: does not say its training length; give `lengths` 64,128,192,256.")
+    return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
+
+
+def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings, holdout: float | None) -> HeldOut:
+    """Return the data that all are measured on, the first run's if none was named; all must have one tokenizer."""
+    first = runs[0]
+    for other in runs[1:]:
+        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
+            raise KinformerError(
+                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
+                "tokenizers; measure them separately."
+            )
+    return held_out(first, evaluation_settings, holdout)
+
+
+def _losses(
+    subject: LoadedRun,
+    held: HeldOut,
+    contexts: Sequence[int],
+    chunk: int,
+    task_options: NextTokenEvaluationOptions,
+    quiet: bool,
+) -> Losses:
+    positions = spread_positions(held.split, contexts[-1], task_options.positions)
+    with progressing(quiet) as progress:
+        prefix = tokenizer_of(subject.run).prefix
+        return context_losses(
+            subject.model, held.split, contexts, positions, chunk=chunk, progress=progress, prefix=prefix
+        )
+
+
+def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
+    return {
+        "at_least": curves.at_least,
+        "gains": list(curves.gains),
+        "mean_nats": losses.mean(axis=1).tolist(),
+    }
+
+
+def _blocks(
+    names: Sequence[str], held: HeldOut, contexts: Sequence[int], curves: Sequence[Recl], hardest: str
+) -> list[str | TextTable]:
+    steps = [f"{one} to {two}" for one, two in zip(contexts, contexts[1:])]
+    rows = [
+        [name, f"{'at least ' if item.at_least else ''}{item.length}", *(f"{gain:.1%}" for gain in item.gains)]
+        for name, item in zip(names, curves, strict=True)
+    ]
+    headers = ("run", "RECL", *steps)
+    title = (
+        f"relative effective context length on {held.corpus.name} {held.corpus.version}, {held.split.name} split: "
+        f"the hardest {hardest} tokens\n"
+    )
+    return [title, TextTable(headers, rows, range(1, len(headers)))]
+
+
+PROMPT_TOKENS, NEW_TOKENS = 64, 32
+
+
+class TextSamples(Samples):
+    """Samples of running text for a calibration of early exits: prompts, and their greedy continuations.
+
+    Prompts of a text, drawn evenly; the truth is how the text goes on.
+    """
+
+    def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
+        if options.beam is not None:
+            raise KinformerError(
+                f"`beam` {options.beam}: is of translations; a text is continued greedily here, so leave it out."
+            )
+        held = held_out(run, EvaluationSettings(data=options.data, split=options.split))
+        self.prompt_tokens, self.new_tokens = options.prompt_tokens or PROMPT_TOKENS, options.new_tokens or NEW_TOKENS
+        super().__init__(model, held.identity, {"prompt_tokens": self.prompt_tokens, "new_tokens": self.new_tokens})
+        split, length = held.split, self.prompt_tokens + self.new_tokens
+        if len(split) < length + options.prompts:
+            raise KinformerError(
+                f"split {split.name!r} of {split.corpus} holds {plural(len(split), 'token')}, too few for "
+                f"{options.prompts} samples of {length}; give more data, or fewer by `prompts`, `prompt_tokens` or "
+                "`new_tokens`."
+            )
+        draw = np.random.default_rng(options.seed)
+        starts = np.sort(draw.choice(len(split) - length, options.prompts, replace=False))
+        rows = split.rows(starts, length)
+        self.prompts, self.truth = rows[:, : self.prompt_tokens], rows[:, self.prompt_tokens :]
+        self.batch_size = options.batch_size
+        self.begin()
+
+    def write(self) -> np.ndarray:
+        continued = []
+        for start in range(0, len(self.prompts), self.batch_size):
+            some = torch.from_numpy(self.prompts[start : start + self.batch_size])
+            continued.append(generate(self.model, some, max_new_tokens=self.new_tokens, temperature=0.0, seed=0).cpu())
+        return torch.cat(continued).numpy()
+
+    def saved(self, threshold: float) -> Exited:
+        with at_threshold(self.model, threshold):
+            return saved(self.model, self.exits[threshold], self.prompt_tokens)
+
+
+NGRAM_CONTEXT = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond
+    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``all_layers``: the same
+    with all layers), ``subject`` without its model."""
+
+    subject: LoadedRun
+    data: HeldOut
+    first: Measurement
+    rest: list[Measurement]
+    skipped: list[int]
+    seconds: float
+    ngram: float | None
+    usage: tuple[Usage, ...]
+    steps: float | None = None
+    exits: Exited | None = None
+    all_layers: Measurement | None = None
+
+    @property
+    def all(self) -> list[Measurement]:
+        """Return the first measurement and those at further lengths."""
+        return [self.first, *self.rest]
+
+
+def evaluate(
+    runs: Sequence[TrainedRun],
+    load: Load,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
+    quiet: bool,
+) -> EvaluationReport:
+    """Evaluate runs in windows or with carried state, at further lengths, or by their effective context.
+
+    ``task_options`` says which."""
+    if task_options.plot is not None:
+        from kinformer.lab.drawing.style import check
+
+        check(Path(task_options.plot))
+        if task_options.lengths is None and not task_options.recl:
+            raise KinformerError(
+                f"`plot` {task_options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too."
+            )
+    lengths = parse_lengths(task_options.lengths)
+    if task_options.recl:
+        return evaluate_recl(runs, load, evaluation_settings, task_options, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), evaluation_settings, task_options, lengths, quiet) for run in runs]
+    names = short_names([run.folder for run in runs])
+    if task_options.plot is not None:
+        _plot(names, results, Path(task_options.plot))
+    return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
+
+
+def _measure(
+    subject: LoadedRun,
+    evaluation_settings: EvaluationSettings,
+    task_options: NextTokenEvaluationOptions,
+    lengths: Sequence[Length],
+    quiet: bool,
+) -> Measured:
+    run, model = subject.run, subject.model
+    beside = task_options.lengths is not None
+    main = main_windows(run, model, task_options.context, task_options.overlap, beside_lengths=beside)
+    tokens, limit = [length.tokens(run) for length in lengths], model.max_length
+    within = [length for length in tokens if limit is None or length <= limit]
+    skipped = [length for length in tokens if length not in within]
+    further = [Windows(context=length, overlap=task_options.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=task_options.overlap) for length in skipped if not within]
+    for windows in (main, *beyond):
+        check_positions(model, windows)
+    tell_untrained(run, (main.context if main else None) or 0)
+    held = held_out(run, evaluation_settings, task_options.holdout)
+    done: dict[Windows | None, Measurement] = {}
+    measured_by = partial(measure, model, held.split, chunk=evaluation_settings.chunk, prefix=tokenizer_of(run).prefix)
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
+            done[main] = measured_by(main, progress=progress)
+        seconds = time.perf_counter() - started_at
+        exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
+        for windows in further:
+            if windows not in done:
+                done[windows] = measured_by(windows, progress=progress)
+    ngram = (
+        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
+        if task_options.baseline
+        else None
+    )
+    if skipped:
+        note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
+    rest = [done[windows] for windows in further]
+    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, all_layers)
+    return Measured(subject._replace(model=None), held, *measured)
+
+
+def _without_exits(
+    subject: LoadedRun,
+    exits: Exited | None,
+    held: HeldOut,
+    main: Windows | None,
+    evaluation_settings: EvaluationSettings,
+    seconds: float,
+) -> tuple[Exited | None, Measurement | None]:
+    """Return what early exits save, and the measurement with all layers; None where no token could leave early."""
+    if exits is None:
+        return None, None
+    model, started_at = subject.model, time.perf_counter()
+    with with_rule(early_exit_stack(model), None):
+        all_layers = measure(
+            model, held.split, main, chunk=evaluation_settings.chunk, prefix=tokenizer_of(subject.run).prefix
+        )
+    taken = time.perf_counter() - started_at
+    past = (main.context if main else evaluation_settings.chunk) // 2
+    return replace(saved(model, exits, past), speedup=taken / seconds), all_layers
+
+
+def _evaluation(result: Measured) -> Evaluation:
+    first, metrics = result.first, {BITS_PER_BYTE: result.first.bits_per_byte}
+    metrics |= {} if result.steps is None else {PONDER_STEPS: result.steps}
+    metrics |= {} if result.exits is None else {LAYERS_PER_TOKEN: result.exits.layers_per_token}
+    facts = (
+        _facts_of_run(first)
+        | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
+        | {"lengths": [_facts_of_run(item) for item in result.rest], "not_possible": result.skipped}
+        | {"ngram_bits_per_byte": result.ngram}
+        | dict(result.subject.lookup or {})
+        | _exit_facts(result)
+        | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
+    )
+    baselines = {} if result.ngram is None else {"ngram_bits_per_byte": result.ngram}
+    return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
+
+
+def _exit_facts(result: Measured) -> dict[str, object]:
+    if result.exits is None or result.all_layers is None:
+        return {}
+    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
+
+
+def _lines(result: Measured) -> list[str]:
+    data, first = result.data, result.first
+    lines = [
+        heading(result.subject, data.corpus, data.split.name),
+        f"{first.bits_per_byte:.4f} bits per byte: {plural(first.bytes, 'byte')}, "
+        f"{plural(first.tokens, 'prediction')}, {_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
+    ]
+    if (lookup := result.subject.lookup) is not None:
+        lines.append(
+            f"{plural(lookup['neighbours'], 'neighbour')} of each token among the "
+            f"{plural(lookup['entries'], 'entry')} of {lookup['datastore']}"
+        )
+    for usage in result.usage:
+        lines.append(
+            f"{usage.used:.1%} of the {plural(usage.values, 'value')} of {usage.part} used, KL {usage.kl:.3f} from "
+            "even use"
+        )
+    if result.steps is not None:
+        lines.append(PONDER_STEPS.text(result.steps))
+    if result.exits is not None and result.all_layers is not None:
+        lines.append(f"{result.exits.text}, which have {result.all_layers.bits_per_byte:.4f} bits per byte")
+    if result.ngram is not None:
+        lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
+    return lines
+
+
+def _way(measured: Measurement) -> str:
+    if measured.context is None:
+        return "state carried"
+    repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
+    return f"windows of {plural(measured.context, 'token')}{repeated}"
+
+
+def _facts_of_run(measured: Measurement) -> dict[str, object]:
+    return {
+        "context": measured.context,
+        "carried": measured.context is None,
+        "overlap": measured.overlap,
+        "tokens": measured.tokens,
+        "bits_per_byte": measured.bits_per_byte,
+        "bits_per_token": measured.bits_per_token,
+        "by_position": [item._asdict() for item in measured.by_position],
+    }
+
+
+def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | TextTable]:
+    """Return the lengths of all runs in one table, and the positions of each; nothing where no lengths were named."""
+    if not any(result.rest or result.skipped for result in results):
+        return []
+    blocks: list[str | TextTable] = ["", _by_length(names, results)]
+    for name, result in zip(names, results, strict=True):
+        where = f", {name}" if len(names) > 1 else ""
+        blocks += [f"\nbits per byte by position in the window{where}", _by_position(result)]
+    return blocks
+
+
+def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
+    """Return bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
+    columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.all} for result in results]
+    contexts = dict.fromkeys(context for column in columns for context in column)
+    beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
+    rows = [
+        [context or "carried", *(column.get(context, "-") for column in columns)] for context in (*contexts, *beyond)
+    ]
+    headers = ("context", *(["bits per byte"] if len(names) == 1 else names))
+    return TextTable(headers, rows, range(len(headers)))
+
+
+def _by_position(result: Measured) -> TextTable:
+    """Return bits per byte by how many tokens of its window a token had before it, a column per length."""
+    measured = list({item.context: item for item in result.all if item.by_position}.values())
+    columns = [{item.last: item for item in one.by_position} for one in measured]
+    bins = {last: value for column in columns for last, value in column.items()}
+    rows = [
+        [
+            f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last),
+            *(f"{column[last].bits_per_byte:.4f}" if last in column else "" for column in columns),
+        ]
+        for last in sorted(bins)
+    ]
+    headers = ("tokens before", *(f"of {item.context}" for item in measured))
+    return TextTable(headers, rows, range(len(headers)))
+
+
+def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None:
+    """Draw every length, and the positions within the longest, of every run."""
+    from kinformer.lab.drawing.plots import Curve, plot_lengths
+
+    curves = []
+    for name, result in zip(names, results, strict=True):
+        windowed = sorted((item for item in result.all if item.context is not None), key=lambda item: item.context or 0)
+        curves.append(
+            Curve(
+                name=name,
+                trained=trained_at(result.subject.run),
+                lengths=tuple((item.context or 0, item.bits_per_byte) for item in windowed),
+                positions=tuple((item.last, item.bits_per_byte) for item in windowed[-1].by_position),
+            )
+        )
+    plot_lengths(curves, path)
+    note(f"drew {path}")

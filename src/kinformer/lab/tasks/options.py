@@ -1,0 +1,756 @@
+"""The options that only one task has, for training, evaluating, generating and predicting.
+
+The docstring under a field is its help text on the command line. PyTorch is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_share
+from kinformer.runtime.fields import Checked
+from kinformer.runtime.parsing import parse_counts
+from kinformer.runtime.tables import PredictionTable
+
+if TYPE_CHECKING:
+    from kinformer.lab.data.algorithms import AlgorithmData
+    from kinformer.lab.data.mqar import Recall
+    from kinformer.lab.data.pairs import Languages
+    from kinformer.lab.data.sound import SoundOptions
+
+# Texts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenOptions:
+    """Options of training models of the next token."""
+
+    segments: bool = False
+    """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
+    reset_documents: bool = False
+    """Begin a new sequence at every document in a row: no token sees an earlier document. `segments` always does."""
+
+    def __post_init__(self) -> None:
+        if self.segments and self.reset_documents:
+            raise KinformerError("`reset_documents`: `segments` begin a new sequence at every document; leave one out.")
+
+
+OF_HARNESS = ("fewshot", "limit")
+"""The options of tasks of lm-evaluation-harness."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextTokenEvaluationOptions(Checked):
+    """Options of evaluating models of the next token."""
+
+    context: str | None = None
+    """Measure in windows of N tokens, or with the state carried from end to end (N or "carried"). If not given, as it
+    was trained: carried after training with `segments`, else in windows of the training length."""
+    overlap: float = 0.0
+    """The share of each window that repeats the one before and is not scored again."""
+    lengths: str | None = None
+    """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
+    for multiples of the training length. A length beyond a model's positions is left out."""
+    plot: str | None = None
+    """Draw what `lengths`, `recl` or `datastore` measured, as PNG or SVG by the ending of this name."""
+    recl: bool = False
+    """Measure the relative effective context length of a group of runs instead; `lengths` are the contexts tried."""
+    hardest: float = 0.1
+    """With `recl`: the share of tokens that count, those that the shorter context explains least."""
+    positions: int = 512
+    """With `recl`: how many tokens are predicted, evenly spread, each again at every context."""
+    holdout: float | None = None
+    """Take the last share of the data for validation and test, instead of the run's."""
+    baseline: bool = False
+    """Also count 5-grams of the training split and measure their prediction."""
+    harness: str | None = None
+    """Instead do these tasks of lm-evaluation-harness, by name or as YAML files, as in blimp,own/task.yaml."""
+    fewshot: int | None = None
+    """With `harness`: N examples before every question (the task's own number if not given)."""
+    limit: int | None = None
+    """With `harness`: the first N items of every task."""
+
+    def __post_init__(self) -> None:
+        require("positions", self.positions, 1)
+        require("fewshot", self.fewshot, 0)
+        require("limit", self.limit, 1)
+        require_share("overlap", self.overlap, zero=True)
+        require_share("holdout", self.holdout)
+        if not 0 < self.hardest <= 1:
+            raise KinformerError(f"`hardest` is {self.hardest:g} but must be above 0 and at most 1.")
+        self._check_unread()
+        super().__post_init__()
+
+    def _check_unread(self) -> None:
+        """Refuse what the way of measuring does not read."""
+        for option in fields(self):
+            if getattr(self, option.name) == option.default:
+                continue
+            if option.name in ("hardest", "positions") and not self.recl:
+                raise KinformerError(f"{marked(option.name)}: says how `recl` is measured; give `recl` too.")
+            if option.name in OF_HARNESS and self.harness is None:
+                raise KinformerError(f"{marked(option.name)}: is for tasks of a harness; give `harness` TASKS too.")
+            if option.name not in ("context", "harness", *OF_HARNESS) and self.harness is not None:
+                raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
+            if option.name in ("context", "overlap", "baseline") and self.recl:
+                raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlmOptions:
+    """Options of masked language modelling."""
+
+    mask_share: float = 0.15
+    """The share of all tokens that is predicted."""
+    whole_words: bool = False
+    """All tokens of a word are masked together."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_share < 1:
+            raise KinformerError(f"`mask_share` is {self.mask_share:g} but must lie between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskPredictionOptions:
+    """Options of predicting masked tokens."""
+
+    mask: str = "[MASK]"
+    """What stands for a masked token in the texts."""
+
+    def __post_init__(self) -> None:
+        if not self.mask:
+            raise KinformerError("`mask` is empty but must be what stands for a masked token, such as [MASK].")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions:
+    """Options of training on classification."""
+
+    label_field: str | None = None
+    """The column or field with the class, in a table whose columns are not called label and text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateOptions:
+    """Options of training on translation."""
+
+    source: str | None = None
+    """The language to translate from: the ending of its files, or the name of its column (English if it is there)."""
+    target: str | None = None
+    """The language to translate into."""
+    label_smoothing: float = 0.1
+    """The share of the probability that training spreads over all ids."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise KinformerError(f"`label_smoothing` is {self.label_smoothing:g} but must be 0 or more and below 1.")
+
+    @property
+    def languages(self) -> Languages:
+        """Return the languages that these options name."""
+        from kinformer.lab.data.pairs import Languages
+
+        return Languages(self.source, self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamOptions:
+    """Options of searching for translations with a beam."""
+
+    beam: int = 4
+    """How many translations of a sentence are followed; 1 always takes the most probable token."""
+    length_penalty: float = 0.6
+    """The exponent by which long translations are preferred; 0 prefers short ones."""
+
+    def __post_init__(self) -> None:
+        require("beam", self.beam, 1)
+        require("length_penalty", self.length_penalty, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(BeamOptions):
+    """Options of translating a text."""
+
+    batch_size: int = 32
+    """Sentences that are translated at a time; bounds the memory, does not change the result."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranslateEvaluationOptions(Decoding, PredictionTable):
+    """Options of evaluating translation."""
+
+    first: int | None = None
+    """Measure the first N pairs only."""
+
+    def __post_init__(self) -> None:
+        Decoding.__post_init__(self)
+        PredictionTable.__post_init__(self)
+        require("first", self.first, 1)
+
+
+# Data that a task makes.
+
+
+def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...]:
+    """``"4,8"`` as distinct numbers above 0, in order: numbers ``of`` something."""
+    try:
+        return tuple(parse_counts(text))
+    except ValueError:
+        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions:
+    """Options of training on recall."""
+
+    pairs: str = "4,8,16"
+    """How many keys and values a row of `length` tokens has: one of these numbers, drawn for every row."""
+    symbols: int = 256
+    """How many tokens there are; keys are of the lower half, values of the upper."""
+    gap_power: float = 0.01
+    """Queries come after i pairs of tokens with a probability as i to the power of this less 1: most of them soon."""
+    zero_fillers: bool = False
+    """Zeros stand between queries, instead of random tokens."""
+
+    def __post_init__(self) -> None:
+        numbers("`pairs`", self.pairs)
+        require("symbols", self.symbols, 4)
+        require_above("gap_power", self.gap_power, 0)
+
+    @property
+    def data(self) -> Recall:
+        """Return the rows that these options describe."""
+        from kinformer.lab.data.mqar import Recall
+
+        return Recall(
+            pairs=numbers("`pairs`", self.pairs),
+            symbols=self.symbols,
+            gap_power=self.gap_power,
+            random_fillers=not self.zero_fillers,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallEvaluationOptions(PredictionTable):
+    """Options of evaluating recall."""
+
+    at_pairs: str | None = None
+    """Measure rows of these numbers of pairs instead of the trained ones, as in 4,8,16,32."""
+    rows: int = 512
+    """How many rows of each number of pairs are measured."""
+
+    def __post_init__(self) -> None:
+        require("rows", self.rows, 1)
+        if self.at_pairs is not None:
+            numbers("`at_pairs`", self.at_pairs)
+        super().__post_init__()
+
+    @property
+    def pairs_to_measure(self) -> tuple[int, ...] | None:
+        """Return the numbers of ``at_pairs``."""
+        return None if self.at_pairs is None else numbers("`at_pairs`", self.at_pairs)
+
+
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Return ``"4,8"`` as distinct numbers of pairs, in order."""
+    return whole_numbers(flag, text, "pairs", "4,8,16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmOptions:
+    """Options of training on algorithms."""
+
+    algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
+    """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
+    digits: str = "1-20"
+    """How many digits a problem has, one of this range, both ends included; of an addition each number. Rows are as
+    long as the longest problem and its answer; `length` is the most that they may take."""
+
+    def __post_init__(self) -> None:
+        least, dash, most = self.digits.partition("-")
+        fine = least.isdecimal() and (most.isdecimal() if dash else not most)
+        if not fine or not 1 <= int(least) <= int(most or least):
+            raise KinformerError(f"`digits` {self.digits}: is no range of numbers from 1; write as in 1-20.")
+
+    @property
+    def data(self) -> AlgorithmData:
+        """Return the rows that these options describe."""
+        from kinformer.lab.data.algorithms import AlgorithmData
+
+        least, _, most = self.digits.partition("-")
+        return AlgorithmData(algorithm=self.algorithm, least=int(least), most=int(most or least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmEvaluationOptions(PredictionTable):
+    """Options of evaluating algorithms."""
+
+    at_digits: str | None = None
+    """Measure problems of these numbers of digits, as in 10,20,40, instead of up to four times training's longest."""
+    problems: int = 256
+    """How many problems of each number of digits are measured."""
+
+    def __post_init__(self) -> None:
+        require("problems", self.problems, 1)
+        if self.at_digits is not None:
+            lengths_of(self.at_digits)
+        super().__post_init__()
+
+    @property
+    def digits_to_measure(self) -> tuple[int, ...] | None:
+        """Return the numbers of ``at_digits``."""
+        return None if self.at_digits is None else lengths_of(self.at_digits)
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Return ``"10,20"`` as distinct numbers of digits, in order."""
+    return whole_numbers("`at_digits`", text, "digits", "10,20,40")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsOptions:
+    """Options of training on ListOps."""
+
+    examples: int = 96_000
+    """Lists to train on."""
+    example_tokens: str = "500-2000"
+    """How many tokens a list has, more than the one and fewer than the other."""
+
+    def __post_init__(self) -> None:
+        if self.examples < 8:
+            raise KinformerError(f"`examples` {self.examples}: ListOps needs 8 or more.")
+        least, dash, most = self.example_tokens.partition("-")
+        if not (dash and least.isdecimal() and most.isdecimal()):
+            raise KinformerError(f"`example_tokens` {self.example_tokens}: is no range; write as in 500-2000.")
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the range of tokens as numbers."""
+        least, _, most = self.example_tokens.partition("-")
+        return int(least), int(most)
+
+
+# Images.
+
+NOTHING = "none"
+
+
+def changes_of(augment: str, valid_names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names in ``augment``, such as ``crop,flip``; refuse those that are none of ``valid_names``."""
+    names = () if augment == NOTHING else tuple(augment.split(","))
+    for name in names:
+        choose(name, (*valid_names, NOTHING), "`augment`")
+    return names
+
+
+PATCH_AUGMENTATIONS = ("crop", "resized-crop", "flip")
+"""Changes of images that leave their patches what they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstImages:
+    """Options of evaluating on images."""
+
+    max_items: int | None = None
+    """Measure on the first N images only."""
+
+    def __post_init__(self) -> None:
+        require("max_items", self.max_items, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureOptions:
+    """Options of training on images."""
+
+    resize: int | None = None
+    """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
+
+    def __post_init__(self) -> None:
+        require("resize", self.resize, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions(PictureOptions):
+    """Options of training on patches without labels."""
+
+    augment: str = NOTHING
+    """How training images are changed at each step: some of crop,resized-crop,flip, or none. Digits and letters must
+    not be flipped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.augmentations
+
+    @property
+    def augmentations(self) -> tuple[str, ...]:
+        """Return the names in ``augment``."""
+        return changes_of(self.augment, PATCH_AUGMENTATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(PictureOptions):
+    """Options of training on images."""
+
+    conditional: bool = False
+    """Tell the model the class of every image, so that it draws images of a class; for images with labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEvaluationOptions(FirstImages):
+    """Options of evaluating models of images."""
+
+    without_first: bool = False
+    """Leave the first value of every image unscored, as the Linear Transformer's code does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageGenerationOptions:
+    """Options of generating images."""
+
+    out: str | None = None
+    """The PNG to write, a grid of `samples` images (samples.png in the run folder)."""
+    complete: str | None = None
+    """Complete images: a PNG or JPEG, or data as `data` takes it, of which the first test images are taken."""
+    rows: int | None = None
+    """With `complete`: how many rows from the top are kept (half of them)."""
+    occluded: int = 8
+    """With `complete`: how many images of the data are completed; each of them `samples` times."""
+    label: str | None = None
+    """Of a run that was trained `conditional`: the class, or classes a,b,c, of the images, in turns (all of them in
+    turns; those of the images to complete)."""
+
+    def __post_init__(self) -> None:
+        require("rows", self.rows, 0)
+        require("occluded", self.occluded, 1)
+        if self.rows is not None and self.complete is None:
+            raise KinformerError(f"`rows` {self.rows}: says what is kept of an image; give `complete` FILE too.")
+        if self.occluded != ImageGenerationOptions.occluded and self.complete is None:
+            raise KinformerError(f"`occluded` {self.occluded}: says how many are completed; give `complete` DATA too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperResolutionOptions(PictureOptions):
+    """Options of training on small images and large ones."""
+
+    factor: int = 4
+    """How many times as many pixels on a side the drawn image has: 4 makes 32 x 32 of 8 x 8."""
+
+    def __post_init__(self) -> None:
+        require("factor", self.factor, 2)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperResolutionGenerationOptions:
+    """Options of enlarging images."""
+
+    image: str | None = None
+    """The pictures to enlarge: a PNG or JPEG, or a folder of them, each of the size that the model reads, or of another
+    and made smaller first; or data as `data` takes it, whose first test images are made smaller (the run's own)."""
+    out: str | None = None
+    """The PNG to write: a line for every picture, which begins with it, then `samples` drawn images, then the large
+    image, where there is one (enlarged.png in the run folder)."""
+    enlarged: int = 8
+    """How many test images of data are enlarged; each of them `samples` times."""
+
+    def __post_init__(self) -> None:
+        require("enlarged", self.enlarged, 1)
+
+
+AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionOptions(PictureOptions):
+    """Options of training on image classification."""
+
+    augment: str = NOTHING
+    """How training images are changed at each step: some of crop,resized-crop,flip,jitter,randaugment,erasing,mixup,
+    cutmix, or none. Digits and letters must not be flipped."""
+    repeats: int = 1
+    """How often an image stands in a row of a batch, changed differently each time (repeated augmentation; DeiT: 3)."""
+    smoothing: float = 0.0
+    """Label smoothing: the share of a target that is spread over all classes."""
+    label_share: float = 1.0
+    """Learn from this share of the training images only, the same of each class."""
+
+    teacher: str | None = None
+    """A run of this task on the same classes, whose predictions are learnt beside the labels (distillation); the member
+    deit learns them by a token of their own."""
+    distillation: Literal["hard", "soft"] = "hard"
+    """With `teacher`: learn the class that it finds most probable, or its probabilities."""
+    distillation_weight: float = 0.5
+    """With `teacher`: its share of the loss."""
+    distillation_temperature: float = 3.0
+    """With `distillation` soft: what its and the student's logits are divided by."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require("repeats", self.repeats, 1)
+        changes = self.augmentations
+        if self.repeats > 1 and not changes:
+            raise KinformerError(
+                f"`repeats` {self.repeats}: gives the same image again where `augment` changes none; give that too, or "
+                "leave it out."
+            )
+        if self.teacher is not None:
+            object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
+        self._check_distillation()
+        if not 0 <= self.smoothing < 1:
+            raise KinformerError(f"`smoothing` is {self.smoothing:g} but must be at least 0 and below 1.")
+        if not 0 < self.label_share <= 1:
+            raise KinformerError(f"`label_share` is {self.label_share:g} but must be above 0 and at most 1.")
+
+    def _check_distillation(self) -> None:
+        if not 0 <= self.distillation_weight <= 1:
+            raise KinformerError(f"`distillation_weight` is {self.distillation_weight:g} but must lie between 0 and 1.")
+        if self.distillation_temperature <= 0:
+            raise KinformerError(
+                f"`distillation_temperature` is {self.distillation_temperature:g} but must be above 0."
+            )
+        for name, needs, idle in (
+            ("distillation", "`teacher` RUN", self.teacher is None),
+            ("distillation_weight", "`teacher` RUN", self.teacher is None),
+            ("distillation_temperature", "`distillation` soft", self.distillation == "hard" or self.teacher is None),
+        ):
+            if idle and getattr(self, name) != getattr(VisionOptions, name):
+                raise KinformerError(f"{marked(name)}: does nothing without {needs}; give that too, or leave it out.")
+
+    @property
+    def augmentations(self) -> tuple[str, ...]:
+        """Return the names in ``augment``."""
+        return changes_of(self.augment, AUGMENTATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionEvaluationOptions(FirstImages, PredictionTable):
+    """Options of evaluating image classification."""
+
+    def __post_init__(self) -> None:
+        FirstImages.__post_init__(self)
+        PredictionTable.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionGenerationOptions:
+    """Options of classifying images."""
+
+    image: str | None = None
+    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
+    `samples` test images are taken."""
+    classes: int = 5
+    """How many of the most probable classes are shown."""
+
+    def __post_init__(self) -> None:
+        require("classes", self.classes, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinoOptions(PictureOptions):
+    """Options of training by self-distillation."""
+
+    level: int = 1
+    """Which encoder of a pyramid (hipt) learns, counted from below; those under it are frozen, so begin the second with
+    `init`, the run of the first."""
+    prototypes: int = 1024
+    """Over how many classes of its own the model spreads its views (65536 in the paper)."""
+    local_views: int = 8
+    """Small views of every image, beside the two large ones."""
+    area: float = 0.4
+    """Large views of pixels show this share of an image's area or more, small ones from 5 % up to it. Of images of few
+    pixels much has to be seen for a view to predict another: 0.8, without small views."""
+    flip: bool = False
+    """Half of the views are mirrored. Digits and letters must not be."""
+    teacher_momentum: float = 0.996
+    """The teacher's weights are a running mean of the student's, with this share of the old at the beginning of
+    training and all of it at the end."""
+    teacher_temperature: float = 0.04
+    """What the teacher's logits are divided by, the lower the sharper; the student's by 0.1."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("level", 1), ("prototypes", 2), ("local_views", 0)):
+            require(name, getattr(self, name), least)
+        super().__post_init__()
+        if not 0.05 <= self.area <= 1:
+            raise KinformerError(f"`area` is {self.area:g} but must lie between 0.05 and 1.")
+        if not 0 <= self.teacher_momentum <= 1:
+            raise KinformerError(f"`teacher_momentum` is {self.teacher_momentum:g} but must lie between 0 and 1.")
+        require_above("teacher_temperature", self.teacher_temperature, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DinoEvaluationOptions(FirstImages):
+    """Options of evaluating self-distillation."""
+
+    nearest: int = 20
+    """How many of the nearest training images say of which class an image is."""
+
+    def __post_init__(self) -> None:
+        require("nearest", self.nearest, 1)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeOptions(PatchOptions):
+    """Options of training on masked patches."""
+
+    masked: float = 0.75
+    """The share of an image's patches that the encoder does not see."""
+    raw_pixels: bool = False
+    """Predict pixels as they are, instead of each patch's deviations from its mean, in units of their standard
+    deviation."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.masked < 1:
+            raise KinformerError(f"`masked` is {self.masked:g} but must be above 0 and below 1.")
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaeGenerationOptions:
+    """Options of completing images from some of their patches."""
+
+    image: str | None = None
+    """The image to complete: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
+    `samples` test images are taken (the run's own data)."""
+    out: str | None = None
+    """The PNG to write: of every image what is seen of it, what the model makes of that, and the image (completed.png
+    in the run folder)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MppOptions(PatchOptions):
+    """Options of training on the colours of corrupted patches."""
+
+    corrupted: float = 0.5
+    """The share of an image's patches that are corrupted, and whose colours are predicted: 80 % of them are masked,
+    10 % another patch of the image, 10 % as they are."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.corrupted <= 1:
+            raise KinformerError(f"`corrupted` is {self.corrupted:g} but must be above 0 and at most 1.")
+        super().__post_init__()
+
+
+# Sound.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions:
+    """Options of decoding, beside ``prefixes``, how many the beam follows."""
+
+    language_model: str | None = None
+    """With `prefixes`: a run of next-token, trained on transcripts, one a line, which guides the search."""
+    alpha: float = 0.5
+    """With `language_model`: weight of its log-probabilities beside those of the sound."""
+    beta: float = 0.0
+    """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short ones."""
+
+    def check(self, prefixes: int) -> None:
+        """Refuse values that cannot be, and a language model without a beam."""
+        require("prefixes", prefixes, 1)
+        require("alpha", self.alpha, 0)
+        require("beta", self.beta, 0)
+        if self.language_model is not None and prefixes == 1:
+            raise KinformerError(
+                f"`language_model` {self.language_model}: guides a search, but `prefixes` 1 searches nothing; give "
+                "`prefixes` 8, or more."
+            )
+
+    @property
+    def name(self) -> str:
+        """Return the language model and its weights in words; "" for none."""
+        if self.language_model is None:
+            return ""
+        return f", language model {self.language_model} with alpha {self.alpha:g} and beta {self.beta:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechOptions:
+    """Options of training on speech."""
+
+    units: Literal["characters", "labels"] | None = None
+    """What transcripts are made of: characters, or labels with spaces between them (words, digits, phonemes). If not
+    given, characters of a table's transcripts, labels of those in files' names."""
+    join: str | None = None
+    """Join this many clips of one speaker into an utterance, with pauses of 50 to 300 ms, as in 3-7."""
+    test_clips: str | None = None
+    """Test on the clips whose names match, as in '*_[0-4].wav'; if nothing says which, on 5 % of them."""
+    held_out_speaker: str | None = None
+    """Test on this speaker's clips, and train on none of them."""
+    sample_rate: int | None = None
+    """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
+
+    augment: str = NOTHING
+    """How training utterances are changed at each step: some of speed,specaugment, or none."""
+
+    def __post_init__(self) -> None:
+        require("sample_rate", self.sample_rate, 1000)
+        _ = self.joined, self.changes
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return the names in ``augment``."""
+        return changes_of(self.augment, ("speed", "specaugment"))
+
+    @property
+    def joined(self) -> tuple[int, int] | None:
+        """Return the least and the most clips of an utterance, None where clips are not joined."""
+        if self.join is None:
+            return None
+        least, dash, most = self.join.partition("-")
+        if not (least.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(least) <= int(most or least):
+            raise KinformerError(f"`join` {self.join}: is no range of clips; write as in 3-7.")
+        return int(least), int(most or least)
+
+    def reading(self, share: float | None) -> SoundOptions:
+        """Return how the data is read; ``share`` is held out of recordings where the options do not say which are."""
+        from kinformer.lab.data.sound import Holdout, SoundOptions
+
+        held = Holdout(speaker=self.held_out_speaker, pattern=self.test_clips, share=share)
+        return SoundOptions(units=self.units, join=self.joined, rate=self.sample_rate, held=held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechPredictionOptions(DecodingOptions):
+    """Options of predicting transcripts."""
+
+    prefixes: int = 1
+    """Search the most probable transcript among N prefixes; 1 follows the most probable path (greedy)."""
+
+    def __post_init__(self) -> None:
+        self.check(self.prefixes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
+    """Options of evaluating speech recognition."""
+
+    fold: Literal["timit39"] | None = None
+    """Count errors after folding phones into classes, for transcripts of phones with spaces between: timit39, TIMIT's
+    61 phones into the 39 classes of Lee and Hon (1989)."""
+
+    def __post_init__(self) -> None:
+        SpeechPredictionOptions.__post_init__(self)
+        PredictionTable.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechGenerationOptions(DecodingOptions):
+    """Options of transcribing sound."""
+
+    audio: str | None = None
+    """The sound to write down: a WAV or FLAC file, or - for WAV on standard input, which causal models write down while
+    it comes, as in: arecord -f S16_LE -r 16000 | kinformer generate DIR --audio -."""
+    prefixes: int = 1
+    """Search the most probable transcript among N prefixes, when all is heard; 1 writes at once (greedy)."""
+
+    def __post_init__(self) -> None:
+        self.check(self.prefixes)

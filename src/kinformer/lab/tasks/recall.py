@@ -1,0 +1,271 @@
+"""The task of recall: its rows, its objective, and how many values a model recalls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite, log
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.state import nbytes
+from kinformer.lab.data.labelled import TextSource
+from kinformer.lab.data.mqar import SPLITS, Recall, RecallRows
+from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answers, answers_to, drawn_batches
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    Predicted,
+    PredictionSettings,
+    TextTable,
+    by_group,
+    evaluated,
+)
+from kinformer.lab.tasks.next_token import Generated, Sample
+from kinformer.lab.tasks.options import RecallOptions
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.texts import check_ids, check_sequence
+from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metric
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.tables import WriteRow
+
+if TYPE_CHECKING:
+    from kinformer.lab.tasks.options import RecallEvaluationOptions
+
+
+# Rows of keys and values for a causal model, and the objective of recalling values.
+
+
+def accuracy_of(pairs: int) -> Metric:
+    """Return the metric of the share of queries that are right, of rows with this many pairs."""
+    return Metric(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
+
+
+class RecallData(MadeRows):
+    """Rows of training's length, and their accuracy by the number of pairs."""
+
+    data: Recall
+
+    def __init__(self, data: Recall, settings: Settings) -> None:
+        super().__init__(data, settings)
+        by_pairs = (f"{name}_{number}" for number in data.pairs for name in ("correct", "asked"))
+        self.sums = ("nats", "correct", *by_pairs)
+        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
+
+    @property
+    def width(self) -> int:
+        return self.settings.length
+
+    def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
+        return self.data.rows(split, part, self.settings.batch_size, self.settings.length, seed)
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        metrics = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+        for number in self.data.pairs:
+            scored = means[f"asked_{number}"]
+            metrics[accuracy_of(number).name] = means[f"correct_{number}"] / scored if scored else float("nan")
+        return metrics
+
+
+def open_rows(source: Source, options: RecallOptions, cache: Path | None = None) -> Recall:
+    """Return the rows that ``options`` describe."""
+    return options.data
+
+
+def vocab_size(data: Recall) -> int:
+    """Return how many symbols there are."""
+    return data.symbols
+
+
+def check(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model without the symbols of the data, and rows that are too short for the pairs."""
+    check_ids(plan, plan.data.symbols, special_apart=False)
+    check_sequence(model)
+    plan.data.check(plan.settings.length)
+
+
+def training_rows(plan: TrainingPlan) -> RecallData:
+    """Return the rows of training."""
+    return RecallData(plan.data, plan.settings)
+
+
+def recall_loss(model: nn.Module, data: DataModule | None) -> RecallLoss:
+    """Return the objective, whose metrics count the numbers of pairs of the rows ``data``."""
+    return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
+
+
+class RecallLoss(AnswersLoss):
+    """The mean cross-entropy of the queried values; its metrics count the right ones for each of ``pairs``."""
+
+    def __init__(self, pairs: Sequence[int]) -> None:
+        self.pairs = tuple(pairs)
+
+    def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
+        counts: dict[str, Tensor] = {}
+        pairs = batch.sizes[rows]
+        for number in self.pairs:
+            scored = pairs == number
+            counts |= {f"correct_{number}": (right & scored).sum(), f"asked_{number}": scored.sum()}
+        return counts
+
+
+# How many values a model recalls by the number of pairs, and which value it recalls for a key.
+
+
+class PairsMeasured(TypedDict):
+    """The results of rows of this many ``pairs``, for JSON: the ``queries``, how many are ``correct``, and the sum of
+    their ``nats``."""
+
+    pairs: int
+    length: int
+    queries: int
+    correct: int
+    accuracy: float
+    nats: float
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on new rows of each number of pairs, of the length of training or as long as the pairs need; every
+    query is written to the table that the options name."""
+    run, started_at = subject.run, time.perf_counter()
+    data: Recall = run.options.data
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    pairs, rows = options.pairs_to_measure or data.pairs, options.rows
+    with options.writing_predictions() as write:
+
+        def measure(number: int) -> PairsMeasured:
+            length = max(run.training["length"], 4 * number)
+            return _measured(subject.model, data, split, number, length, rows, evaluation_settings, write)
+
+        groups = by_group(pairs, measure, quiet)
+    queries = sum(group["queries"] for group in groups)
+    correct, nats = sum(group["correct"] for group in groups), sum(group["nats"] for group in groups)
+    guessing = rows * len(pairs) / queries
+    metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
+    metrics |= {accuracy_of(group["pairs"]): group["accuracy"] for group in groups}
+    lines = [
+        [group["pairs"], group["length"], group["queries"], f"{group['accuracy']:.1%}", f"{1 / group['pairs']:.1%}"]
+        for group in groups
+    ]
+    text = (
+        f"{subject.title} on {data.name} {data.fingerprint}, {split} split",
+        f"{ACCURACY.text(metrics[ACCURACY])}, {metrics[BITS_PER_LABEL]:.4f} bits per value: "
+        f"{plural(queries, 'query')}, {guessing:.1%} by guessing a value of the row\n",
+        TextTable(("pairs", "length", "queries", "accuracy", "guessing"), lines, range(5)),
+    )
+    baselines, facts = {"guessing": guessing}, {"guessing": guessing, "by_pairs": groups}
+    identity = data.identity | {"split": split}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="recall", since=started_at
+    )
+
+
+def _measured(
+    model: CausalModel,
+    data: Recall,
+    split: str,
+    pairs: int,
+    length: int,
+    rows: int,
+    evaluation_settings: EvaluationSettings,
+    write: WriteRow | None,
+) -> PairsMeasured:
+    """Measure rows of this many pairs."""
+    data.check(length, (pairs,))
+    if model.max_length is not None and length > model.max_length:
+        raise KinformerError(
+            f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
+            f"{model.max_length}; give fewer pairs."
+        )
+    queries, right, nats, done = 0, 0, 0.0, 0
+
+    def draw(part: int, count: int) -> RecallRows:
+        return data.rows(split, part, count, length, evaluation_settings.seed, (pairs,))
+
+    with torch.inference_mode():
+        for batch in drawn_batches(draw, rows, length, evaluation_settings.chunk):
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            queries += len(answered.labels)
+            right += int(answered.right.sum())
+            nats += float(answered.nats)
+            if write is not None:
+                for row in _queries(batch, answered, done):
+                    write({"pairs": pairs, **row})
+            done += len(batch.tokens)
+    require_finite(isfinite(nats))
+    return {
+        "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
+        "nats": nats,
+    }  # fmt: skip
+
+
+def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dict[str, int | float]]:
+    """Yield every query of a batch, whose rows are numbered after those ``before``: its key, the right value, the most
+    probable one, and its probability."""
+    shares, values = answered.logits.softmax(-1).max(-1)
+    keys = batch.tokens[batch.scored]
+    columns = (answered.rows, keys, answered.labels, values, shares)
+    for row, key, label, value, share in zip(*(column.tolist() for column in columns), strict=True):
+        yield {"row": before + row + 1, "key": key, "label": label, "value": value, "probability": share}
+
+
+def generate(
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
+) -> Generated:
+    """Return the value of the last key of ``prompt``."""
+    return answer(subject, prompt, options.seed, write)
+
+
+def predict(
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+) -> Iterator[Predicted]:
+    """Yield the values of the last keys of the lines of ``source``."""
+    return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, answer)
+
+
+def answer(
+    subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
+) -> Generated:
+    """Return the value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a
+    key."""
+    words = symbols_of(prompt, subject.model.vocab_size)
+    started_at = time.perf_counter()
+    with torch.inference_mode():
+        tokens = torch.tensor([words], device=device_of(subject.model))
+        logits, state = subject.model(tokens)
+    value = int(logits[0, -1].argmax())
+    if write is not None:
+        write(f" {value}\n")
+    return Generated(
+        [Sample([value], str(value))],
+        len(words),
+        seed=seed,
+        state_bytes=nbytes(state),
+        prompt_seconds=time.perf_counter() - started_at,
+        new_tokens=1,
+        seconds=time.perf_counter() - started_at,
+    )
+
+
+def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
+    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word that is no number below ``symbols``."""
+    words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
+    for word in words:
+        if not (word.isdecimal() and int(word) < symbols):
+            raise KinformerError(
+                f"the prompt holds {word!r}, but must be numbers of symbols below {symbols}, keys with values and at "
+                "last a key, as in 3 180 7 201 3."
+            )
+    if not words:
+        raise KinformerError("the prompt is empty; write keys with values and at last a key, as in 3 180 7 201 3.")
+    return [int(word) for word in words]

@@ -1,0 +1,301 @@
+"""The task of super-resolution: how a model fits, its rows, bits per dimension, and enlarged images."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import isfinite, log
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kinformer.core.config import to_dict
+from kinformer.core.model import SourceModel, device_of
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import State
+from kinformer.lab.data.images import (
+    ImageData,
+    Images,
+    decode,
+    floor_over_source,
+    floors,
+    read_head,
+    reduced,
+    write_png,
+)
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.image import (
+    ABSOLUTE,
+    INPUT,
+    Drawn,
+    ImageRows,
+    PixelLoss,
+    Sequences,
+    check_blocks_of,
+    check_image,
+    check_sampling,
+    data_of,
+    grid,
+    image_changes,
+    nats_of_images,
+    patterns_of,
+    resized,
+    sample,
+    shifted,
+)
+from kinformer.lab.tasks.images import files_in, open_images, png_of
+from kinformer.lab.tasks.options import FirstImages, SuperResolutionOptions
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared import PixelInput, encoder_of, input_of, part_of
+from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
+from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data
+from kinformer.lab.training.logging import BITS_PER_DIM
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+
+if TYPE_CHECKING:
+    from kinformer.lab.tasks.options import SuperResolutionGenerationOptions
+
+
+def open_blocks(source: Source, options: SuperResolutionOptions, cache: Path | None = None) -> ImageData:
+    """Return the images that ``source`` names, whose sides are multiples of the factor."""
+    images = open_images(source, options, cache)
+    height, width, _ = images.shape
+    if height % options.factor or width % options.factor:
+        raise KinformerError(
+            f"`factor` {options.factor}: the images of {images.name} have {height} x {width} pixels, which are not "
+            "whole blocks with this many cells on a side; choose a divisor of both."
+        )
+    return images
+
+
+# How an encoder-decoder is fitted to images and to what they are made smaller to: the inputs of both its halves.
+
+
+def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
+    """Return the changes of ``config`` to a model that draws the images of ``data`` (None: not known yet). A model of
+    text gets pixels in place of its tokens and positions, on both sides."""
+    changes = image_changes(config, None if data is None else data.shape)
+    if config.input.kind != INPUT and config.position.kind in ABSOLUTE:
+        changes["position"] = "none"
+    encoder = encoder_of(config)
+    if getattr(encoder.input, "kind", None) != INPUT:
+        changes["encoder.input"] = {"kind": INPUT, "shifted": False, "channels": 3}
+        if encoder.position.kind in ABSOLUTE:
+            changes["encoder.position"] = "none"
+    return changes
+
+
+def source_changes(config: ModelConfig, data: ImageData, factor: int) -> dict[str, object]:
+    """Return the changes of a fitted ``config`` to an encoder of the images of ``data`` made ``factor`` times
+    smaller."""
+    encoder, (height, width, channels) = encoder_of(config), data.shape
+    input = to_dict(encoder.input)
+    if channels == 1:
+        input = {name: value for name, value in input.items() if name not in ("joint", "per_channel")}
+    sizes = {"height": height // factor, "width": width // factor, "channels": channels}
+    cells = {"height": height // factor, "width": width // factor * (1 if input.get("joint") else channels)}
+    changes = resized(patterns_of(encoder.layers), cells, "encoder.")
+    return {"encoder.input": input | sizes} | changes
+
+
+def requested(config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, object]:
+    """Return the changes of a fitted ``config`` that follow from the factor."""
+    return {} if data is None else source_changes(config, data, options.factor)
+
+
+def length(data: ImageData, config: ModelConfig) -> int:
+    """Return how many positions a large image has."""
+    require_pixels(config)
+    input: PixelInput = input_of(config)
+    return input.raster.size
+
+
+def require_pixels(config: ModelConfig) -> None:
+    """Refuse a model whose halves do not both read pixels."""
+    for name, input in (("input", config.input), ("encoder.input", encoder_of(config).input)):
+        if getattr(input, "kind", None) != INPUT:
+            raise KinformerError(
+                f"`set` {name}={getattr(input, 'kind', None)}: the task super-resolution needs the input pixels; leave "
+                "it out, or choose another task."
+            )
+
+
+def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model for images of other shapes, or whose attention runs through other cells than its inputs."""
+    config, data, factor = plan.config, plan.data, plan.options.factor
+    large: PixelInput = input_of(config)
+    source: PixelInput = input_of(encoder_of(config))
+    check_image(config, data, nn.ModuleList([part_of(model, "stack")]))
+    check_blocks_of(part_of(model, "encoder").stack, source)
+    shape = (source.height * factor, source.width * factor, source.channels)
+    if shape != data.shape or source.shifted:
+        raise KinformerError(
+            f"`set` encoder.input: is for images of {source.height} x {source.width} x {source.channels}, shifted "
+            f"{str(source.shifted).lower()}, and not for those of {data.name} made {factor} times smaller; leave it "
+            "out, it follows the data."
+        )
+    for name, input in (("input", large), ("encoder.input", source)):
+        if input.classes:
+            raise KinformerError(f"`set` {name}.classes={input.classes}: is for the task image; leave it out.")
+
+
+# Small images and the large ones that they are made of, and the objective of drawing these.
+
+
+class EnlargingBatch(NamedTuple):
+    """``values`` int64 [images, time(, channels)] of the large images, ``source`` int64 [images, length(, channels)] of
+    the small ones."""
+
+    values: Tensor
+    source: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return how many positions there are, of both."""
+        return len(self.values) * (self.values.shape[1] + self.source.shape[1])
+
+
+class EnlargingSequences:
+    """Large and small images as sequences, in the orders of the two inputs of ``config``, an encoder-decoder's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        large: PixelInput = input_of(config)
+        small: PixelInput = input_of(encoder_of(config))
+        self.large, self.small, self.factor = Sequences(large), Sequences(small), large.height // small.height
+
+    def of(self, pixels: np.ndarray) -> EnlargingBatch:
+        """Return the batch of images uint8 [images, height, width, channels], which are made smaller here."""
+        return EnlargingBatch(self.large.of(pixels), self.small.of(reduced(pixels, self.factor)))
+
+
+class EnlargingRows(ImageRows):
+    """Images in a new order in every epoch; the same first ones in every validation."""
+
+    def __init__(self, data: ImageData, settings: Settings, config: ModelConfig) -> None:
+        super().__init__(data, settings, input_of(config))
+        self.both = EnlargingSequences(config)
+
+    def _of(self, images: Images, chosen: np.ndarray) -> EnlargingBatch:
+        return self.both.of(images.pixels[chosen])
+
+
+def training_rows(plan: TrainingPlan) -> EnlargingRows:
+    """Return the rows of training."""
+    return EnlargingRows(plan.data, plan.settings, plan.config)
+
+
+class EnlargingLoss(PixelLoss):
+    """-ln p of every value of a large image, after those before it and over the small one."""
+
+    def _read(self, model: SourceModel, batch: EnlargingBatch) -> tuple[Tensor, State]:
+        return model(shifted(batch.values), model.begin(batch.source))
+
+
+# Bits per dimension of large images over small ones, beside what counting finds.
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on the images of a split, every value scored."""
+    run, started_at = subject.run, time.perf_counter()
+    data = data_of(run, evaluation_settings.data)
+    split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
+    same = note_other_data(run, data, evaluation_settings.data is not None)
+    pixels, sequences = np.asarray(split.pixels[: task_options.max_items]), EnlargingSequences(run.config)
+    model: SourceModel = subject.model
+
+    def score(part: slice) -> tuple[Tensor, Tensor]:
+        values, source = (item.to(device_of(model)) for item in sequences.of(pixels[part]))
+        return model(shifted(values), model.begin(source))[0], values
+
+    rows = max(1, evaluation_settings.chunk // len(sequences.large.order))
+    nats, _ = nats_of_images(len(pixels), rows, score, subject.model, quiet)
+    require_finite(isfinite(nats))
+    value = nats / log(2) / pixels.size
+    baselines = {"source": floor_over_source(data.train.pixels, pixels, sequences.factor)}
+    baselines["neighbours"] = floors(data.train.pixels, pixels)["neighbours"]
+    lines = [
+        [run.member, f"{value:.4f}"],
+        ["small image and three neighbours, counted", f"{baselines['source']:.4f}"],
+        ["four neighbours, counted", f"{baselines['neighbours']:.4f}"],
+    ]
+    small, dimensions = sequences.small.input, pixels[0].size
+    text = (
+        heading(subject, data, split.name),
+        f"{BITS_PER_DIM.text(value)}, over images of {small.height} x {small.width}; {plural(dimensions, 'value')} of "
+        f"each of {plural(len(pixels), 'image')} scored\n",
+        TextTable(("model", "bits per dimension"), lines, (1,)),
+    )
+    facts = {
+        "images": len(pixels), "dimensions": dimensions, "source_size": [small.height, small.width],
+        "source_bits": baselines["source"], "neighbours_bits": baselines["neighbours"],
+    }  # fmt: skip
+    identity, task = identity_of_part(data, split.name, same), "super-resolution"
+    return evaluated(
+        subject, {BITS_PER_DIM: value}, identity, text, facts=facts, baselines=baselines, task=task, since=started_at
+    )
+
+
+# Images enlarged, value by value, and written as a PNG beside what they were made of.
+
+
+def enlarge(
+    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
+) -> Drawn:
+    """Enlarge pictures: a line for each, of the small one, ``options.samples`` drawn ones and, where it is known, the
+    image itself."""
+    run, model = subject.run, subject.model
+    task_options: SuperResolutionGenerationOptions = options.task_options
+    out = png_of(run, task_options.out, "enlarged.png")
+    check_sampling(model, options)
+    sequences = EnlargingSequences(run.config)
+    small, large = _pictures(subject, sequences, task_options)
+    started_at, count = time.perf_counter(), options.samples
+    source = sequences.small.of(small.repeat(count, 0)).to(device_of(model))
+    with torch.inference_mode():
+        state = model.begin(source)
+    values, state_bytes = sample(model, sequences.large, state, options)
+    pixels, seconds = sequences.large.images(values), time.perf_counter() - started_at
+    shown = small.repeat(sequences.factor, 1).repeat(sequences.factor, 2)[:, None]
+    lines = [shown, pixels.reshape(len(small), count, *pixels.shape[1:])]
+    lines += [] if large is None else [large[:, None]]
+    sheet = np.concatenate(lines, 1)
+    write_png(out, grid(sheet.reshape(-1, *pixels.shape[1:]), sheet.shape[1]))
+    facts = {
+        "run": str(run.folder), "out": str(out), "images": len(pixels), "pictures": len(small),
+        "source_size": list(small.shape[1:3]), "seconds": seconds, "images_per_second": len(pixels) / seconds,
+        "state_bytes": state_bytes, "seed": options.seed,
+    }  # fmt: skip
+    text = (
+        f"{plural(len(pixels), 'image')} of {plural(len(small), 'picture')} in {seconds:.2f} s, "
+        f"{len(pixels) / seconds:.3g} images/s; state {plural(state_bytes, 'byte')}; seed {options.seed}"
+    )
+    return Drawn(pixels, facts, text)
+
+
+def _pictures(
+    subject: LoadedRun, sequences: EnlargingSequences, task_options: SuperResolutionGenerationOptions
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the small pictures uint8 [count, height, width, channels], and the large ones where all of them are
+    known."""
+    files = [] if task_options.image is None else files_in(Path(task_options.image).expanduser())
+    if not files:
+        large = np.asarray(data_of(subject.run, task_options.image).test.pixels[: task_options.enlarged])
+        return reduced(large, sequences.factor), large
+    small, large_input = sequences.small.input, sequences.large.input
+    shape = (small.height, small.width, small.channels)
+    smalls, pictures = [], []
+    for file in files:
+        head = read_head(file)
+        if (head.height, head.width) == shape[:2]:
+            smalls.append(decode(file, shape))
+            continue
+        picture = decode(file, (large_input.height, large_input.width, large_input.channels))
+        pictures.append(picture)
+        smalls.append(reduced(picture[None], sequences.factor)[0])
+    return np.stack(smalls), np.stack(pictures) if len(pictures) == len(files) else None

@@ -1,0 +1,394 @@
+"""Shared by the tasks of text: their data and what is held out of it, the ids of their models, the windows to measure
+in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
+from kinformer.core.pattern import Pattern
+from kinformer.lab.data import Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
+from kinformer.lab.data.buckets import STEP_OF_WIDTH, BosEos, lay
+from kinformer.lab.data.files import shared_bytes
+from kinformer.lab.data.labelled import Check, Columns, Inputs, TextItem, TextSource, read_texts, refuse_empty
+from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.evaluation.bits import Windows, streamable
+from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings
+from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.shared import TokenInput, in_batches, input_of
+from kinformer.lab.tasks.task import Source
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.parsing import parse_counts
+from kinformer.runtime.progress import note
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kinformer.core.model import Model
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.tasks.evaluation import EvaluationSettings, PredictionSettings
+    from kinformer.lab.tasks.task import Data, TrainingPlan
+
+
+SPECIAL_TOKENS = 3
+"""Ids that a new encoder has for itself: a mask, BOS and EOS."""
+CARRIED = "carried"
+USUAL_COLUMNS = Columns()
+
+
+def open_text(source: Source, options: object, cache: Path | None = None) -> Corpus:
+    """Return the corpus that ``source`` names."""
+    return open_corpus(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
+
+
+def vocab_size_of(config: ModelConfig) -> int:
+    """Return how many ids a model of tokens knows."""
+    input: TokenInput = input_of(config)
+    return input.vocab_size
+
+
+def mask_token_of(config: ModelConfig) -> int | None:
+    """Return the id that stands for a mask, None where the model has none."""
+    return getattr(config.input, "mask_token", None)
+
+
+def ends_of(config: ModelConfig) -> BosEos:
+    """Return the tokens that begin and end every text of an encoder."""
+    eos = next(iter(getattr(config.input, "eos_tokens", ())), None)
+    return BosEos(getattr(config.input, "bos_token", None), eos)
+
+
+def tokenizer_of(run: TrainedRun) -> Tokenizer:
+    """Return the tokenizer of a run that reads text."""
+    assert run.tokenizer is not None, run.folder
+    return run.tokenizer
+
+
+def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
+    """Refuse a model that knows fewer than ``ids``, or whose special tokens stand for something else among them; a
+    tokenizer's may be among its own ids, unless they are ``special_apart``."""
+    config = plan.config
+    if vocab_size_of(config) < ids:
+        raise KinformerError(
+            f"`set` input.vocab_size={vocab_size_of(config)}: the tokenizer has {plural(ids, 'token')}, and the model "
+            "needs as many; leave it out, or choose another tokenizer."
+        )
+    if isinstance(plan.tokenizer, FileTokenizer) and not special_apart:
+        return
+    names = ("mask_token", "bos_token", "eos_token")
+    for name, token in zip(names, (mask_token_of(config), *ends_of(config)), strict=True):
+        if token is not None and token < ids:
+            raise KinformerError(
+                f"{name} is {token}, but the data has {plural(ids, 'id')} of its own below that; begin with another "
+                f"run, or give `set` input.{name}={ids} or higher, below vocab_size."
+            )
+
+
+def check_sequence(model: nn.Module) -> None:
+    """Refuse a model whose attention is for images: a text is one sequence of tokens and has no rows of pixels."""
+    for module in model.modules():
+        pattern = getattr(module, "pattern", None)
+        if isinstance(pattern, Pattern) and pattern.domain != "sequence":
+            raise KinformerError(
+                f"`data`: is a sequence of tokens, but this model's attention pattern is for an {pattern.domain}; "
+                "draw images with `task` image, or choose a pattern for sequences, as "
+                '`set` \'layers.*.mixer.pattern={"kind": "local"}\', or another recipe.'
+            )
+
+
+def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
+    """Refuse data that is too short."""
+    corpus.splits["train"].require(rows * length + 1, f"training with `length` {length}", " or a smaller `length`")
+    corpus.splits["validation"].require(2, "validation")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data to measure on; ``same`` says whether it is the very data that the run was trained on."""
+
+    corpus: Corpus
+    split: Split
+    same: bool
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return what identifies the text, for JSON: the corpus, its split, and whether it is the run's."""
+        return identity_of_part(self.corpus, self.split.name, self.same)
+
+
+def spec_of(run: TrainedRun, data: str | None) -> str:
+    """Return the name of the data: ``data``, or the run's own where it is None."""
+    spec = data if data is not None else run.data.get("spec")
+    if not isinstance(spec, str):
+        raise KinformerError(f"{run.folder}: does not say what data it was trained on; give `data` PATH.")
+    return spec
+
+
+def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
+    """Return the part of the data to measure on; a note says where it is not the run's own.
+
+    ``holdout``: the share that is held out, the run's own if None.
+    """
+    corpus, part = measured_part(run, evaluation_settings, holdout)
+    same = note_other_data(run, corpus, evaluation_settings.data is not None)
+    trained_at = run.data.get("holdout")
+    if same and part.name != "train" and holdout not in (None, trained_at):
+        trained = open_corpus(spec_of(run, evaluation_settings.data), holdout=trained_at).splits["train"]
+        note_shared([trained], part, "among the text that the run was trained on")
+    return HeldOut(corpus, part, same)
+
+
+def measured_part(
+    run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None
+) -> tuple[Corpus, Split]:
+    """Return the data that ``evaluation_settings`` name, and their part to measure on; ``holdout`` as of
+    :func:`held_out`."""
+    holdout = run.data.get("holdout") if holdout is None else holdout
+    corpus = open_corpus(spec_of(run, evaluation_settings.data), tokenizer=run.tokenizer, holdout=holdout)
+    part = corpus.splits[choose(evaluation_settings.split, corpus.splits, "`split`")]
+    if evaluation_settings.max_bytes is not None:
+        part = first_bytes(part, evaluation_settings.max_bytes, corpus.tokenizer)
+    return corpus, part
+
+
+def note_shared(seen: Sequence[Split], part: Split, where: str) -> None:
+    """Note how much of the text of ``part`` is also text of ``seen``, which stands ``where``."""
+    pieces = (piece for split in seen for piece in split.text.extents.pieces)
+    share = shared_bytes(pieces, part.text.extents.pieces) / max(1, part.bytes)
+    if share:
+        amount = "" if share == 1 else f"{share:.1%} of "
+        note(
+            f"note: {amount}the {part.name} split of {part.corpus} is {where}, so these figures are not of held-out "
+            "text."
+        )
+
+
+def identity_of_part(data: Data, split: str, same: bool) -> dict[str, object]:
+    """Return what a metric was measured on, for JSON; ``same``: whether the run was trained on the very data."""
+    return dict(data.identity) | {"split": split, "same_as_run": same}
+
+
+def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
+    """Return whether ``data`` is what the run was trained on; a note says where it is not."""
+    trained_on = (run.data.get("identity") or {}).get("fingerprint")
+    if trained_on is None:
+        note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")
+    elif data.fingerprint != trained_on:
+        reason = "is other data than the run was trained on" if requested else "has changed since the run was trained"
+        note(
+            f"note: {data.name} {reason} (now {data.fingerprint[:19]}, then {trained_on[:19]}); "
+            "the figure is not comparable with those of the run."
+        )
+    return data.fingerprint == trained_on
+
+
+def heading(subject: LoadedRun, data: Data, split: str) -> str:
+    """Return the line above the metrics of a run on a part of ``data``."""
+    return f"{subject.title} on {data.name} {data.version}, {split} split"
+
+
+def texts_in(
+    source: TextSource, settings: PredictionSettings, check: Check | None = None, usual: Columns = USUAL_COLUMNS
+) -> Inputs[TextItem]:
+    """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
+    cannot read (by default, an empty one). ``usual``: how the task names and orders the columns of tables."""
+    columns = usual._replace(text=settings.text_field, label=settings.label_field)
+    return read_texts(source, columns, settings.format, settings.max_items, check)
+
+
+def main_windows(
+    run: TrainedRun,
+    model: CausalModel,
+    context: str | int | None = None,
+    overlap: float = 0.0,
+    beside_lengths: bool = False,
+) -> Windows | None:
+    """Return the windows of ``context`` tokens to read in, which ``overlap``, or windows as the run was trained; None
+    where the state is carried."""
+    context = None if context is None else str(context)
+    endless = streamable(model)
+    if context == CARRIED and not endless:
+        raise KinformerError(
+            f"`context` {CARRIED}: this model's state grows without bound, or its positions end; give `context` N."
+        )
+    if context == CARRIED or (context is None and endless and getattr(run.options, "segments", False)):
+        if overlap and not beside_lengths:
+            raise KinformerError(
+                f"`overlap` {overlap:g}: the state is carried here; give `context` N or `lengths` too."
+            )
+        return None
+    if context is not None:
+        if not re.fullmatch(r"\d{1,18}", context, re.ASCII):
+            raise KinformerError(
+                f"`context` {context}: is neither a number of tokens nor {CARRIED!r}; give `context` 512 or the like."
+            )
+        return Windows(context=int(context), overlap=overlap)
+    length = run.training.get("length", model.max_length)
+    if not isinstance(length, int):
+        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
+    limit = length if model.max_length is None else min(length, model.max_length)
+    return Windows(context=limit, overlap=overlap)
+
+
+def check_positions(model: Model, windows: Windows | None) -> None:
+    """Refuse windows beyond the model's positions."""
+    if windows is not None and model.max_length is not None and windows.context > model.max_length:
+        raise KinformerError(
+            f"a context of {plural(windows.context, 'token')} is beyond this model's positions, which end at "
+            f"max_length = {model.max_length}; give `context` and `lengths` no larger."
+        )
+
+
+def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
+    """Return the length that an encoder was trained at, within its positions."""
+    length = run.training.get("length", model.max_length or default)
+    return length if model.max_length is None else min(length, model.max_length)
+
+
+# Vectors of texts: the last hidden states of a trained run, one vector for each text.
+
+
+def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
+    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
+
+    Errors: ``KinformerError`` for a run that reads no text, and for a text that is empty or not UTF-8.
+    """
+    run = subject.run
+    if run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
+    embedder = TextEmbedder(run, subject.model, settings.pooling)
+    columns = Columns(settings.text_field)
+    inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty)
+    pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
+    yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
+    if embedder.cut:
+        note(
+            f"note: {plural(embedder.cut, 'text')} of more than {embedder.length} tokens, the training length, "
+            "counted by their beginning only."
+        )
+
+
+class TextEmbedder:
+    """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last.
+
+    Texts are cut to the length that the run was trained at; ``cut`` counts the ones that were longer.
+    """
+
+    def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, pooling: str) -> None:
+        assert run.tokenizer is not None
+        self.tokenizer, self.model, self.pooling = run.tokenizer, model, pooling
+        self.causal = run.config.protocol is CausalModel
+        self.ends = BosEos() if self.causal else ends_of(model.config)
+        self.length = whole_length(run, model)
+        self.cut = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int64 [tokens]."""
+        return prompt_ids(self.tokenizer, text)
+
+    def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Embedded]:
+        """Return the vectors of texts that come with their ids."""
+        room = self.length - self.ends.size
+        texts = [ids[:room] for _, ids in batch]
+        self.cut += sum(len(ids) > room for _, ids in batch)
+        longest = max(map(len, texts)) + self.ends.size
+        tokens, valid = lay(texts, self.ends, min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH))
+        device = device_of(self.model)
+        real = torch.from_numpy(np.ones(tokens.shape, bool) if valid is None else valid).to(device)
+        with torch.inference_mode():
+            encoded = self.model.hidden(torch.from_numpy(tokens).to(device), valid=None if valid is None else real)
+            vectors = pooled(encoded[0], real, self.pooling)
+        return [Embedded("text", item.text, row) for (item, _), row in zip(batch, vectors.numpy(), strict=True)]
+
+
+def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
+    """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid``
+    [batch, time] ones stand first.
+
+    Errors: ``KinformerError`` where a vector is not finite.
+    """
+    states, counts = hidden_states.float(), valid.sum(1)
+    if pooling == "first":
+        vectors = states[:, 0]
+    elif pooling == "last":
+        vectors = states[torch.arange(len(counts), device=counts.device), counts - 1]
+    else:
+        vectors = (states * valid[..., None]).sum(1) / counts[:, None]
+    require_finite(bool(vectors.isfinite().all()))
+    return vectors.cpu()
+
+
+# Lengths of contexts as options name them, and names of runs side by side.
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length as an option names it: ``number`` tokens, or this many ``times`` the training length."""
+
+    number: int
+    times: bool
+
+    def tokens(self, run: TrainedRun) -> int:
+        """Return the length in tokens for a run."""
+        if not self.times:
+            return self.number
+        trained = trained_at(run)
+        if trained is None:
+            raise KinformerError(
+                f"`lengths` {self.number}x: {run.folder} does not say its training length; give tokens."
+            )
+        return self.number * trained
+
+
+def parse_lengths(text: str | None) -> list[Length]:
+    """Return ``128,512`` or ``1x,4x`` (times the training length) as lengths; none for None."""
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    try:
+        return [Length(parse_counts(part.removesuffix("x"))[0], part.endswith("x")) for part in parts]
+    except ValueError:
+        raise KinformerError(
+            f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
+            "multiples of the training length."
+        ) from None
+
+
+def trained_at(run: TrainedRun) -> int | None:
+    """Return the training length of a run, None where it does not say."""
+    length = run.training.get("length")
+    return length if isinstance(length, int) else None
+
+
+def tell_untrained(run: TrainedRun, tokens: int) -> None:
+    """Note where a text of this many ``tokens`` reaches positions at which the model was never trained."""
+    trained = trained_at(run)
+    if trained is None or tokens <= trained or getattr(run.options, "segments", False) or not _bounded(run.config):
+        return
+    note(
+        f"note: {run.folder}: positions beyond {trained}, its training length, were never trained, and up to {tokens} "
+        f"are asked for; expect worse predictions there, stay within {trained}, or train on longer rows (`length`)."
+    )
+
+
+def _bounded(config: ModelConfig) -> bool:
+    """Return whether a model has positions, or distances that no pattern limits, that must be learned in training."""
+    parts = [getattr(config, "position", None), getattr(config.input, "embedding", None)]
+    for layer in config.layers:
+        mixer = getattr(layer, "mixer", None)
+        if getattr(getattr(mixer, "pattern", None), "kind", "causal") == "causal":
+            parts.append(getattr(mixer, "position", None))
+    return any(getattr(part, "bounded_by_training", False) for part in parts)
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names where these differ, else their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

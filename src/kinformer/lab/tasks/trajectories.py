@@ -1,0 +1,451 @@
+"""The task of trajectories: its data, how a model fits, its returns, and its actions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from math import isfinite, log, prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from kinformer.core.model import CausalModel, device_of
+from kinformer.core.parts import InputConfig
+from kinformer.core.stack import ModelConfig
+from kinformer.lab.control.acting import (
+    MEASURED_SEEDS,
+    ActionSampler,
+    Summary,
+    cells,
+    check_picture,
+    remembering,
+    returns_to_get,
+    rollouts,
+    summary,
+)
+from kinformer.lab.control.acting import play as play_episode
+from kinformer.lab.control.decision import ActionLoss, Clone, TrajectoryAgent, TrajectoryRows, predictions, rows_of
+from kinformer.lab.control.environments import Discrete, Environments, import_named
+from kinformer.lab.control.options import (
+    INPUT,
+    PER_STEP,
+    Acting,
+    TrajectoryEvaluationOptions,
+    TrajectoryOptions,
+    targets_of,
+)
+from kinformer.lab.control.trajectories import MADE, Trajectories, TrajectoryData, check_environment, open_data
+from kinformer.lab.data.labelled import STDIN
+from kinformer.lab.evaluation.bits import streamable
+from kinformer.lab.tasks.answers import most_probable, spell_classes
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    Predicted,
+    PredictionSettings,
+    TextTable,
+    evaluated,
+)
+from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.shared import Made, StepInput, input_of, part_of
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of
+from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.logging import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
+from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite, spelled
+from kinformer.runtime.progress import progressing
+
+# The data of a run of trajectories, and how a model is fitted to it.
+
+
+def names_data(spec: str) -> bool:
+    """Return whether ``spec`` names random walks or a data set of Minari."""
+    return spec in MADE or spec.startswith("minari:")
+
+
+def open_episodes(source: Source, options: TrajectoryOptions, cache: Path | None = None) -> TrajectoryData:
+    """Return the episodes that ``source`` names."""
+    return open_data(source.spec, source.holdout, options, "env" in source.by_user)
+
+
+def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
+    """Return the data of a run, or other data of its environment."""
+    data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
+    input: StepInput = input_of(run.config)
+    if (data.trajectories.state_dim, data.actions.dim) != (input.state_dim, input.action_dim):
+        raise KinformerError(
+            f"{data.name}: has states of {plural(data.trajectories.state_dim, 'number')} and "
+            f"{plural(data.actions.dim, 'action')}, but {run.folder} was trained on {input.state_dim} and "
+            f"{input.action_dim}; give data of its environment."
+        )
+    return data
+
+
+def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object]:
+    """Return overrides of a causal member's config: its input, with how states are normalised, and its head."""
+    if data is None:
+        if config.input.kind == INPUT:
+            return {}
+        return {
+            "input": {"kind": INPUT, "state_dim": 1, "action_dim": 2},
+            "head": {"kind": "discrete_actions", "actions": 2},
+        }
+    trajectories, space = data.trajectories, data.actions
+    train = trajectories.splits["train"]
+    largest = float(np.abs(trajectories.returns_to_go[trajectories.steps_of(train)]).max())
+    changes: dict[str, object] = {
+        "kind": INPUT,
+        "state_dim": trajectories.state_dim,
+        "action_dim": space.dim,
+        "timesteps": max(int(trajectories.lengths.max()), 2),
+        "return_scale": largest or 1.0,
+    }
+    if config.input.kind == INPUT:
+        changes |= {name: getattr(config.input, name) for name in ("entrance", "timestep")}
+    if image := _image(config.input, trajectories):
+        changes |= {
+            "image": list(image),
+            "convolutions": [list(item) for item in part_of(config.input, "convolutions")],
+        }
+    else:
+        mean, std = trajectories.normalisation
+        changes |= {"state_mean": mean.tolist(), "state_std": std.tolist()}
+    if isinstance(space, Discrete):
+        return {"input": changes, "head": {"kind": "discrete_actions", "actions": space.n}}
+    head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
+    return {"input": changes, "head": head | {"gaussian": data.options.gaussian}}
+
+
+def _image(input: InputConfig, trajectories: Trajectories) -> tuple[int, ...]:
+    """Return channels, height and width of the states that ``input`` takes for images; () for numbers."""
+    image: tuple[int, ...] = getattr(input, "image", ())
+    if image and len(trajectories.shape) == len(image):
+        return trajectories.shape
+    return image if image and prod(image) == trajectories.state_dim else ()
+
+
+def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse rows without a whole step, and a model whose input or head is not of the data's sizes."""
+    check_sequence(model)
+    if plan.settings.length < PER_STEP:
+        raise KinformerError(
+            f"`length` {plan.settings.length}: a step of a trajectory is {plural(PER_STEP, 'position')} (return, "
+            f"state, action); give {PER_STEP} or more."
+        )
+    if not plan.data.made:
+        for name in ("trajectories", "walk_seed"):
+            if getattr(plan.options, name) != getattr(type(plan.options), name):
+                raise KinformerError(
+                    f"{marked(name)}: is for random walks, but {plan.data.name} holds episodes already; leave it out."
+                )
+    config, result = plan.config, plan.data.trajectories
+    if config.input.kind != INPUT:
+        raise KinformerError(
+            f"`set` input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
+        )
+    for name, want in (("state_dim", result.state_dim), ("action_dim", plan.data.actions.dim)):
+        if getattr(config.input, name) != want:
+            raise KinformerError(
+                f"`set` input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."
+            )
+    heads = {True: ("discrete_actions", "actions"), False: ("continuous_actions", "action_dim")}
+    kind, size = heads[isinstance(plan.data.actions, Discrete)]
+    if config.head.kind != kind or getattr(config.head, size) != plan.data.actions.dim:
+        raise KinformerError(
+            f"`set` head={config.head.kind}: the data's actions need the head {kind} with {size} = "
+            f"{plan.data.actions.dim}; leave it out."
+        )
+
+
+def training_rows(plan: TrainingPlan) -> TrajectoryRows:
+    """Return the rows of training: stretches of episodes."""
+    return TrajectoryRows(plan.data, plan.settings, plan.config)
+
+
+def action_loss(model: nn.Module, data: DataModule | None) -> ActionLoss:
+    """Return the objective of the actions of episodes."""
+    return ActionLoss()
+
+
+# How good an agent is: its held-out actions, and its returns beside their targets, with 95 % confidence.
+
+SPLITS = ("train", "validation", "test")
+RANK_CORRELATION = Metric("rank_correlation", "of returns and targets (Spearman)", lower_is_better=False)
+
+
+class ReturnRow(Summary):
+    """The results of episodes that aimed at the return ``target``, None for the best; ``context_steps`` read again at
+    each step, or "carried"."""
+
+    target: float | None
+    context_steps: int | str
+    steps_per_second: float
+
+
+def return_at(target: float | None) -> Metric:
+    """Return the metric of the mean return of episodes that aim at ``target``."""
+    return Metric(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
+    run, model = subject.run, subject.model
+    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
+    data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
+    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    note_other_data(run, data, evaluation_settings.data is not None)
+    metrics = _held_out(model, data, split, evaluation_settings.chunk)
+    shown = ", ".join(metric.text(value) for metric, value in metrics.items())
+    text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
+    env = chosen or data.env
+    best = data.trajectories.returns[data.trajectories.splits["train"]]
+    baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
+    facts: dict[str, object] = {"env": env, **baselines}
+    if env is None:
+        _refuse_acting(evaluation_settings, task_options, str(run.folder))
+        text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
+    else:
+        rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
+        facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
+        metrics |= {return_at(row["target"]): row["mean"] for row in rows}
+        if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
+            metrics[RANK_CORRELATION] = facts_correlation(rows)
+        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), task_options.episodes)
+        if task_options.picture is not None:
+            from kinformer.lab.drawing.plots import plot_returns
+
+            plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(task_options.picture))
+            text.append(f"wrote {task_options.picture}")
+        baselines |= {} if clone is None else {"cloning": clone["mean"]}
+    identity = data.identity | {"split": split}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
+    )
+
+
+def _refuse_acting(
+    evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
+) -> None:
+    """Refuse options of acting, where there is no environment."""
+    acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
+    for name in acting or ["seed"] * (evaluation_settings.seed > 0):
+        raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
+
+
+def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
+    """Measure the actions of a split, in rows of whole episodes or as long as the model's positions."""
+    trajectories, loss = data.trajectories, ActionLoss()
+    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    sums: dict[str, float] = {}
+    windows = [
+        (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], steps)
+    ]
+    size = max(1, chunk // (PER_STEP * steps))
+    with torch.inference_mode():
+        for begin in range(0, len(windows), size):
+            episodes, first = np.array(windows[begin : begin + size]).T
+            batch = rows_of(trajectories, data.actions.dim, episodes, first, steps)
+            _, sums_of_batch, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
+            for name, value in sums_of_batch.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+    for name in ("nats", "squares"):
+        require_finite(isfinite(sums.get(name, 0.0)))
+    metrics = [(BITS_PER_ACTION, "nats", 1 / log(2)), (ACCURACY, "correct", 1.0), (ACTION_ERROR, "squares", 1.0)]
+    return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in metrics if name in sums}
+
+
+def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
+    """Return the run as a policy that remembers as ``task_options`` say, or as it was trained."""
+    drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
+    trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
+    steps = longest if trained is None else max(1, trained // PER_STEP)
+    context = task_options.context
+    if task_options.context_steps is None and not streamable(subject.model) and steps < longest:
+        context = steps
+    return TrajectoryAgent(subject.model, drawing, context)
+
+
+def _acted(
+    subject: LoadedRun,
+    data: TrajectoryData,
+    env: str,
+    task_options: TrajectoryEvaluationOptions,
+    seed: int,
+    quiet: bool,
+) -> tuple[list[ReturnRow], Summary | None]:
+    """Act in ``env``; return the results for every target, and those of cloned behaviour, if any."""
+    environment = Environments(env)
+    check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
+    environment.close()
+    best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
+    targets = (best,) if task_options.target is None else targets_of(task_options.target)
+    agent = agent_of(subject, data, task_options, seed)
+    rows: list[ReturnRow] = []
+    episodes: list[dict[str, object]] = []
+    with progressing(quiet, "acting") as progress:
+        for target in targets:
+            started_at = time.perf_counter()
+            trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
+            seconds = time.perf_counter() - started_at
+            episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
+            row: ReturnRow = {
+                "target": target,
+                **summary(trajectories),
+                "context_steps": agent.context or "carried",
+                "steps_per_second": float(trajectories.lengths.sum()) / seconds,
+            }
+            rows.append(row)
+        task_options.write_predictions(episodes)
+        clone = None
+        if task_options.cloning_steps:
+            policy = Clone(data, task_options.cloning_steps, agent.drawing, seed)
+            clone = summary(rollouts(policy, env, 0.0, task_options.episodes, MEASURED_SEEDS + seed))
+    return rows, clone
+
+
+def facts_correlation(rows: Sequence[ReturnRow]) -> float:
+    """Return Spearman's correlation of mean returns and targets; 0 where all returns are alike."""
+    targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
+    if returns.std() == 0:
+        return 0.0
+    return float(np.corrcoef(targets, returns)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Return ranks from 0 of ``values`` [n]; equal values share the mean of their ranks."""
+    return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
+
+
+def _acting_text(
+    env: str,
+    rows: Sequence[ReturnRow],
+    clone: Summary | None,
+    of_data: Mapping[str, float],
+    correlation: float | None,
+    episodes: int,
+) -> list[str | TextTable]:
+    optimal = "optimal_share" in rows[0]
+    lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
+    if clone is not None:
+        lines.append(["cloned behaviour", *cells(clone), ""])
+    lines.append(["data, best", f"{of_data['data_best']:.2f}", "", "", *([""] * optimal), ""])
+    lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
+    headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
+    context = rows[0]["context_steps"]
+    how = remembering(context if isinstance(context, int) else None)
+    text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
+    text.append(TextTable(headers, lines, range(1, len(headers))))
+    if correlation is not None:
+        text.append(f"\nrank correlation of returns and targets {correlation:.3f}")
+    return text
+
+
+def _shown(target: float | None) -> str:
+    return "optimal" if target is None else f"{target:g}"
+
+
+# One episode of an agent with a target return.
+
+
+def play(
+    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
+) -> Made:
+    """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
+    once."""
+    run, task_options = subject.run, options.task_options
+    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
+    data = data_of(run)
+    env = chosen or data.env
+    if env is None:
+        raise KinformerError(f"{run.folder}: names no environment to act in; give `env` NAME.")
+    targets = (
+        (float(data.trajectories.returns.max()),) if task_options.target is None else targets_of(task_options.target)
+    )
+    if len(targets) > 1:
+        raise KinformerError(f"`target` {task_options.target}: one episode is played for one return; give one.")
+    check_picture(task_options.render)
+    environment = Environments(env, render=task_options.render is not None)
+    try:
+        check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{run.folder}")
+        agent = agent_of(subject, data, task_options, options.seed)
+        return _played(subject, environment, agent, targets[0], task_options.render, options.seed, write)
+    finally:
+        environment.close()
+
+
+def _played(
+    subject: LoadedRun,
+    environment: Environments,
+    agent: TrajectoryAgent,
+    target: float | None,
+    render: str | None,
+    seed: int,
+    write: Callable[[str], None] | None,
+) -> Made:
+    observation = environment.reset([seed])
+    target = float(returns_to_get(environment, target)[0])
+    episode = play_episode(environment, agent, observation, target, render, write)
+    played = episode.facts
+    facts = {
+        "run": str(subject.run.folder), "env": environment.name, "target": target, **played, "seed": seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
+    }  # fmt: skip
+    text = (
+        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in "
+        f"{environment.name}, {played['steps_per_second']:.1f} steps/s; "
+        f"state {plural(agent.state_bytes, 'byte')}; seed {seed}"
+    )
+    return Made(facts, text if render is None else f"{text}; wrote {render}")
+
+
+# The actions that a run would take at every step of recorded episodes, after what was done before it.
+
+
+def predict(
+    subject: LoadedRun, source: object, settings: PredictionSettings, task_options: NoOptions
+) -> Iterator[Predicted]:
+    """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
+
+    Every action follows the return to go, the states and the actions that are recorded before it, in rows of whole
+    episodes or as long as the model's positions.
+    """
+    if not isinstance(source, str | Path) or source == STDIN:
+        raise KinformerError("trajectories come as data: give an .npz, a folder of such, or a name, as in training.")
+    model, data = subject.model, data_of(subject.run, str(source))
+    trajectories = data.trajectories
+    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    discrete = isinstance(data.actions, Discrete)
+    episodes = range(len(trajectories.lengths))[: settings.max_items]
+    with progressing(settings.quiet, "predicting") as progress:
+        for episode in episodes:
+            outputs = []
+            starts = np.arange(0, trajectories.lengths[episode], steps)
+            for begin in range(0, len(starts), settings.batch_size):
+                first = starts[begin : begin + settings.batch_size]
+                batch = rows_of(trajectories, data.actions.dim, np.full(len(first), episode), first, steps)
+                with torch.inference_mode():
+                    batch = map_fields(batch, lambda field: field.to(device_of(model)))
+                    outputs.append(predictions(model, batch)[0].cpu())
+            yield _predicted(episode, torch.cat(outputs), discrete, data.actions.dim, settings.top_k)
+            if progress is not None:
+                progress(episode + 1, len(episodes))
+
+
+def _predicted(episode: int, outputs: torch.Tensor, discrete: bool, size: int, top_k: int) -> Predicted:
+    require_finite(bool(outputs.isfinite().all()))
+    if discrete:
+        names = [str(number) for number in range(size)]
+        steps = [most_probable(row, names, top_k) for row in outputs.softmax(-1)]
+        shown = " ".join(step[0]["class"] if top_k == 1 else f"[{spell_classes(step)}]" for step in steps)
+        actions = [
+            [{"action": int(item["class"]), "probability": item["probability"]} for item in step] for step in steps
+        ]
+        return Predicted({"episode": episode + 1, "actions": actions}, f"episode {episode + 1}: {shown}")
+    values = outputs[:, :size].tolist()
+    shown = " ".join(str([round(number, 4) for number in step]) for step in values)
+    return Predicted({"episode": episode + 1, "actions": values}, f"episode {episode + 1}: {shown}")

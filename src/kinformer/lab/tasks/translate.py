@@ -1,0 +1,709 @@
+"""The task of translation: its rows, its objectives, and BLEU and chrF of what a model translates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from math import isfinite, lcm, log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.adaptive.decoder import ExitEncoderDecoder, source_means
+from kinformer.adaptive.rules import AllExits
+from kinformer.core.model import CausalModel, SourceModel, device_of
+from kinformer.core.stack import ModelConfig
+from kinformer.core.state import State, map_tensors
+from kinformer.generation.beam import Hypothesis, Search, beam_search
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.calibration.risk import Samples, at_threshold
+from kinformer.lab.data import IGNORED, BosEos
+from kinformer.lab.data.buckets import TokenBatches
+from kinformer.lab.data.labelled import LABEL_NAMES, TEXT_NAMES, Columns, TextItem, TextSource
+from kinformer.lab.data.pairs import NUMBER_WORDS, Languages, Pairs, Parallel, open_pairs
+from kinformer.lab.data.tokenizer import Tokenizer, as_bytes
+from kinformer.lab.evaluation.depths import (
+    LAYERS_PER_TOKEN,
+    Exited,
+    early_exit_stack,
+    noting_exits,
+    saved,
+    with_rule,
+)
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.next_token import Generated, Sample
+from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
+from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.shared import arriving, in_batches
+from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
+from kinformer.lab.tasks.texts import (
+    check_ids,
+    check_sequence,
+    ends_of,
+    heading,
+    identity_of_part,
+    note_other_data,
+    spec_of,
+    texts_in,
+    tokenizer_of,
+)
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
+from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite
+from kinformer.runtime.progress import note, note_once, progressing
+
+if TYPE_CHECKING:
+    pass
+
+
+# The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
+
+ENDS = 2
+"""Ids that a model has for itself: BOS and EOS."""
+VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
+"""(bytes, tokens): the size of a vocabulary for this many bytes of text or more, both sides together."""
+OF_NUMBERS = 400
+"""The size of a vocabulary of number words, which are made of some sixty pieces."""
+
+
+def open_parallel(source: Source, options: TranslateOptions, cache: Path | None = None) -> Parallel:
+    """Return the pairs that ``source`` names."""
+    return open_pairs(source.spec, tokenizer=source.tokenizer, holdout=source.holdout, languages=options.languages)
+
+
+def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
+    """Return how many tokens a new tokenizer should have; None, for bytes, where the text is short or the package
+    tokenizers is missing."""
+    train = open_parallel(source, options).splits["train"]
+    size = sum(map(len, train.source)) + sum(map(len, train.target))
+    fitting = [count for least, count in VOCABULARIES if size >= least]
+    fitting = [OF_NUMBERS] if source.spec == NUMBER_WORDS else fitting
+    if fitting and find_spec("tokenizers") is None:
+        note(
+            "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
+            "pip install 'kinformer[text]' gives it a vocabulary."
+        )
+        return None
+    return fitting[-1] if fitting else None
+
+
+def texts_of_both(source: Source, options: TranslateOptions) -> Iterable[str]:
+    """Return the lines of both sides of the training split."""
+    train = open_parallel(source, options).splits["train"]
+    return (line.decode() for side in train for line in side)
+
+
+def vocab_size(data: Parallel) -> int:
+    """Return how many ids a model of the pairs must know."""
+    return data.tokenizer.vocab_size + ENDS
+
+
+def check_ends(config: ModelConfig) -> None:
+    """Refuse a model that has no ids to begin and to end a translation with."""
+    for name in ("bos_token", "eos_token"):
+        if getattr(config.input, name, None) is None:
+            raise KinformerError(
+                f"the model has no {name}, with which a translation {'begins' if name[0] == 'b' else 'ends'}; give "
+                f"`set` input.{name}=ID."
+            )
+
+
+def check_pairs(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model without the ids of the pairs, and languages of pairs that have none to choose."""
+    check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
+    check_sequence(model)
+    check_ends(plan.config)
+    if plan.data.name == NUMBER_WORDS and plan.options.languages != Languages():
+        raise KinformerError(
+            f"`source` and `target`: {plan.data.name} are numbers in English and German; leave them out."
+        )
+
+
+class HeldOutPairs(NamedTuple):
+    """A part of the ``data``; ``same`` says whether it is the very data that the run was trained on."""
+
+    data: Parallel
+    pairs: Pairs
+    same: bool
+
+
+def held_out_pairs(run: TrainedRun, evaluation_settings: EvaluationSettings) -> HeldOutPairs:
+    """Open the part of the pairs to measure on; a note says where it is not the run's own."""
+    spec = spec_of(run, evaluation_settings.data)
+    holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
+    data = open_parallel(Source(spec, holdout, run.tokenizer), run.options)
+    same = note_other_data(run, data, evaluation_settings.data is not None)
+    return HeldOutPairs(data, data.splits[choose(evaluation_settings.split, data.splits, "`split`")], same)
+
+
+# Rows of pairs for an encoder-decoder, in batches of this many tokens, and the objective of translating them.
+
+ENCODED_AT_ONCE = 1 << 12
+
+
+class PairBatch(NamedTuple):
+    """``source`` int64 [rows, length], with EOS; ``target`` int64 [rows, time], BOS and the translation; ``labels``
+    [rows, time], the translation and EOS, IGNORED elsewhere; which of either are ``valid``; the ``bytes`` int64 [rows]
+    of the translations."""
+
+    source: Tensor
+    source_valid: Tensor
+    target: Tensor
+    target_valid: Tensor
+    labels: Tensor
+    bytes: Tensor
+
+    @property
+    def size(self) -> int:
+        """Return how many tokens are read, padding included."""
+        return self.source.numel() + self.target.numel()
+
+    def stretch(self, number: int, count: int) -> PairBatch:
+        """Return stretch ``number`` of ``count`` of the time of sources and of targets; bytes count in the first."""
+        source, source_valid = stretch_of_rows(self.source, self.source_valid, number, count)
+        target, target_valid = stretch_of_rows(self.target, self.target_valid, number, count)
+        labels, _ = stretch_of_rows(self.labels, None, number, count)
+        assert source_valid is not None and target_valid is not None
+        labels = labels.masked_fill(~target_valid, IGNORED)
+        return PairBatch(source, source_valid, target, target_valid, labels, self.bytes * (number == 0))
+
+
+class EncodedPairs:
+    """Pairs as ids: text i of a side is ``ids[side][starts[side][i] : starts[side][i + 1]]``."""
+
+    def __init__(self, pairs: Pairs, tokenizer: Tokenizer) -> None:
+        self.sides = [_encoded(side, tokenizer) for side in pairs]
+        self.bytes = np.array([len(line) for line in pairs.target], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    @property
+    def widths(self) -> np.ndarray:
+        """Return the tokens of the longer side, with the one that ends it, int64 [pairs]."""
+        return 1 + np.max([np.diff(starts) for _, starts in self.sides], axis=0)
+
+    def batch(self, indices: np.ndarray, ends: BosEos) -> PairBatch:
+        """Make a padded batch of the pairs ``indices`` [rows], one or more."""
+        assert ends.bos is not None and ends.eos is not None
+        source, target = ([ids[starts[i] : starts[i + 1]] for i in indices] for ids, starts in self.sides)
+        sources, source_valid = padded([[*ids, ends.eos] for ids in source])
+        read, valid = padded([[ends.bos, *ids] for ids in target])
+        labels, _ = padded([[*ids, ends.eos] for ids in target])
+        bytes = torch.from_numpy(self.bytes[indices])
+        return PairBatch(sources, source_valid, read, valid, labels.masked_fill(~valid, IGNORED), bytes)
+
+
+def _encoded(lines: Sequence[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    parts, starts = [], [np.zeros(1, np.int64)]
+    for first in range(0, len(lines), ENCODED_AT_ONCE):
+        some = tokenizer.encode_batch(lines[first : first + ENCODED_AT_ONCE])
+        parts.append(np.concatenate(some).astype(np.int32))
+        starts.append(starts[-1][-1] + np.cumsum([len(ids) for ids in some]))
+    return np.concatenate(parts), np.concatenate(starts)
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return ids int64 [rows, longest], zero behind each row's end, and which of them are real."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for local, row in zip(tokens, rows, strict=True):
+        local[: len(row)] = torch.tensor(row, dtype=torch.int64)
+    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+
+
+class TranslationPairs(DataModule):
+    """Batches of at most ``batch_size`` x ``length`` tokens of the longer side; pairs longer than ``length`` are left
+    out. Validation: the first pairs, of as many tokens as the settings say."""
+
+    sums = ("nats", "correct", "bytes")
+    by_time = True
+    metrics = (BITS_PER_BYTE, ACCURACY)
+
+    def __init__(self, data: Parallel, settings: Settings, ends: BosEos, smoothing: float) -> None:
+        self.settings, self.ends, self.smoothing = settings, ends, smoothing
+        self.train, self.held_out = (
+            EncodedPairs(data.splits[name], data.tokenizer) for name in ("train", "validation")
+        )
+        widths = self.train.widths
+        self.fitting = np.flatnonzero(widths <= settings.length)
+        if not len(self.fitting):
+            raise KinformerError(
+                f"`length` {settings.length}: no pair of {data.name} is so short, the shortest has {widths.min()} "
+                "tokens with its end; give more."
+            )
+        if left := len(widths) - len(self.fitting):
+            note_once(
+                f"note: {left:,} of {plural(len(widths), 'pair')} are longer than `length` {settings.length} and are "
+                "left out."
+            )
+        self.tokens = settings.batch_size * settings.length
+        self._batches: dict[int, TokenBatches] = {}
+        indices = np.flatnonzero(self.held_out.widths <= settings.length)
+        indices = indices if len(indices) else np.arange(len(self.held_out))
+        enough = int(np.searchsorted(np.cumsum(self.held_out.widths[indices]), settings.validation_tokens)) + 1
+        self.measured_pairs = indices[:enough]
+        self.validating = TokenBatches(self.held_out.widths[self.measured_pairs], self.tokens, 0)
+
+    @property
+    def validations(self) -> int:
+        return self.validating.batches
+
+    def batch(self, step: int, rank: int, world: int) -> PairBatch:
+        if world not in self._batches:
+            # The same batches for 1, 2, 4 and 8 processes, which share their rows evenly.
+            rows = lcm(1 << min(3, self.settings.batch_size.bit_length() - 1), world * self.settings.accumulate)
+            self._batches[world] = TokenBatches(self.train.widths[self.fitting], self.tokens, self.settings.seed, rows)
+        return self.train.batch(self.fitting[self._batches[world].indices(step)[rank::world]], self.ends)
+
+    def validation(self, rank: int, world: int) -> Iterator[PairBatch]:
+        for step in range(self.validations):
+            indices = self.measured_pairs[self.validating.indices(step)]
+            indices_here = indices[rank::world]
+            batch = self.held_out.batch(indices_here if len(indices_here) else indices[:1], self.ends)
+            if not len(indices_here):  # fewer pairs than processes: this one's does not count
+                batch = batch._replace(labels=torch.full_like(batch.labels, IGNORED), bytes=batch.bytes * 0)
+            yield batch
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {BITS_PER_BYTE.name: means["nats"] / log(2) / means["bytes"], ACCURACY.name: means["correct"]}
+
+
+class TranslationLoss:
+    """Mean cross-entropy of the targets' tokens, each predicted from the source and the right ones before it; in
+    training ``smoothing`` of the probability is spread over all ids (Szegedy et al. 2016)."""
+
+    reads_hidden = True
+    by_token = True
+
+    def __init__(self, smoothing: float) -> None:
+        self.smoothing = smoothing
+
+    def __call__(self, model: Any, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
+        state = model.begin(batch.source, batch.source_valid)
+        inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
+        counted = batch.labels != IGNORED
+        logits = model.logits(map_tensors(lambda item: item[counted][None], inputs))[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        labels = batch.labels[counted]
+        nats = functional.cross_entropy(logits, labels, reduction="sum")
+        loss = nats / max(1, len(labels))
+        if model.training and self.smoothing and len(labels):
+            loss = functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
+        metrics = {
+            "nats": nats.detach(),
+            "predicted": counted.sum(),
+            "correct": (logits.detach().argmax(-1) == labels).sum(),
+            "bytes": batch.bytes.sum(),
+        }
+        return loss, metrics, state
+
+
+# Translations by the losses of all exits of a decoder's stack (Elbayad et al. 2020, section 3.1, for translation).
+
+
+class TranslationExits(TranslationLoss):
+    """The loss of translators with early exits, of the kind that the decoder's stack names, as of texts alone:
+
+    aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the smoothed cross-entropy of exit n
+    mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
+
+    With aligned training comes what the stack's rule learns from. In eval mode this is :class:`TranslationLoss`, of
+    tokens that leave as the rule says.
+    """
+
+    trains_exits = True
+
+    @classmethod
+    def of(cls, model: ExitEncoderDecoder, smoothing: float) -> TranslationExits:
+        """Make the objective for ``model``; KinformerError if its stack has no exits."""
+        if not isinstance(model, ExitEncoderDecoder):
+            raise KinformerError(
+                "the objective 'exits' needs a decoder whose tokens may leave early, which those of this one may not; "
+                "add `set` stack=exits, or leave `objective` out."
+            )
+        return cls(smoothing)
+
+    def __call__(self, model: ExitEncoderDecoder, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
+        stack = model.stack
+        if not model.training:
+            return super().__call__(model, batch, state, progress)
+        if stack.config.training == "mixed":
+            drawn = [TranslationLoss.__call__(self, model, batch, state, progress) for _ in range(stack.config.samples)]
+            losses, metrics, states = zip(*drawn, strict=True)
+            return torch.stack(losses).mean(), metrics[-1], states[-1]
+        return self._aligned(model, batch, progress)
+
+    def _aligned(self, model: ExitEncoderDecoder, batch: PairBatch, progress: float) -> ObjectiveOutput:
+        stack, counted = model.stack, batch.labels != IGNORED
+        state = model.begin(batch.source, batch.source_valid)
+        source = source_means(state, len(batch.target))
+        _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
+        logits = [model.exit_logits(x, number).float() for number, x in enumerate(tapped)]
+        labels, smoothing = batch.labels[counted], self.smoothing
+        losses = [functional.cross_entropy(value[counted], labels, label_smoothing=smoothing) for value in logits]
+        seen = None
+        if stack.rule is not None:
+            targets = batch.labels.masked_fill(~counted, 0)
+            one = torch.zeros_like(targets)  # a row is one sequence
+            seen = AllExits.of(tapped, logits, targets, counted, one, source)
+        loss = stack.aligned_loss(losses, seen, progress)
+        last = logits[-1].detach()[counted]
+        metrics = {
+            "nats": functional.cross_entropy(last, labels, reduction="sum"),
+            "predicted": counted.sum(),
+            "correct": (last.argmax(-1) == labels).sum(),
+            "bytes": batch.bytes.sum(),
+        }
+        return loss, metrics, state
+
+
+def training_rows(plan: TrainingPlan) -> TranslationPairs:
+    """Return the rows of training."""
+    return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
+
+
+def translation_loss(model: nn.Module, data: DataModule | None) -> TranslationLoss:
+    """Return the objective of the tokens of translations."""
+    return TranslationLoss(getattr(data, "smoothing", 0.0))
+
+
+def exit_losses(model: ExitEncoderDecoder, data: DataModule | None) -> TranslationExits:
+    """Return the objective of the tokens of translations at all exits."""
+    return TranslationExits.of(model, getattr(data, "smoothing", 0.0))
+
+
+# Lines translated in order, each written as soon as it is translated.
+
+LONGER = 50
+"""How many tokens a translation may have more than its source (Vaswani et al. 2017, section 6.1)."""
+
+
+class Translator:
+    """Translates texts with a run's model, by the beam search that ``decoding`` describes."""
+
+    def __init__(self, subject: LoadedRun, decoding: BeamOptions) -> None:
+        self.model: SourceModel = subject.model
+        tokenizer = subject.run.tokenizer
+        if tokenizer is None:
+            raise KinformerError(f"{subject.run.folder}: has no tokenizer; put its tokenizer.json there.")
+        self.tokenizer = tokenizer
+        self.ends = ends_of(subject.run.config)
+        assert self.ends.bos is not None and self.ends.eos is not None
+        self.state_bytes = 0
+        self.search = Search(self.ends.bos, self.ends.eos, decoding.beam, decoding.length_penalty)
+
+    def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
+        """Return hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
+        ids = self.encode(texts)
+        full = [number for number, row in enumerate(ids) if len(row) > 1]
+        hypotheses = [Hypothesis([], 0.0) for _ in ids]
+        if full:
+            tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
+            room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
+            limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
+            for number, hypothesis in zip(full, self._searched(tokens, valid, limits), strict=True):
+                hypotheses[number] = hypothesis
+        return hypotheses
+
+    def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
+        """Return the ids of texts, with EOS. Errors: ``KinformerError`` for one that is longer than the model reads."""
+        ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
+        longest = self.model.max_source_length
+        for text, row in zip(texts, ids, strict=True):
+            if longest is not None and len(row) > longest:
+                raise KinformerError(
+                    f"the line {text[:40].decode('utf-8', 'replace')!r}... has {plural(len(row), 'token')}, but the "
+                    f"model reads sources of {longest} at most; split it."
+                )
+        return ids
+
+    def _searched(self, tokens: Tensor, valid: Tensor, limits: Sequence[int]) -> list[Hypothesis]:
+        import torch
+
+        with torch.inference_mode():
+            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
+        self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
+        return hypotheses.best
+
+    def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
+        """Return ``exited`` with what early exits save of a token in the middle of a translation, where this many
+        ``lines`` have that many tokens."""
+        # One more for EOS, of the source as of the translation
+        return saved(self.model, exited, (new_tokens // lines + 1) // 2, source=source_tokens // lines + 1)
+
+    def text(self, hypothesis: Hypothesis) -> str:
+        """Return the hypothesis as text, in one line."""
+        tokens = [token for token in hypothesis.tokens if token < self.tokenizer.vocab_size]
+        return " ".join(self.tokenizer.decode(tokens).splitlines())
+
+
+def check_generation(run: TrainedRun) -> None:
+    """Refuse a run that cannot begin and end a translation, or has no tokenizer."""
+    check_ends(run.config)
+    if run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: has no tokenizer; put its tokenizer.json there.")
+
+
+def translate_lines(
+    subject: LoadedRun,
+    prompt: bytes | str | Iterable[bytes],
+    options: GenerationSettings,
+    write: Callable[[str], None] | None,
+) -> Generated:
+    """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
+
+    Lines that come one by one are translated as they come, together with those that arrived meanwhile.
+    """
+    translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
+    started_at = time.perf_counter()
+    with noting_exits(subject.model) as leaving:
+        try:
+            for lines in arriving(lines_of(prompt), options.task_options.batch_size):
+                for line, output in zip(lines, translator(lines), strict=True):
+                    text = translator.text(output)
+                    result.samples.append(Sample(output.tokens, text, stopped=True))
+                    result.prompt_tokens += len(translator.tokenizer.encode(line))
+                    result.new_tokens += len(output.tokens)
+                    if write is not None:
+                        write(text + "\n")
+        except KeyboardInterrupt:
+            result.interrupted = True
+    result.seconds, result.state_bytes = time.perf_counter() - started_at, translator.state_bytes
+    if leaving.result is not None and result.samples:
+        sizes = result.prompt_tokens, result.new_tokens, len(result.samples)
+        result.exits = translator.saved(leaving.result, *sizes)
+    return result
+
+
+def predict_lines(
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, decoding: BeamOptions
+) -> Iterator[Predicted]:
+    """Yield the translations of the texts of ``source``, in order; an empty one has an empty translation."""
+    translator = Translator(subject, decoding)
+
+    def check(item: TextItem) -> None:
+        try:
+            translator.encode([item.text.encode()])
+        except KinformerError as error:
+            raise KinformerError(f"{item.place}: {error.message}") from None
+
+    def translated(batch: Sequence[TextItem]) -> list[Predicted]:
+        hypotheses = translator([item.text.encode() for item in batch])
+        return [_predicted(item, translator.text(result)) for item, result in zip(batch, hypotheses, strict=True)]
+
+    languages = (subject.run.data.get("identity") or {}).get("languages", ())
+    usual = [[kind, *languages[side : side + 1]] for side, kind in enumerate(("source", "target"))]
+    columns = Columns(text_names=(*TEXT_NAMES, *usual[0]), label_names=(*LABEL_NAMES, *usual[1]), text_first=True)
+    inputs = texts_in(source, settings, check, columns)
+    yield from in_batches(
+        inputs.items, settings.batch_size, lambda item: len(item.text), translated, inputs.total, settings.quiet
+    )
+
+
+def _predicted(item: TextItem, translation: str) -> Predicted:
+    label = {} if item.label is None else {"label": item.label}
+    return Predicted({"text": item.text} | label | {"translation": translation}, translation)
+
+
+def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a text, or those that come one by one, without their ends; UTF-8, or a
+    :class:`KinformerError`."""
+    if isinstance(prompt, str):
+        prompt = as_bytes(prompt)
+    lines = prompt.removesuffix(b"\n").split(b"\n") if isinstance(prompt, bytes) else prompt
+    for number, line in enumerate(lines, start=1):
+        line = line.rstrip(b"\r\n")
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise KinformerError(
+                f"line {number} of the input is not UTF-8 (byte {line[error.start]:#04x}); convert it first, as with "
+                "iconv."
+            ) from None
+        yield line
+
+
+class PairSamples(Samples):
+    """Samples of pairs for a calibration of early exits: sources, and their translations by beam search.
+
+    Sources of a part of the pairs, drawn evenly; the truth is their reference.
+    """
+
+    def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
+        check_generation(run)
+        for name in ("prompt_tokens", "new_tokens"):
+            if getattr(options, name) is not None:
+                raise KinformerError(
+                    f"{marked(name)} {getattr(options, name)}: is of running text; a sample of this run is a whole "
+                    "source and its translation, so leave it out."
+                )
+        decoding = BeamOptions() if options.beam is None else BeamOptions(beam=options.beam)
+        held = held_out_pairs(run, EvaluationSettings(data=options.data, split=options.split))
+        how = {"beam": decoding.beam, "length_penalty": decoding.length_penalty}
+        super().__init__(model, identity_of_part(held.data, options.split, held.same), how)
+        if len(held.pairs.source) < options.prompts:
+            raise KinformerError(
+                f"split {options.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
+                f"for {options.prompts} samples; give another by `split`, or fewer by `prompts`."
+            )
+        draw = np.random.default_rng(options.seed)
+        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), options.prompts, replace=False).tolist())
+        # Sources of like length are translated together.
+        pairs = pairs.taken(sorted(range(options.prompts), key=lambda index: len(pairs.source[index])))
+        self.translator, self.sources = Translator(LoadedRun(run, model), decoding), pairs.source
+        self.batch_size = options.batch_size
+        self.truth = [ids.tolist() for ids in tokenizer_of(run).encode_batch(pairs.target)]
+        self.begin()
+
+    def write(self) -> list[list[int]]:
+        return [
+            hypothesis.tokens
+            for start in range(0, len(self.sources), self.batch_size)
+            for hypothesis in self.translator(self.sources[start : start + self.batch_size])
+        ]
+
+    def saved(self, threshold: float) -> Exited:
+        count = len(self.sources)
+        sources, written = (sum(map(len, side)) for side in (self.translator.encode(self.sources), self.whole))
+        with at_threshold(self.model, threshold):
+            return self.translator.saved(self.exits[threshold], sources - count, written, count)
+
+
+# BLEU and chrF of what a run translates, by sacrebleu, beside the untranslated source.
+
+EXAMPLES = 3
+
+
+class Scores(NamedTuple):
+    """Corpus BLEU and chrF of some translations, and sacrebleu's signatures, which say how they were computed."""
+
+    bleu: float
+    chrf: float
+    bleu_signature: str
+    chrf_signature: str
+
+
+def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
+    """Compute BLEU and chrF with one reference a line by the package sacrebleu (Post 2018) and its defaults;
+    KinformerError if it is not installed."""
+    try:
+        from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
+        from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
+    except ImportError:
+        raise KinformerError(
+            "BLEU and chrF need the package 'sacrebleu', which is not installed; run "
+            "pip install 'kinformer[translate]'."
+        ) from None
+    bleu, chrf = Bleu(), Chrf()
+    values = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
+    return Scores(*values, *(str(metric.get_signature()) for metric in (bleu, chrf)))
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TranslateEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on held-out pairs: how well it predicts the references, and how like them its translations are."""
+    check_ends(subject.run.config)
+    data, pairs, same = held_out_pairs(subject.run, evaluation_settings)
+    pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
+    scores([""], [""])  # before an hour's work
+    started_at = time.perf_counter()
+    bits = bits_per_byte(subject, data, pairs, evaluation_settings.chunk)
+    with noting_exits(subject.model) as leaving:
+        translations = translated(subject, pairs, task_options, quiet)
+    seconds = time.perf_counter() - started_at
+    references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
+    scored, copied = scores(translations, references), scores(sources, references)
+    metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
+    exits, beside, lines = beside_all_layers(subject, pairs, task_options, leaving.result, quiet)
+    metrics |= {} if exits is None else {LAYERS_PER_TOKEN: exits.layers_per_token}
+    identity = identity_of_part(data, evaluation_settings.split, same)
+    baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
+    examples = [
+        {"source": source, "translation": translation, "reference": reference}
+        for source, translation, reference in zip(sources, translations, references, strict=True)
+    ]
+    task_options.write_predictions(examples)
+    facts = baselines | beside | {
+        "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
+        "beam": task_options.beam,
+        "length_penalty": task_options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
+    }  # fmt: skip
+    text = (
+        heading(subject, data, evaluation_settings.split),
+        f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
+        f"({_search(task_options)}); the source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"{bits:.4f} bits per byte of the references\n",
+        *lines,
+        *(
+            line
+            for example in examples[:EXAMPLES]
+            for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")
+        ),
+        f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
+    )
+    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="translate")
+
+
+def beside_all_layers(
+    subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
+) -> tuple[Exited | None, dict[str, object], tuple[str, ...]]:
+    """Return what early exits save, the facts and the text of it beside the translations by all layers; nothing where
+    no token could leave early."""
+    if exits is None:
+        return None, {}, ()
+    translator = Translator(subject, task_options)
+    early = early_exit_stack(subject.model)
+    with with_rule(early, None):
+        translations = translated(subject, pairs, task_options, quiet)
+    references = [line.decode() for line in pairs.target]
+    sources, written = (
+        sum(len(ids) for ids in translator.tokenizer.encode_batch(side))
+        for side in (pairs.source, [text.encode() for text in translations])
+    )
+    exits = translator.saved(exits, sources, written, len(references))
+    all_layers = scores(translations, references)
+    facts = {"exits": exits.facts, "all_layers_bleu": all_layers.bleu, "all_layers_chrf": all_layers.chrf}
+    text = f"{exits.text}, which have BLEU {all_layers.bleu:.2f}, chrF2 {all_layers.chrf:.2f}\n"
+    return exits, facts, (text,)
+
+
+def _search(task_options: TranslateEvaluationOptions) -> str:
+    if task_options.beam == 1:
+        return "greedy"
+    return f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
+
+
+def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
+    """Return the bits per byte of the references, each predicted from its source, about ``tokens`` tokens at a time."""
+    model, loss, nats, count = subject.model, TranslationLoss(0.0), 0.0, 0
+    encoded, ends, device = EncodedPairs(pairs, data.tokenizer), ends_of(subject.run.config), device_of(subject.model)
+    batches = TokenBatches(encoded.widths, tokens, 0)
+    with torch.inference_mode():
+        for step in range(batches.batches):
+            batch = map_fields(encoded.batch(batches.indices(step), ends), lambda field: field.to(device))
+            _, sums_of_batch, _ = loss(model, batch, None, 1.0)
+            nats, count = nats + float(sums_of_batch["nats"]), count + int(sums_of_batch["bytes"])
+    require_finite(isfinite(nats))
+    return nats / log(2) / count
+
+
+def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
+    """Return the translation of every source, in order; those of like length are translated together."""
+    translator, result = Translator(subject, task_options), [""] * len(pairs.source)
+    order = np.argsort([len(line) for line in pairs.source], kind="stable")
+    with progressing(quiet, "translating") as progress:
+        for first in range(0, len(order), task_options.batch_size):
+            some = order[first : first + task_options.batch_size]
+            for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
+                result[index] = translator.text(hypothesis)
+            if progress is not None:
+                progress(first + len(some), len(order))
+    return result

@@ -1,0 +1,579 @@
+"""The task of image classification: how a model fits, its rows, its measures, and the classes of pictures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil, isfinite, log
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.model import WholeModel, device_of
+from kinformer.core.pattern import check_grid
+from kinformer.lab.data import IGNORED, ImageData, Images, read_images
+from kinformer.lab.data.sampling import in_epochs, mix
+from kinformer.lab.tasks.answers import (
+    ClassPredictions,
+    ClassProbability,
+    by_class,
+    classes_of,
+    most_probable,
+    numbers_of,
+    spell_classes,
+)
+from kinformer.lab.tasks.classify import LabelMeasurement
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    FileSource,
+    Predicted,
+    PredictionSettings,
+    evaluated,
+)
+from kinformer.lab.tasks.images import (
+    Augmented,
+    CachedFeatures,
+    Picture,
+    augment,
+    keep_features,
+    laid,
+    open_images,
+    picture_batches,
+    pictures,
+    pictures_in,
+)
+from kinformer.lab.tasks.options import VisionEvaluationOptions, VisionOptions
+from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.shared import Made, PatchInput, batched, input_of, part_of
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source
+from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
+from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR
+from kinformer.lab.training.settings import Settings
+from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.progress import ProgressCallback, progressing
+
+if TYPE_CHECKING:
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.tasks.task import TrainingPlan
+
+
+# How an encoder is fitted to images: the patches of its input, and the classes of its head.
+
+INPUT, TILES = "patches", "tiles"
+GRID = 8
+"""Rows of patches of an encoder that was made for text."""
+LEAST_PATCH = 2
+"""Pixels on a side, where four patches of that fit."""
+LOOKED_AT = 4096
+"""Images whose mean and standard deviation are taken for those of all."""
+
+
+def open_classes(source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
+    """Return the images that ``source`` names, which have two classes or more."""
+    images = open_images(source, options, cache)
+    if len(images.classes) < 2:
+        classes = plural(1, "class") if images.classes else "no classes"
+        raise KinformerError(
+            f"{source.spec}: has {classes} to tell apart; give images with labels of "
+            "two or more, such as a folder with a folder per class."
+        )
+    return images
+
+
+def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = None) -> dict[str, object]:
+    """Return overrides: the input's size, channels, normalisation and patches, about as many as the recipe has; the
+    ``classes`` (None: those of the data, two where it is not known yet).
+
+    An input that has a mean was fitted before, in the run to begin with, and stays as it is. An encoder of text gets
+    patches in place of its tokens and positions.
+    """
+    if classes is None:
+        classes = 2 if data is None else len(data.classes)
+    if hasattr(config.head, "classes"):
+        changes: dict[str, object] = {"head.classes": classes}
+    else:
+        changes = {"head": {"kind": "linear_classification", "classes": classes}}
+    text = config.input.kind not in (INPUT, TILES)
+    if text:
+        changes |= {"position": "none", "input": INPUT}
+    input: PatchInput = input_of(config)
+    if data is None or (not text and input.mean):
+        return changes
+    if config.input.kind == TILES:
+        return changes | _pyramid(config, data)
+    side = min(data.shape[:2])
+    patch = side / GRID if text else input.patch * side / min(input.size)
+    base = {} if text else _plain(input)
+    return changes | {"input": base | _of_data(data, max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(patch)))}
+
+
+def _of_data(data: ImageData, patch: int) -> dict[str, object]:
+    """Return an input of patches for images of ``data``, without settings of tokens and positions."""
+    mean, std = moments(data)
+    size, channels = list(data.shape[:2]), data.shape[2]
+    return {"kind": INPUT, "size": size, "channels": channels, "patch": patch, "mean": mean, "std": std}
+
+
+def _plain(input: object) -> dict[str, object]:
+    """Return the settings of ``input`` that do not follow from the images."""
+    names = ("class_token", "distillation_token", "positions", "resize", "activation")
+    return {name: getattr(input, name) for name in names}
+
+
+def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
+    """Return the overrides of an input of tiles: patches as the recipe has them, in proportion where an image is
+    smaller than its own, but of two pixels or more where four tiles of such fit on a side; as many of them on the side
+    of a tile, and of these on that of a region, as the recipe has."""
+    levels: list[PatchInput] = [input_of(config)]
+    while config.input.kind == TILES:
+        config = part_of(config.input, "encoder")
+        levels.insert(0, input_of(config))
+    lowest, side = levels[0], min(data.shape[:2])
+    ratio = lowest.size[0] // lowest.patch
+    least = LEAST_PATCH if side >= 4 * LEAST_PATCH * ratio else 1
+    patch = max(least, round(lowest.patch * min(1, side / min(levels[-1].size))))
+    sides = [patch]
+    for level in levels[:-1]:
+        limit = -(-side // sides[-1])
+        sides.append(sides[-1] * min(level.size[0] // level.patch, limit))
+    names = ["input" + ".encoder.input" * depth for depth in reversed(range(len(levels)))]
+    sizes = [[item, item] for item in sides[1:]] + [list(data.shape[:2])]
+    changes: dict[str, object] = {
+        name: _plain(lowest) | _of_data(data, patch) | {"size": sizes[0]} for name in names[:1]
+    }
+    return changes | {f"{name}.size": size for name, size in zip(names[1:], sizes[1:], strict=True)}
+
+
+@lru_cache(maxsize=2)
+def moments(data: ImageData) -> tuple[list[float], list[float]]:
+    """Return the mean and the standard deviation of each channel of training images, pixels from 0 to 1; a constant
+    channel has 1."""
+    pixels = np.asarray(data.train.pixels[:LOOKED_AT], np.float64) / 255
+    mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
+    return [round(float(item), 6) for item in mean], [round(float(item), 6) if item > 1e-3 else 1.0 for item in std]
+
+
+def length_of(data: ImageData, config: ModelConfig) -> int:
+    """Return how many positions an image of ``data`` becomes; its size may differ from the size for which positions
+    were learned."""
+    if config.input.kind not in (INPUT, TILES):
+        raise KinformerError(
+            f"`set` input={config.input.kind}: images need the input patches or tiles; leave it out, or choose "
+            "another task."
+        )
+    input: PatchInput = input_of(config)
+    return input.replace(size=data.shape[:2]).length
+
+
+def check_images(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model that does not go with the images, or that predicts something else."""
+    check_images_read(plan, model)
+    config, data = plan.config, plan.data
+    classes = getattr(config.head, "classes", None)
+    if config.head.per_position or classes != len(data.classes):
+        raise KinformerError(
+            f"`set` head={config.head.kind}: does not tell the {plural(len(data.classes), 'class')} of {data.name}; "
+            "leave it out."
+        )
+
+
+def check_images_read(plan: TrainingPlan, model: nn.Module) -> None:
+    """Refuse a model of images of other channels, or whose patterns are for another grid of patches."""
+    check_channels(plan)
+    if plan.config.input.kind == INPUT:
+        recipe: PatchInput = input_of(plan.config)
+        input = recipe.replace(size=plan.data.shape[:2])
+        for module in model.modules():
+            check_grid(getattr(module, "pattern", None), input.grid, input.length)
+
+
+def check_channels(plan: TrainingPlan) -> None:
+    """Refuse a model of images of other channels."""
+    input: PatchInput = input_of(plan.config)
+    data = plan.data
+    if input.channels != data.shape[2]:
+        raise KinformerError(
+            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but the model reads "
+            f"{input.channels}; give other images, or another model to begin with."
+        )
+
+
+# Batches of images with their classes: in an order that needs no memory, changed at each step from the run's seed.
+# The objective of the classes of images, which may be mixed.
+
+LEAST_IMAGES = 256
+_ORDER, _CHANGES, _SHARE = 11, 12, 13
+
+
+class ImageBatch(NamedTuple):
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1, and ``labels`` int64 [rows], of which
+    IGNORED ones do not count. Where two images were mixed, ``others`` int64 [rows] are the labels of the second, and
+    ``shares`` [rows] is the part of the first. ``positions`` [rows, n] bool has one for each that an image becomes.
+    """
+
+    images: Tensor
+    labels: Tensor
+    positions: Tensor
+    others: Tensor | None = None
+    shares: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Return how many positions are read."""
+        return self.positions.numel()
+
+
+class ImageRows(DataModule):
+    """Training images in an order of their own in every epoch; the first of the validation images.
+
+    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    """
+
+    sums = ("nats", "correct")
+    metrics = (ACCURACY, BITS_PER_LABEL)
+    features: CachedFeatures | None = None
+
+    def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:
+        self.data, self.settings, self.options = data, settings, options
+        self.chosen = chosen(data.train, options.label_share, settings.seed)
+        enough = ceil(settings.validation_tokens / settings.length)
+        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def batch(self, step: int, rank: int, world: int) -> ImageBatch:
+        """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
+        rows = self.settings.batch_size
+        place = np.arange(step * rows, (step + 1) * rows) // self.options.repeats
+        index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
+        generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
+        images, labels = self._read(self.data.train, index)
+        augmented = Augmented(images, labels)
+        if names := self.options.augmentations:
+            augmented = augment(Augmented(images.float() / 255, labels), names, generator)
+        share = rows // world
+        return take_rows(self._batch(*augmented), slice(rank * share, (rank + 1) * share))
+
+    def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            count = min(rows, self.held_out - first)
+            share = -(-count // world)
+            indices = np.arange(rank * share, (rank + 1) * share)
+            images, labels = self._read(self.data.validation, first + np.minimum(indices, count - 1))
+            yield self._batch(images, labels.masked_fill(torch.from_numpy(indices >= count), IGNORED))
+
+    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
+        return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
+
+    def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return what the model reads of each image, and the labels."""
+        images, labels = tensors(split, index)
+        return images if self.features is None else self.features.of(images, split.name, index), labels
+
+    def _batch(
+        self, images: Tensor, labels: Tensor, others: Tensor | None = None, shares: Tensor | None = None
+    ) -> ImageBatch:
+        positions = torch.ones(len(images), self.settings.length, dtype=torch.bool)
+        return ImageBatch(images, labels, positions, others, shares)
+
+
+def tensors(images: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return images [rows, channels, height, width] uint8 and their labels [rows]."""
+    assert images.labels is not None
+    return pixels_of(images, index), torch.from_numpy(np.array(images.labels[index]))
+
+
+def pixels_of(images: Images, index: np.ndarray) -> Tensor:
+    """Return images [rows, channels, height, width] uint8."""
+    return torch.from_numpy(np.array(images.pixels[index].transpose(0, 3, 1, 2), order="C"))
+
+
+def chosen(images: Images, share: float, seed: int) -> np.ndarray:
+    """Return the numbers of the images that are learnt from: ``share`` of each class, one at least, drawn by
+    ``seed``."""
+    assert images.labels is not None
+    labels = np.asarray(images.labels)
+    if share == 1:
+        return np.arange(len(labels))
+    order = np.argsort(mix(seed, _SHARE, np.arange(len(labels))), kind="stable")
+    classes = [order[labels[order] == label] for label in np.unique(labels)]
+    return np.sort(np.concatenate([indices[: max(1, round(share * len(indices)))] for indices in classes]))
+
+
+class ImageClassification:
+    """Mean cross-entropy of every image's label, smoothed by ``smoothing`` in training; of two that were mixed, of both
+    labels by their shares (Zhang et al. 2017, mixup)."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        self.smoothing = smoothing
+
+    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> ObjectiveOutput:
+        logits = model(batch.images).float()
+        heads = logits.unbind(1) if logits.dim() == 3 else (logits,)
+        smoothing = self.smoothing if model.training else 0.0
+        loss = torch.stack([self.loss(head, batch, smoothing) for head in heads]).mean()
+        return loss, counted(logits.detach(), batch), None
+
+    def loss(self, logits: Tensor, batch: ImageBatch, smoothing: float) -> Tensor:
+        """Return the mean loss of ``logits`` [rows, classes], a scalar."""
+        first = _cross_entropy(logits, batch.labels, smoothing)
+        if batch.others is None or batch.shares is None:
+            labelled = (batch.labels != IGNORED).sum()
+            return first.sum() / labelled.clamp_min(1)
+        return (batch.shares * first + (1 - batch.shares) * _cross_entropy(logits, batch.others, smoothing)).mean()
+
+
+class Distillation(ImageClassification):
+    """(1 - weight) * cross-entropy of the label + weight * the loss against the teacher (DeiT, section 4).
+
+    ``hard``: the cross-entropy of the class that the teacher finds most probable; ``soft``: temperature^2 * KL(teacher
+    || student) of both at that temperature. A model with two heads learns the label by the first and this by the
+    second. Where nothing is learnt, as in validation, it is the plain cross-entropy.
+    """
+
+    def __init__(self, teacher: WholeModel, options: VisionOptions) -> None:
+        super().__init__(options.smoothing)
+        self.teacher, self.options = teacher, options
+
+    def __call__(self, model: nn.Module, batch: ImageBatch, state: object, progress: float) -> ObjectiveOutput:
+        if not model.training:
+            return super().__call__(model, batch, state, progress)
+        logits = model(batch.images).float()
+        heads = logits if logits.dim() == 3 else logits[:, None]
+        with torch.no_grad():
+            teacher_logits = self.teacher.to(batch.images.device)(batch.images).float()
+        weight = self.options.distillation_weight
+        loss = (1 - weight) * self.loss(heads[:, 0], batch, self.smoothing)
+        return loss + weight * self._distilled(heads[:, -1], teacher_logits), counted(logits.detach(), batch), None
+
+    def _distilled(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        if self.options.distillation == "hard":
+            return functional.cross_entropy(logits, teacher_logits.argmax(-1))
+        warmth = self.options.distillation_temperature
+        student, teacher = ((item / warmth).log_softmax(-1) for item in (logits, teacher_logits))
+        return warmth**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def training_rows(plan: TrainingPlan) -> ImageRows:
+    """Return the rows of training."""
+    return ImageRows(plan.data, plan.settings, plan.options)
+
+
+def class_loss(model: WholeModel, data: DataModule | None) -> ImageClassification:
+    """Return the objective of classes, with the teacher of the rows ``data`` where they have one."""
+    if not isinstance(data, ImageRows):
+        return ImageClassification()
+    changed = bool(data.options.augmentations or data.teacher)
+    data.features = keep_features(part_of(model, "input"), changed=changed)
+    return (
+        ImageClassification(data.options.smoothing)
+        if data.teacher is None
+        else Distillation(data.teacher, data.options)
+    )
+
+
+def counted(logits: Tensor, batch: ImageBatch) -> dict[str, Tensor]:
+    """Return metrics of logits [rows, classes], or [rows, heads, classes], whose mean counts: of mixed images, by the
+    label that has the larger share."""
+    logits = logits.mean(1) if logits.dim() == 3 else logits
+    labels = batch.labels
+    if batch.others is not None and batch.shares is not None:
+        labels = torch.where(batch.shares >= 0.5, labels, batch.others)
+    nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return {"nats": nats, "predicted": (labels != IGNORED).sum(), "correct": (logits.argmax(-1) == labels).sum()}
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+
+
+# How well a model predicts the classes of images: class by class, and whether its probabilities can be believed.
+
+BINS = 15
+AT_ONCE = 64
+TOP = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageMeasurement(LabelMeasurement):
+    """``calibration_error``: the mean gap between the probability of the predicted class and how often it is right,
+    over 15 bins of that probability (Guo et al. 2017, section 2). ``top_5``: how often the right class is among the
+    five most probable."""
+
+    calibration_error: float
+    top_5: float
+
+
+def measure_images(
+    model: WholeModel,
+    images: Images,
+    count: int,
+    classes: int,
+    progress: ProgressCallback | None = None,
+    predictions: ClassPredictions | None = None,
+) -> ImageMeasurement:
+    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; ``predictions`` notes what it predicts of
+    each."""
+    device = device_of(model)
+    batches: list[tuple[np.ndarray, ...]] = []
+    nats, among = 0.0, 0
+    with torch.inference_mode():
+        for first in range(0, count, AT_ONCE):
+            pixels, labels = tensors(images, np.arange(first, min(first + AT_ONCE, count)))
+            logits = model(pixels.to(device)).float().cpu()
+            nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
+            require_finite(isfinite(nats))
+            nearest = logits.topk(min(TOP, logits.shape[-1])).indices
+            among += int((nearest == labels[:, None]).sum())
+            sure, guesses = logits.softmax(-1).max(-1)
+            if predictions is not None:
+                predictions.note(np.arange(first, first + len(labels)), logits)
+            batches.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
+            if progress is not None:
+                progress(first + len(labels), count)
+    labels_, guesses_, sure_ = (np.concatenate(item) for item in zip(*batches, strict=True))
+    counts = (np.bincount(item, minlength=classes) for item in (labels_, guesses_, labels_[guesses_ == labels_]))
+    examples, predicted, correct = (tuple(item.tolist()) for item in counts)
+    return ImageMeasurement(
+        bits=nats / log(2) / count,
+        examples=examples,
+        predicted=predicted,
+        correct=correct,
+        calibration_error=calibration_error(sure_, guesses_ == labels_),
+        top_5=among / count,
+    )
+
+
+def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error of probabilities ``sure`` [n] from 0 to 1; ``right`` [n] says which
+    predictions were."""
+    place = np.minimum((sure * BINS).astype(int), BINS - 1)
+    gaps = np.bincount(place, sure, BINS) - np.bincount(place, right, BINS)
+    return float(np.abs(gaps).sum() / len(sure))
+
+
+def evaluate(
+    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: VisionEvaluationOptions, quiet: bool
+) -> Evaluation:
+    """Evaluate a run on held-out images, class by class, beside the most frequent class."""
+    result, same, images = _images(subject, evaluation_settings)
+    classes = classes_of(subject.run)
+    count = len(images) if task_options.max_items is None else min(task_options.max_items, len(images))
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        predictions = None if task_options.predictions is None else ClassPredictions(count)
+        measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
+    if predictions is not None:
+        assert images.labels is not None
+        task_options.write_predictions(predictions.rows(images.labels, classes))
+    counts, table = by_class(classes, measured, "images")
+    text = (
+        heading(subject, result, evaluation_settings.split),
+        f"accuracy {measured.accuracy:.1%}, top-5 {measured.top_5:.1%}, {measured.bits:.4f} bits per label, "
+        f"calibration error {measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of "
+        "the most frequent class\n",
+        table,
+    )
+    metrics = {
+        ACCURACY: measured.accuracy,
+        BITS_PER_LABEL: measured.bits,
+        CALIBRATION_ERROR: measured.calibration_error,
+    }
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
+    facts = baselines | {"measured_images": count, "top_5_accuracy": measured.top_5, "per_class": counts}
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=started_at
+    )
+
+
+def _images(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
+    """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+    images, same, part = labelled_part(subject, evaluation_settings)
+    number = numbers_of(subject.run, images.name, images.classes)
+    assert part.labels is not None
+    return images, same, replace(part, labels=number[np.asarray(part.labels)])
+
+
+def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
+    """Return the data, whether it is the run's own, and the part to measure on, whose images have labels and the
+    model's channels."""
+    run, model = subject.run, subject.model
+    images = read_images(
+        spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize
+    )
+    same = note_other_data(run, images, evaluation_settings.data is not None)
+    if not images.classes:
+        raise KinformerError(f"{images.name}: its images have no labels to measure by; give others.")
+    part = images.splits[choose(evaluation_settings.split, images.splits, "`split`")]
+    if part.shape[2] != model.config.input.channels:
+        raise KinformerError(
+            f"{images.name}: its images have {plural(part.shape[2], 'channel')}, but {run.folder} reads "
+            f"{model.config.input.channels}; give others."
+        )
+    return images, same, part
+
+
+# The most probable classes of pictures: of a file, of those in a folder, or of test images.
+
+
+def predicted_classes(
+    model: WholeModel, batches: Iterable[Sequence[Picture]], names: Sequence[str], top_k: int
+) -> Iterator[tuple[Picture, list[ClassProbability], str]]:
+    """Yield every picture of ``batches`` with its ``top_k`` most probable classes and a line for people."""
+    for batch in batches:
+        for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
+            classes = most_probable(probabilities, names, top_k)
+            label = "" if picture.label is None else f" ({picture.label})"
+            yield picture, classes, f"{picture.name}{label}: {spell_classes(classes)}"
+
+
+def classify(
+    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
+) -> Made:
+    """Return the most probable classes of each image; ``write`` receives a line for each."""
+    run, task_options = subject.run, options.task_options
+    if task_options.image is None:
+        raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
+    predictions: list[dict[str, object]] = []
+    started_at = time.perf_counter()
+    batches = batched(pictures(run, task_options.image, options.samples), AT_ONCE)
+    for picture, classes, line in predicted_classes(subject.model, batches, classes_of(run), task_options.classes):
+        if write is not None:
+            write(("\n" if predictions else "") + line)
+        predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
+    seconds = time.perf_counter() - started_at
+    facts = {"run": str(run.folder), "images": predictions, "seconds": seconds}
+    return Made(
+        facts, f"{plural(len(predictions), 'image')} in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s"
+    )
+
+
+def predict(
+    subject: LoadedRun, source: FileSource, settings: PredictionSettings, task_options: NoOptions
+) -> Iterator[Predicted]:
+    """Yield the most probable classes of the images of ``source``, in order: a picture, all in a folder and its
+    folders, the test images of data, or a list of pictures' paths."""
+    names = classes_of(subject.run)
+    batches = picture_batches(pictures_in(subject.run, source, settings.max_items, names), settings, "predicting")
+    for picture, classes, line in predicted_classes(subject.model, batches, names, settings.top_k):
+        label = {} if picture.label is None else {"label": picture.label}
+        yield Predicted({"image": picture.name} | label | {"classes": classes}, line)
+
+
+def probabilities_of(model: WholeModel, batch: Sequence[Picture]) -> Tensor:
+    """Return the probabilities [images, classes] of pictures of one size."""
+    with torch.inference_mode():
+        logits = model(laid(batch, model)).float().cpu()
+    require_finite(bool(logits.isfinite().all()))
+    return logits.softmax(-1)
