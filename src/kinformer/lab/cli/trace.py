@@ -52,8 +52,7 @@ class Trace(TraceOptions, Printing):
         if (self.text is None) == (self.file is None):
             raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
         if self.file is not None:
-            from kinformer.lab.data.files import reading_corpus
-            from kinformer.lab.data.files import plain_bytes
+            from kinformer.lab.data.files import plain_bytes, reading_corpus
 
             with reading_corpus(self.file):
                 return plain_bytes(Path(self.file)).decode("utf-8")

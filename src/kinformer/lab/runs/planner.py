@@ -21,10 +21,8 @@ from kinformer.family.inheritance import inherited_config, require_width
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.lab.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer_on
-from kinformer.lab.data.corpus import STDLIB
-from kinformer.lab.data.files import atomic_write
-from kinformer.lab.data.files import write_field
-from kinformer.lab.data.corpus import mixture_of
+from kinformer.lab.data.corpus import STDLIB, mixture_of
+from kinformer.lab.data.files import atomic_write, write_field
 from kinformer.lab.data.packed import is_packed, packed_tokenizer
 from kinformer.lab.runs.minutes import with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
