@@ -71,8 +71,8 @@ class ExitRule(nn.Module):
     """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
     exit.
 
-    The stack calls it at every exit but the last, for the tokens that are not to leave by an earlier exit. ``exits`` is
-    the number of exits, the last included.
+    The stack calls the rule at every exit but the last, for the tokens that do not leave by an earlier exit. ``exits``
+    is the number of exits, the last included.
     """
 
     reads_source: ClassVar[bool] = False
@@ -270,7 +270,8 @@ class ExitClassifier(ThresholdRule):
 # The loss is alpha times the mean of -ln q_t(q*_t), and it trains the network too. Between exits of equal value the
 # oracle takes the lowest.
 #
-# One exit for a whole translation is predicted from its source x (section 3.2.1), by the sums of its tokens' LL or C:
+# The exit of a whole translation is predicted from its source x (section 3.2.1). The oracle sums LL or C over the
+# tokens of the translation:
 #
 #     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all leave by the arg max
 #     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)

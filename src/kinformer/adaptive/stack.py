@@ -1,15 +1,15 @@
 """Early exits: a token leaves after some layers, as a rule decides from its past (Elbayad et al. 2020, section 3;
 Schuster et al. 2022, section 3).
 
-Let h^l be the output of layer l. A token that leaves after layer l is predicted from h^l. Every later layer absorbs h^l
-in place of its own input and projects it to keys and values, so that later tokens find it there (the papers call this a
-copied state, or state propagation). Without a rule, and in aligned training, all tokens go through all layers: the
-stack is then exactly the sequential stack.
+Let h^l be the output of layer l. The next token of a token that leaves after layer l is predicted from h^l. Every later
+layer absorbs h^l in place of its input and projects h^l to keys and values, so that later tokens can attend to it (the
+papers call this a copied state, or state propagation). Without a rule, and in aligned training, all tokens go through
+all layers: the stack then equals the sequential stack.
 
-With the layer ``decoder`` and softmax attention, a later layer computes only the key and the value of a token that has
-left. Other mixers are run in full, before a feed-forward of running tokens; other layers are run in full. While a graph
-is captured, and where tensors are shapes alone, all tokens go through all layers, with equal results: estimated costs
-are costs without early exits.
+With the layer ``decoder`` and softmax attention, a later layer computes only the key and the value of a token after its
+exit. Other mixers run in full, and then only running tokens enter the feed-forward. Other layers run in full. While a
+graph is captured, and where tensors are shapes alone, all tokens go through all layers, with equal results: estimated
+costs are costs without early exits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class ExitStack(Stack):
 
             sum of w_n L_n over the exits n / sum of w_n                         (Elbayad et al. 2020, section 3.1)
 
-        ``progress`` is the share of training that is over.
+        ``progress`` is the completed share of training.
         """
         weights = WEIGHTS[self.config.weights](len(losses))
         loss = torch.stack([weight * item for weight, item in zip(weights, losses, strict=True)]).sum() / sum(weights)

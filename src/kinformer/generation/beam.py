@@ -21,8 +21,8 @@ from kinformer.runtime.matmul import few_rows
 #     score(y) = log p(y | source) / ((5 + |y|) / 6)^alpha          |y| counts EOS
 #
 # A hypothesis is finished where EOS is among the best ``beam`` continuations of its sentence. A sentence is done when
-# it has ``beam`` finished ones, or when none of the running ones could become better than its best. A beam of 1 is
-# greedy.
+# it has ``beam`` finished hypotheses, or when no running hypothesis can become better than the best finished one. A
+# beam of 1 is greedy.
 
 
 class Hypothesis(NamedTuple):
@@ -33,14 +33,15 @@ class Hypothesis(NamedTuple):
 
 
 class BeamResult(NamedTuple):
-    """The best hypothesis of every row, and the most bytes that their states had."""
+    """The ``best`` hypothesis of every row, and the largest size of the state during the search, in bytes."""
 
     best: list[Hypothesis]
     state_bytes: int
 
 
 class Search(NamedTuple):
-    """The settings of a search: the ids that begin and end a sequence, how many hypotheses are followed, and alpha."""
+    """The settings of a search: the ids that begin and end a sequence, the number of hypotheses of a sentence
+    (``beam``), and alpha (``length_penalty``)."""
 
     bos: int
     eos: int
@@ -49,8 +50,8 @@ class Search(NamedTuple):
 
 
 class _Running:
-    """The hypotheses of the sentences that are not done: ``tokens`` [sentences, beam, length], ``scores`` [sentences,
-    beam], log-probabilities, and the number of every sentence."""
+    """The hypotheses of the unfinished sentences: ``tokens`` [sentences, beam, length], their log-probabilities
+    ``scores`` [sentences, beam], and the numbers of the ``sentences``, [sentences]."""
 
     def __init__(self, sentences: Tensor, tokens: Tensor, scores: Tensor) -> None:
         self.sentences, self.tokens, self.scores = sentences, tokens, scores
@@ -68,9 +69,10 @@ class _Running:
 def beam_search(model: CausalModel, state: State, search: Search, limits: Sequence[int]) -> BeamResult:
     """Return the best continuation of every row of ``state``, which has begun over the sources (``model.begin``).
 
-    ``limits``: how many tokens the continuation of each row may have; one that has reached its limit must end, at the
-    probability of EOS, so the model reads BOS and that many tokens. A row's continuation does not depend on the others.
-    The cache is reordered at most once a token, and not at all where every hypothesis goes on from its own place.
+    ``limits``: the largest number of tokens in the continuation of each row. A continuation that has reached its limit
+    must end, at the probability of EOS, so the model reads at most BOS and ``limit`` tokens. The continuation of a row
+    does not depend on other rows. The cache is reordered at most once a token, and not at all where every hypothesis
+    continues in its row.
 
     Errors: ``KinformerError`` for predictions that are not finite.
     """
@@ -119,11 +121,12 @@ def _continued(
     hypotheses: list[list[Hypothesis]],
     limits: Sequence[int],
 ) -> tuple[_Running, Tensor]:
-    """Return the hypotheses one token longer, of the sentences that are not done, and the row of ``logits`` of each;
-    finished ones are added to ``hypotheses``. ``width``: how many a sentence has now."""
+    """Return the hypotheses of the unfinished sentences, one token longer, and for each hypothesis the row of
+    ``logits`` that it continues. Finished hypotheses are added to ``hypotheses``. ``width`` is the present number of hypotheses of a
+    sentence."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
-    require_finite(bool(odds.amin().isfinite()))  # what is no number spreads to the whole row
+    require_finite(bool(odds.amin().isfinite()))  # before the masks below set -inf; NaN spreads to the whole row
     if search.bos != search.eos:
         odds[:, search.bos] = -torch.inf
     full = torch.tensor([running.length >= limits[int(sentence)] for sentence in running.sentences])
@@ -131,7 +134,7 @@ def _continued(
     # A hypothesis of the greatest length must end: all but EOS is impossible.
     odds.view(count, width, vocab).masked_fill_(full[:, None, None] & others, -torch.inf)
     total = (running.scores[:, :, None] + odds.view(count, width, vocab)).flatten(1)
-    # Twice the beam: as many as ``beam`` of the best may end, and ``beam`` others must go on.
+    # Twice the beam: up to ``beam`` of the best hypotheses may end, and ``beam`` others must continue.
     scores, places = total.topk(min(2 * search.beam, total.shape[1]), dim=1)
     parents, tokens = places // vocab, places % vocab
     ends = tokens == search.eos
@@ -151,7 +154,7 @@ def _continued(
 def _done(
     running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], limits: Sequence[int]
 ) -> bool:
-    """Return whether a sentence has its translation."""
+    """Return whether the search of a sentence is done."""
     sentence = int(running.sentences[row])
     finished, limit, best = hypotheses[sentence], limits[sentence], float(running.scores[row, 0])
     if running.length > limit or len(finished) >= search.beam:
@@ -164,10 +167,10 @@ def _penalty(length: int, search: Search) -> float:
     return ((5 + length) / 6) ** search.length_penalty
 
 
-# How probable symbols are after one another by a causal language model, for prefixes of a beam, stepped in batch.
+# The probabilities of sequences of symbols by a causal language model, for all prefixes of a beam in one batch.
 #
 # A symbol is one token or several. The model reads ``begin``, then the tokens of the symbols; a whole text ends with
-# ``end``. Every prefix is absorbed once: its state is that of the prefix without its last symbol, continued.
+# ``end``. Every prefix is read once: the model continues the state of the prefix that lacks the last symbol.
 
 Prefix = tuple[int, ...]
 
@@ -201,7 +204,8 @@ class SymbolModel:
         self._add([()], [start], [0.0], [texts.begin])
 
     def total(self, prefix: Prefix) -> float:
-        """Return log p of the symbols of ``prefix``, which was read or extends one that was by one symbol."""
+        """Return log p of the symbols of ``prefix``, which was read before, or extends a prefix that was read by one
+        symbol."""
         if prefix in self._entries:
             return self._entries[prefix].total
         parent = self._entries[prefix[:-1]]
@@ -212,8 +216,8 @@ class SymbolModel:
         return self._entries[prefix].after[-1]
 
     def read(self, prefixes: Iterable[Prefix]) -> None:
-        """Read ``prefixes``, each of which was read before or extends one that was by one symbol, and forget all
-        others but the empty one."""
+        """Read ``prefixes`` and forget all other prefixes but the empty one. Each prefix was read before, or extends by
+        one symbol a prefix that was read."""
         wanted = list(prefixes)
         if new := [prefix for prefix in wanted if prefix not in self._entries]:
             before = [self._entries[prefix[:-1]].state for prefix in new]
@@ -235,7 +239,7 @@ class SymbolModel:
             self._entries[prefix] = _Entry(row, total, after[number])
 
     def _absorb(self, state: State, tokens: Sequence[Sequence[int]]) -> tuple[Tensor, State]:
-        """Return log-probabilities [rows, time, vocab] and the state after ``tokens``, as many as each row has."""
+        """Return log-probabilities [rows, time, vocab] and the state after ``tokens``, which may differ in length."""
         longest = max(map(len, tokens))
         padded = [[*item, *[0] * (longest - len(item))] for item in tokens]
         valid = [[True] * len(item) + [False] * (longest - len(item)) for item in tokens]
@@ -300,12 +304,12 @@ class Fusion(NamedTuple):
     beta: float = 0.0
 
     def added(self, prefix: tuple[int, ...]) -> float:
-        """Return what is added to the log-probability of a prefix's paths."""
+        """Return the term of the language model in the score of a prefix."""
         likely = 0.0 if self.model is None else self.alpha * self.model.total(prefix)
         return likely + self.beta * len(prefix)
 
     def ended(self, prefix: tuple[int, ...]) -> float:
-        """Return what is added to the log-probability of a labelling whose text ends."""
+        """Return the term of the language model in the score of a complete labelling, with the end of its text."""
         return self.added(prefix) + (0.0 if self.model is None else self.alpha * self.model.end(prefix))
 
 
@@ -316,7 +320,7 @@ def prefix_beam(logits: Tensor, beam: int, fusion: Fusion = ALONE) -> list[int]:
     """Return the best labelling of ``logits`` [time, classes] among the best ``beam`` prefixes at every position: the
     most probable one, or the one with the greatest sum by ``fusion``.
 
-    Classes below 1 in 10,000 at a position are passed over.
+    Classes with a probability below 1e-4 at a position are skipped.
     """
     log_probabilities = logits.double().log_softmax(-1)
     likely = log_probabilities > log(LEAST_PROBABILITY)
@@ -334,8 +338,8 @@ def prefix_beam(logits: Tensor, beam: int, fusion: Fusion = ALONE) -> list[int]:
 def _step(
     prefixes: dict[tuple[int, ...], tuple[float, float]], classes: dict[int, float]
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Return the prefixes after one more position: of each the log-probabilities of its
-    paths that end in a blank, or do not."""
+    """Return the prefixes after one more position, each with two log-probabilities: of its paths that end in a blank,
+    and of its other paths."""
     blanks: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
     others: dict[tuple[int, ...], float] = defaultdict(lambda: -inf)
     for prefix, (blank, other) in prefixes.items():

@@ -27,17 +27,17 @@ from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
 
-# Drafts: guesses of the next tokens of a text, which a session checks many at a time (``generation.drafts``).
+# Drafts: guesses of the next tokens of a text. A session checks several guesses in one pass.
 #
-# A guess is no sample. The model draws every token as it would without drafts, and a guess only decides how many
-# tokens one chunk gives. A guess is therefore the token that is most probable by the draft, whatever the sampling.
+# The model draws every token exactly as without a draft. The guesses decide only how many tokens one pass gives, so a
+# draft guesses the token that it finds most probable, whatever the sampling.
 
 LEAST_MATCH, MOST_MATCH = 3, 64
 """Tokens of the text's end that must have been there before, and how many are compared."""
 
 
 class Draft(Protocol):
-    """A guesser of the next tokens of texts. Its guesses never change what is drawn."""
+    """A guesser of the next tokens of texts. Its guesses never change the drawn tokens."""
 
     reads_hidden: bool
     """Whether it needs the hidden states that the last tokens were drawn from."""
@@ -63,7 +63,7 @@ class NgramDraft:
         guesses = [_continued(text, limit) for text in texts]
         if not any(guesses):
             return None
-        # A row without a guess gets the token 0, which is one of every model.
+        # A row without a guess gets the token 0, which every model has.
         return torch.tensor([list(map(ord, guess.ljust(limit, "\0"))) for guess in guesses])
 
     def fork(self, copies: int) -> NgramDraft:
@@ -71,7 +71,7 @@ class NgramDraft:
 
 
 def _continued(text: str, limit: int) -> str:
-    """Return what follows ``text`` if it goes on as after the last occurrence of its end."""
+    """Return the characters that followed the last earlier occurrence of the end of ``text``."""
     place, length = -1, len(text)
     for size in range(LEAST_MATCH, min(MOST_MATCH, length - 1) + 1):
         start = text.rfind(text[-size:], 0, length - 1)
@@ -80,7 +80,7 @@ def _continued(text: str, limit: int) -> str:
         place = start + size
     if place < 0:
         return ""
-    for index in range(place, place + limit):  # what is guessed may continue itself
+    for index in range(place, place + limit):  # the guess itself may be copied: a text with a short period
         text += text[index]
     return text[length:]
 
@@ -131,7 +131,8 @@ class ModelDraft:
 
 
 def _shared(old: str, new: str, behind: int) -> int:
-    """Return how many characters both texts begin with, which is all but the last ``behind`` of ``old`` or so."""
+    """Return the length of the common prefix of both texts, usually all but the last ``behind`` characters of
+    ``old``."""
     start = max(0, min(len(old) - behind, len(new)))
     start = start if old[:start] == new[:start] else 0
     pairs = zip(old[start:], new[start:], strict=False)
@@ -181,18 +182,18 @@ class AheadDraft:
         return self
 
 
-# A session that checks guesses of the next tokens, several in one chunk: speculative decoding.
+# A session that checks guesses of the next tokens, several in one pass: speculative decoding.
 #
 # Leviathan et al. 2023 ("Fast inference from transformers via speculative decoding") and Chen et al. 2023 accept a
-# guess that was sampled from q with probability min(1, p / q) and resample from what is left of p. Here a draft
-# guesses without sampling, q is 1 for its guess, and the rule becomes: draw from p, by the random number that the
-# token has anyway, and continue while what is drawn is what was guessed. A text is therefore token for token the one
-# that the model draws without a draft, for every sampling and seed.
+# guess that was sampled from q with probability min(1, p / q), and else resample from the rest of p. Here a draft
+# guesses without sampling, so q is 1 for its guess. The rule becomes: draw the token from p with the random number of
+# this token, and continue while the drawn token equals the guess. The text is therefore equal, token for token, to the
+# text that the model draws without a draft, for every sampling and seed.
 #
-# A pass absorbs what was drawn but not absorbed, and guesses, together as many tokens at every pass, so that it can be
-# recorded. Where all guesses are right the state behind it is that of the text. Otherwise keys and values are cropped;
-# a state that holds anything else goes back to where it was, and the next pass has fewer guesses behind those that
-# were right, which it absorbs again. So a round takes one pass of the model whatever its mechanisms.
+# A pass absorbs the pending tokens (drawn and not yet absorbed) and then the guesses. Every pass has the same number of
+# tokens, so that it can be recorded. Where all guesses are right, the state after the pass is the state of the text.
+# Otherwise keys and values are cropped. Any other state returns to its mark, and the next pass absorbs the accepted
+# guesses again, with fewer new guesses. So a round takes one pass of the model, whatever the mechanism.
 
 
 class SessionOptions(SamplingOptions, total=False):
@@ -206,8 +207,8 @@ class SessionOptions(SamplingOptions, total=False):
 
 
 class Drafting(NamedTuple):
-    """The effect of drafts: ``passes`` of the model that drew tokens, how many tokens of a row they gave (``drawn``),
-    and how many were ``guessed``, of which ``accepted`` were right."""
+    """The effect of drafts: the number of ``passes`` of the model that drew tokens, and for each row the numbers of
+    tokens ``drawn`` by these passes, of tokens ``guessed``, and of guesses ``accepted``."""
 
     passes: int
     drawn: int
@@ -230,8 +231,9 @@ class Drafting(NamedTuple):
 
 
 class DraftedSession(Session):
-    """A :class:`Session` whose tokens come several at a time where ``draft`` guesses them; ``length`` is how many it
-    guesses at most. Rows keep step: a pass gives as many tokens as the row with the fewest right guesses has."""
+    """A :class:`Session` that draws several tokens in one pass where ``draft`` guesses them; ``length`` is the largest
+    number of guesses. Rows keep step: each row takes as many tokens of a pass as the row with the fewest right
+    guesses."""
 
     def __init__(
         self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Unpack[SessionOptions]
@@ -248,7 +250,7 @@ class DraftedSession(Session):
 
     @property
     def drafting(self) -> Drafting:
-        """Return what the drafts did so far."""
+        """Return the effect of the drafts so far."""
         return Drafting(*self._drafting_counts)
 
     @property
@@ -308,7 +310,7 @@ class DraftedSession(Session):
             self._texts[row] += "".join(map(chr, real))
 
     def _round(self) -> None:
-        """Draw the next token, and those after it as far as they were guessed."""
+        """Draw the next token, and further tokens as long as the guesses are right."""
         guesses = self._guesses()
         if guesses is not None:
             with torch.inference_mode():
@@ -321,8 +323,8 @@ class DraftedSession(Session):
         self._count(1, 0)
 
     def _guesses(self) -> Tensor | None:
-        """Return guesses [batch, n] of what follows the last token that was drawn, as many as the pass has room for
-        behind what is pending; None where the next token is better drawn alone."""
+        """Return guesses [batch, n] of the tokens after the last drawn token, as many as the pass has room for beside
+        the pending tokens; None where a step of one token is better."""
         last = self._pending[-1] if self._pending else None
         limit = self._length + 1 - sum(entry.tokens.shape[1] for entry in self._pending)
         if last is None or last.valid is not None or last.tokens.shape[1] > 1 or limit < 0:
@@ -344,7 +346,8 @@ class DraftedSession(Session):
         return guesses
 
     def _check(self, guesses: Tensor) -> None:
-        """Absorb what is pending and ``guesses`` [batch, n], draw what follows each, and keep what is right."""
+        """Absorb the pending tokens and ``guesses`` [batch, n], draw the tokens after them, and keep the right
+        guesses."""
         self.mark()
         number = guesses.shape[1]
         tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, None)])
@@ -371,8 +374,11 @@ class DraftedSession(Session):
 
 
 class Passes:
-    """Passes of ``model`` over the tokens that a session checks; those over ``time`` tokens are recorded as steps are
-    (``generation.recording``) where that is possible and pays with the ``room`` tokens that are expected."""
+    """The passes of ``model`` over the tokens that a session checks.
+
+    A pass of ``time`` tokens is recorded like a step (see ``generation.recording``) where it can be recorded, and where
+    the recording is worth its time for the expected number of tokens, ``room``.
+    """
 
     def __init__(self, model: CausalModel, time: int, room: int, recorded: bool) -> None:
         self.model, self.time, self.recorded = model, time, recorded
@@ -380,7 +386,7 @@ class Passes:
 
     def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
         """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
-        time], of which those ``valid`` count (None: all), and the state behind them."""
+        time], and the state after them. ``valid`` [batch, time] bool marks the real tokens (None: all)."""
         with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
             if self.recorded and valid is None and tokens.shape[1] == self.time:
                 self._made += 1
@@ -396,7 +402,8 @@ class Passes:
         return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
 
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
-        """Return the pass from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        """Return a recorded pass that begins at ``state``, recorded before or now; None where no recording fits or pays
+        yet."""
         for recording in recordings_of(self.model):
             if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
                 return running

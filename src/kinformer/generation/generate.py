@@ -50,9 +50,9 @@ def generate(
     (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
     ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p``, ``min_p``,
     ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
-    the seed. The model is put in eval mode meanwhile. A ``draft`` ("ngram", "mtp" or a causal model of the same tokens)
-    guesses up to ``draft_length`` tokens ahead, which makes generation faster where it is often right and changes
-    nothing that is drawn.
+    the seed. The model is in eval mode meanwhile. A ``draft`` ("ngram", "mtp" or a causal model of the same tokens)
+    guesses up to ``draft_length`` tokens ahead. Generation is faster where the guesses are often right, and the drawn
+    tokens are the same.
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """

@@ -38,7 +38,7 @@ Keywords = dict[str, object]
 _READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WHOLE = {torch.ops.aten.lstm.input}
-"""Composite operators that are noted whole: PyTorch 2.11 splits this one into operators with results of another
+"""Composite operators that are noted whole: PyTorch 2.11 splits this operator into operators with results of another
 rank."""
 Function = Callable[..., tuple[Tensor, ...]]
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
@@ -415,8 +415,8 @@ class Unchanged:
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.65 to 0.71 of the time
 # of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
 # graph is as slow as Python, and AOTInductor's step needs 22 to 68 s and a C++ compiler to make, where a recording
-# takes the time of seven steps. AOTInductor replaces it when it makes a step in 0.1 s that is no slower. If PyTorch
-# drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
+# takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
+# PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
 
 _NEAR = 1e-4
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit."""

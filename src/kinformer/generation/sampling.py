@@ -1,10 +1,11 @@
 """From logits to tokens: greedy, temperature, top-k, nucleus and min-p sampling, and a penalty of repetition.
 
-Logits of tokens that were there before, in the prompt too, are divided by ``repetition_penalty`` where they are
-positive and multiplied by it elsewhere (Keskar et al. 2019, "CTRL", section 4.1, as transformers applies it). The
-logits are divided by the temperature, then only the ``top_k`` most probable tokens stay, then of these the fewest
-whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration"), then those
-of at least ``min_p`` times the highest probability (Nguyen et al. 2024, "Turning Up the Heat").
+The logits of earlier tokens, prompt included, are divided by ``repetition_penalty`` where they are positive and
+multiplied by it elsewhere (Keskar et al. 2019, "CTRL", section 4.1, as transformers applies it). The logits are then
+divided by the temperature. Three filters follow, in this order: ``top_k`` keeps the most probable tokens, ``top_p``
+keeps the fewest tokens whose probability reaches ``top_p`` (Holtzman et al. 2020, "The Curious Case of Neural Text
+Degeneration"), and ``min_p`` keeps the tokens with at least ``min_p`` times the highest probability (Nguyen et al.
+2024, "Turning Up the Heat").
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class UniformStreams:
 
 
 class TokenSampler:
-    """Draws a token for each row: a function of its logits, the seed, its stream's index and how many it drew before.
+    """A sampler of one token for each row: a function of the row's logits, the seed, the index of its stream and the
+    number of earlier draws.
 
-    So a row's tokens do not depend on the other rows. Each draw takes one uniform number, inverting the cumulated
-    probabilities.
+    A row's tokens therefore do not depend on the other rows. Each draw takes one uniform number and inverts the
+    cumulated probabilities.
     """
 
     def __init__(self, sampling: Sampling, streams: Sequence[int]) -> None:
@@ -118,16 +120,16 @@ class TokenSampler:
         self._present: Tensor | None = None
 
     def note(self, tokens: Tensor, valid: Tensor | None = None) -> None:
-        """Note tokens [batch, time] that are there, of which those count that are ``valid`` [batch, time]."""
+        """Note ``tokens`` [batch, time] of the text; ``valid`` [batch, time] bool marks the real tokens (None: all)."""
         if self.sampling.repetition_penalty != 1:
             self._noted.append(tokens if valid is None else tokens.masked_fill(~valid, -1))
 
     def snapshot(self) -> Noted:
-        """Return what was noted so far, for :meth:`restore`."""
+        """Return the tokens noted so far, for :meth:`restore`."""
         return tuple(self._noted), self._present
 
     def restore(self, snapshot: Noted) -> None:
-        """Forget what was noted since a snapshot; numbers that were drawn stay drawn."""
+        """Forget the tokens noted since a snapshot; random numbers stay drawn."""
         self._noted, self._present = list(snapshot[0]), snapshot[1]
 
     def undraw(self, draws: int) -> None:
@@ -146,7 +148,7 @@ class TokenSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Return tokens [batch] int64 for ``logits`` [batch, vocab]."""
         if self._noted:
-            # One more column takes what is no token.
+            # One more column takes the padding, which is noted as -1.
             present = logits.new_zeros(len(logits), logits.shape[1] + 1, dtype=torch.bool)
             index = torch.cat(self._noted, dim=1).to(logits.device)
             present.scatter_(1, index.where(index >= 0, logits.shape[1]), True)
@@ -203,7 +205,7 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | Non
 # The end of generation: sequences of tokens, or strings in the text.
 
 Watched = tuple[list[tuple[int, ...]], list[bool]]
-"""A snapshot of what was watched: the last tokens of each row, and whether it has ended."""
+"""A snapshot of the watch: the last tokens of each row, and whether the row has ended."""
 
 
 class StopTokens:
@@ -228,7 +230,8 @@ class StopTokens:
         return bool(self.sequences) and all(self.ended)
 
     def watch(self, tokens: Tensor) -> Tensor:
-        """Return ``tokens`` [batch] as they are reported: those of ended rows replaced by the row's last token."""
+        """Return the tokens [batch] to report: ``tokens``, with the last token of its row in place of the token of an
+        ended row."""
         fresh = tokens.tolist()
         reported = [
             tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)
@@ -240,11 +243,11 @@ class StopTokens:
         return tokens if reported == fresh else tokens.new_tensor(reported)
 
     def snapshot(self) -> Watched:
-        """Return what was watched so far, for :meth:`restore`."""
+        """Return a snapshot of the watch, for :meth:`restore`."""
         return list(self.tails), list(self.ended)
 
     def restore(self, row: int, snapshot: Watched) -> None:
-        """Forget what was watched in ``row`` since a snapshot."""
+        """Forget the tokens of ``row`` since a snapshot."""
         self.tails[row], self.ended[row] = snapshot[0][row], snapshot[1][row]
 
     def fork(self, copies: int) -> StopTokens:
@@ -265,9 +268,9 @@ def _ids(sequence: Sequence[int]) -> tuple[int, ...]:
 
 
 class StopText:
-    """A filter that passes text on until one of some strings appears in it; a possible beginning of one waits.
+    """A filter that passes text on until one of some stop strings appears in it.
 
-    The stop string itself is not passed on, and nothing after it.
+    The end of the text waits while a stop string may begin there. The stop string and the text after it are dropped.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -303,7 +306,7 @@ class StopText:
 
 
 class Decoder(Protocol):
-    """A decoder of tokens that come one by one, as ``Tokenizer.stream`` gives it."""
+    """A decoder of tokens that come one by one, such as ``Tokenizer.stream`` returns."""
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, possibly empty."""
@@ -320,10 +323,10 @@ def ends_of_text(model: Model) -> tuple[int, ...]:
 
 
 class StoppedText:
-    """The text of tokens as they come, until one of some strings appears in it, or one of the tokens ``ends`` comes,
-    which is no text; ``stopped`` says whether either has.
+    """The text of tokens that come one by one, up to one of some stop strings or one of the tokens ``ends``, which has
+    no text; ``stopped`` tells whether the text has ended.
 
-    ``decoded`` counts the characters that the tokens completed, those that wait included.
+    ``decoded`` is the number of characters of the tokens so far, waiting characters included.
     """
 
     def __init__(self, decoder: Decoder, strings: Sequence[str], ends: Collection[int] = ()) -> None:

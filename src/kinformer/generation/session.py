@@ -30,7 +30,7 @@ from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.matmul import FEW, few_rows
 
-# What generation requires of a model and of what it is to continue.
+# The requirements of generation: on the model, and on the prompt.
 
 
 def require_continuing(model: object) -> None:
@@ -64,26 +64,28 @@ def require_ids(model: CausalModel, low: int, high: int) -> None:
         )
 
 
-# The recent text of a session and states within it, to which the session can go back.
+# The recent text of a session, and earlier states to which the session can go back.
 #
-# A mark holds a state and the text since. Going back takes the state of a mark, which costs nothing (values never
-# change, reserved parts are reclaimed), and leaves the rest of the text to be absorbed with whatever comes next, as
-# one chunk. By partition invariance that is as if what was taken back had never been there, whatever the mechanism.
+# A mark holds a state and the text since the mark. To go back, the session takes the state of a mark, at no cost
+# (values never change, reserved parts are reclaimed). The rest of the text is absorbed with the next tokens, as one
+# chunk. By partition invariance the result is the same as if the removed text had never been read, whatever the
+# mechanism.
 
 HeadInputs = Tensor | tuple[Tensor, ...]
-"""What ``CausalModel.head_inputs`` returns: a tensor or a NamedTuple of tensors [batch, time, ...]."""
+"""The inputs of the head, from ``CausalModel.head_inputs``: a tensor or a NamedTuple of tensors [batch, time, ...]."""
 
 Snapshot = tuple[Noted, Watched]
-"""What the sampler and the stops of a session know of its text."""
+"""The state of a session's sampler, and the state of its stops."""
 
 _APART = 32
-"""Tokens between the marks of a session that steps: stepping on from a mark takes the time of about one step."""
+"""Least number of tokens between two marks: to absorb so many again takes about the time of one step."""
 
 
 @dataclass
 class Entry:
-    """Some of the text: ``tokens`` [batch, time] of which ``valid`` [batch, time] count (None: all), ``counts`` of each
-    row, and what sampler and stops knew ``before`` it (None in a session that cannot go back)."""
+    """A piece of the text: ``tokens`` [batch, time], the mask ``valid`` [batch, time] of its real tokens (None: all),
+    and their ``counts`` by row. ``before`` is the snapshot of sampler and stops before the piece (None in a session
+    that cannot go back)."""
 
     tokens: Tensor
     valid: Tensor | None
@@ -91,7 +93,7 @@ class Entry:
     before: Snapshot | None
 
     def split(self, counts: Sequence[int]) -> tuple[Entry, Entry]:
-        """Return the entry without the last ``counts`` tokens of each row, and these."""
+        """Return two entries: the entry without the last ``counts`` tokens of each row, and these tokens."""
         left = [count - last for count, last in zip(self.counts, counts, strict=True)]
         if self.valid is None and len(set(left)) == 1:
             cut = left[0]
@@ -120,7 +122,7 @@ def repeated(item: Any, copies: int) -> Any:
 
 
 def joined(entries: Sequence[Entry]) -> tuple[Tensor, Tensor | None]:
-    """Return the tokens [batch, time] of all entries, and which of them count, None for all."""
+    """Return the tokens [batch, time] of all entries, and the mask [batch, time] of the real tokens, None for all."""
     if len(entries) == 1:
         return entries[0].tokens, entries[0].valid
     tokens = torch.cat([entry.tokens for entry in entries], dim=1)
@@ -148,7 +150,8 @@ class Mark:
 
 
 class History:
-    """The marks of a session that can go back by up to ``bound`` tokens of each row; the oldest is that far back."""
+    """The marks of a session that can go back by up to ``bound`` tokens of each row; the oldest mark lies at least as
+    far back, where the text is long enough."""
 
     def __init__(self, bound: int, batch: int) -> None:
         self.bound, self.batch = bound, batch
@@ -172,14 +175,14 @@ class History:
         self._forget()
 
     def note(self, entry: Entry) -> None:
-        """Note text that follows what was there."""
+        """Note text that follows the earlier text."""
         for mark in self.marks:
             mark.entries.append(entry)
         self._forget()
 
     def drop(self, counts: Sequence[int]) -> list[Entry]:
-        """Drop the last ``counts`` tokens of each row, and the marks within them; return what is dropped, the last
-        first."""
+        """Drop the last ``counts`` tokens of each row, and the marks within these tokens; return the dropped entries,
+        the last first."""
         while any(map(int.__lt__, self._since(self.marks[-1]), counts)):
             self.marks.pop()
         retained: list[Entry] = []
@@ -212,16 +215,17 @@ class History:
 
 
 LONG = 48
-"""Expected tokens for which a recording is worth its time, that of some seven steps, which some twenty make up for."""
+"""Expected number of tokens from which a recording is tried early. A recording takes the time of some seven steps, and
+some twenty recorded steps save this time."""
 EARLY, LATE = 1, 24
-"""Steps before one is tried, where that many tokens are expected and where they are not."""
+"""Steps before a recording is tried: where ``LONG`` or more tokens are expected, and where fewer are."""
 _LOOKS_EVERY = 16
 
 
 class Steps:
-    """The steps of a session: in Python, and in long generation by a recording of one.
+    """The steps of a session: in Python, and in long generation by a recorded step.
 
-    The steps of ``model``, of which ``room`` are expected; with ``recorded`` they are recorded where possible.
+    ``room`` is the expected number of steps of ``model``. With ``recorded``, a step is recorded where possible.
     """
 
     def __init__(self, model: CausalModel, room: int, recorded: bool) -> None:
@@ -233,9 +237,10 @@ class Steps:
         self._recording: StepRecording | None = None
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return logits [batch, vocab] behind ``tokens`` [batch, 1], which the model drew, and the state there.
+        """Return the logits [batch, vocab] after ``tokens`` [batch, 1], which the model drew, and the state there.
 
-        While a recording runs it holds the state; the state returned stands for it until :meth:`settled` resolves it.
+        While a recording runs, it holds the state. The returned state is then a placeholder, which :meth:`settled`
+        replaces by the real state.
         """
         self.made += 1
         if self._looks_back is None:
@@ -252,7 +257,7 @@ class Steps:
             return self.running.step(tokens), state
 
     def require_dtype(self) -> None:
-        """Raise where the weights no longer have the dtype of when the session began, which its state has."""
+        """Raise where the dtype of the weights has changed since the session began: its state has the old dtype."""
         if (now := _dtype(self.model)) != self._dtype:
             raise KinformerError(
                 f"the model's weights are {now}, but this session began with {self._dtype}, which its state has; begin "
@@ -260,17 +265,18 @@ class Steps:
             )
 
     def settled(self, state: State) -> State:
-        """Return the state behind all steps; ``state`` is the one that the last step returned."""
+        """Return the state after all steps; ``state`` is the state that the last step returned."""
         if self.running is not None:
             state, self.running = self.running.release(), None
         return state
 
     def abandon(self) -> None:
-        """Leave the state of a recording that runs, for an earlier one."""
+        """Drop the running recording and its state, before the session returns to an earlier state."""
         self.running = None
 
     def _recorded(self, tokens: Tensor, state: State) -> RunningSteps | None:
-        """Return the step from ``state`` on, recorded before or now; None where that is not worth it or cannot be."""
+        """Return a recorded step that begins at ``state``, recorded before or now; None where no recording fits or pays
+        yet."""
         if not self.recorded:
             return None
         for recording in self._earlier():
@@ -287,7 +293,8 @@ class Steps:
         return None
 
     def _earlier(self) -> Sequence[StepRecording]:
-        """Return recordings that may serve: this session's last one, and now and then those of others of the model."""
+        """Return recordings that may fit: the last recording of this session, or every ``_LOOKS_EVERY`` steps all
+        recordings of the model."""
         if self._recording is not None and not self._recording.holds():
             self._recording, self.record_at = None, self.made + _LOOKS_EVERY
         if self._recording is not None:
@@ -297,12 +304,12 @@ class Steps:
 
 
 def _dtype(model: Model) -> torch.dtype | None:
-    """Return the dtype of the first weight that is not an integer."""
+    """Return the dtype of the first floating-point weight."""
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
 def _has_slots(state: State) -> bool:
-    """Return whether each row attends to slots of its own."""
+    """Return whether the state has slots of past tokens, separate for each row."""
     if isinstance(state, Tensor):
         return False
     return isinstance(state, ReservedState) or bool(getattr(state, "slots", ())) or any(map(_has_slots, state))
@@ -316,13 +323,13 @@ class Session:
     """A session of ``batch`` sequences that grow in parallel: :meth:`feed` text of any length, then :meth:`step` token
     by token.
 
-    A step draws from the logits of what was absorbed before, so a token is drawn before it is absorbed itself, and
-    the last one never is. ``stop`` holds token sequences that end a row, ``chunk`` is how many tokens of a prompt
-    the model sees at a time, ``room`` how many more are expected (a hint); the rest is :class:`Sampling`.
+    A step draws a token from the logits after the absorbed tokens. The next step absorbs this token, so the last token
+    is never absorbed. ``stop`` holds token sequences that end a row. ``chunk`` is the number of prompt tokens that the
+    model reads at a time. ``room`` is the expected number of further tokens (a hint). The rest is :class:`Sampling`.
 
-    With ``recorded`` steps of long generation are recorded where that can be (see ``generation.recording``), and
-    then take less time; what is drawn is the same. ``rewind`` is by how many tokens :meth:`rewind` is to go back at
-    most.
+    With ``recorded``, the steps of long generation are recorded where possible (see ``generation.recording``) and then
+    take less time; the drawn tokens are the same. ``rewind`` is the largest number of tokens that :meth:`rewind` can
+    take back.
     """
 
     def __init__(
@@ -361,7 +368,7 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Return the seed of all draws, also when the caller named none."""
+        """Return the seed of all draws, also where the caller gave none."""
         assert self._sampler.sampling.seed is not None
         return self._sampler.sampling.seed
 
@@ -391,7 +398,7 @@ class Session:
         require_positions(self.model, needed)
 
     def feed(self, tokens: Tensor, valid: Tensor | None = None) -> None:
-        """Absorb ``tokens`` [batch, time] int64, of which only those marked in ``valid`` [batch, time] count."""
+        """Absorb ``tokens`` [batch, time] int64; ``valid`` [batch, time] bool marks the real tokens (None: all)."""
         counts = self._counts(tokens, valid)
         self.require(1, counts)
         self._stepping.require_dtype()
@@ -408,7 +415,7 @@ class Session:
             self._require_finite()
 
     def step(self) -> Tensor:
-        """Draw the next token of each row, [batch] int64; a row that has ended repeats its last token."""
+        """Draw the next token of each row, [batch] int64; an ended row repeats its last token."""
         if 0 in self._lengths:
             raise KinformerError(
                 f"row {self._lengths.index(0)} of this session holds no token, so that nothing can be drawn; feed the "
@@ -424,10 +431,11 @@ class Session:
             return self._drawn(self._logits).clone()
 
     def rewind(self, tokens: int | Sequence[int] = 1) -> None:
-        """Take back the last ``tokens`` of every row, one number or one for each, as if they had never been there.
+        """Take back the last ``tokens`` of every row (one number, or a number for each row), as if they had never been
+        there.
 
-        Costs nothing now; the next step or text is absorbed with what stays of the text behind the last mark. Random
-        numbers that were drawn stay drawn, so that the next step is another draw.
+        Nothing is computed now: the next step absorbs the remaining text after the last mark. Random numbers stay
+        drawn, so that the next step is another draw.
 
         Errors: ``KinformerError`` for more than :attr:`rewindable` tokens of a row.
         """
@@ -473,9 +481,10 @@ class Session:
             drawn += 1
 
     def fork(self, copies: int = 1) -> Session:
-        """Return an independent session with each row ``copies`` times, one after the other; both may go on.
+        """Return an independent session with each row ``copies`` times, one after the other; both sessions stay usable.
 
-        One copy draws what this session would; of several, row r's copy j draws from stream ``r * copies + j``.
+        A single copy draws the same tokens as this session. Of several copies, copy j of row r draws from stream
+        ``r * copies + j``.
         """
         sampling = self._sampler.sampling
         forked = Session(
@@ -499,7 +508,7 @@ class Session:
                 self._state = None if self._state is None else reclaimed(self._state)
 
     def _snapshot(self) -> Snapshot | None:
-        """Return what sampler and stops know now, where a rewinding may need it."""
+        """Return a snapshot of sampler and stops; None in a session that cannot go back."""
         return None if self._history is None else (self._sampler.snapshot(), self._stops.snapshot())
 
     def _note(self, entry: Entry) -> None:
@@ -511,7 +520,7 @@ class Session:
         self._lengths = [length + count for length, count in zip(self._lengths, entry.counts, strict=True)]
 
     def _drawn(self, logits: Tensor | None) -> Tensor:
-        """Return the tokens [batch] drawn from ``logits``, which the text gains."""
+        """Draw the tokens [batch] from ``logits``, add them to the text, and return them."""
         assert logits is not None
         before = self._snapshot()
         tokens = self._sampler(logits)
@@ -520,7 +529,7 @@ class Session:
         return tokens
 
     def mark(self) -> None:
-        """Make a mark here, before what is pending: going back, what follows is absorbed again, and nothing before."""
+        """Make a mark before the pending tokens; a session that goes back absorbs again only the tokens after it."""
         if self._history is not None:
             self._state = self._stepping.settled(self._state)
             self._history.mark(self._state, self._logits, self._ends, self._pending)
@@ -534,7 +543,7 @@ class Session:
         self._logits, self._ends, self._pending = mark.logits, mark.ends, list(mark.entries)
 
     def _absorb_pending(self, by_step: bool = False) -> None:
-        """Absorb what is pending, ``by_step`` where it is one token."""
+        """Absorb the pending tokens; with ``by_step``, a single token takes the path of a step."""
         if self._history is not None and self._history.is_due(self._pending):
             self.mark()
         tokens, valid = joined(self._pending)

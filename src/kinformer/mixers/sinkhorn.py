@@ -60,9 +60,9 @@ class SinkhornAttention(EncoderMixer):
     """Sparse Sinkhorn attention: blocks see themselves and one that a learned, soft sorting brings (Tay et al. 2020).
 
         R_i = W_2 relu(W_1 sum of the tokens in block i)        sort logits of block i for every block, head by head
-        S   = exp of N normalisations of (R + Gumbel noise) / temperature in the log domain, of rows and columns in
-        turns K'_i = sum_j S_ij K_j,   V'_i = sum_j S_ij V_j          blocks of keys, and values with them y   =
-        softmax(q [K'_i; K_i]^T / sqrt(head_dim)) [V'_i; V_i]   for the queries of block i
+        S   = exp of N normalisations of (R + Gumbel noise) / temperature in the log domain, rows and columns in turns
+        K'_i = sum_j S_ij K_j,   V'_i = sum_j S_ij V_j          blocks of keys, and values with them
+        y   = softmax(q [K'_i; K_i]^T / sqrt(head_dim)) [V'_i; V_i]   for the queries of block i
 
     With SortCut (their section 3.4) all queries see the first ``cut`` sorted blocks alone. Scores cost time * 2
     block (or time * cut * block), sorting time^2 / block products of width head_dim, which few blocks keep small.
@@ -211,10 +211,10 @@ class CausalSinkhornAttention(CausalMixer):
     """Sparse Sinkhorn attention for decoders, where blocks are sorted within the past (after Tay et al. 2020, section
     3.3).
 
-        c_i = sum of all tokens before block i                  R_i = W_2 relu(W_1 c_i)   logits for every block, by
-        head S^i = balanced(R_1..i, 0..i-1)                          the square of rows 1 to i and of the blocks 0 to
-        i - 1 K'_i = sum_{j < i} S^i_ij K_j,   V'_i = sum_{j < i} S^i_ij V_j y_t = softmax(q_t [K'_i; K_i, up to t]^T
-        / sqrt(head_dim)) [V'_i; V_i, up to t]       for t in block i
+        c_i = sum of all tokens before block i                  R_i = W_2 relu(W_1 c_i)  logits for every block, by head
+        S^i = balanced(R_1..i, 0..i-1)                          the square of rows 1 to i and of the blocks 0 to i - 1
+        K'_i = sum_{j < i} S^i_ij K_j,   V'_i = sum_{j < i} S^i_ij V_j
+        y_t = softmax(q_t [K'_i; K_i, up to t]^T / sqrt(head_dim)) [V'_i; V_i, up to t]       for t in block i
 
     The published form balances one matrix of all blocks under a causal mask: what block i takes of a block is
     divided by a sum over what later blocks take of it, so that its outputs know the future (tested in

@@ -219,8 +219,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
         seg(i) = i // segment;   a_j = j - segment * seg(i) + memory, the slot of token j in the window of query i
         T_ijk  = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_r(a_j)) v_kr
-        y_i    = sum over 0 <= a_j, a_k and j, k <= i of W(a_j, a_k) T_ijk,   W [dim, memory + segment, memory +
-        segment]
+        y_i    = sum over 0 <= a_j, a_k and j, k <= i of W(a_j, a_k) T_ijk,  W [dim, memory + segment, memory + segment]
 
     As of ``tensorized``, but a token sees its segment and the ``memory`` tokens before that, as in the paper's
     language model: weights belong to slots of this window, so that a text has no longest length and its cost is
