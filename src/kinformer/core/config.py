@@ -23,10 +23,11 @@ from kinformer.runtime.fields import require_ranges
 from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
-# The way to the table of kinds of parts, for parts that are named in Python: core itself knows no kind.
+# The table of kinds of parts is outside of core. The package registers its function here, so that a config can find
+# the class of a part that is given by its name.
 
 find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-"""Return the table, slot -> kind -> config class; the package puts its own function here."""
+"""Return the table, slot -> kind -> config class; the package replaces this function."""
 
 
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
@@ -34,8 +35,8 @@ _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Py
 
 
 class _Typed(type):
-    """Fields that are checked when a config is made, and may be written as in ``--set``: a part as its config, its kind
-    or a mapping, a number as text."""
+    """The metaclass of configs: it checks the fields when a config is made, and accepts the forms of ``--set``: a part
+    as its config, its kind or a mapping, and a number as text."""
 
     def __call__(cls, *arguments: object, **values: object) -> Any:
         types = _plain_field_types(cls)
@@ -49,7 +50,7 @@ class _Typed(type):
 
 @cache
 def _plain_field_types(config: type[Config]) -> Mapping[str, object]:
-    """Return the types of the fields that can be checked; of none where one cannot be found yet."""
+    """Return the types of the fields, by name; empty where the type of a field cannot be found yet."""
     try:
         return field_types(config)
     except KinformerError:
@@ -65,9 +66,10 @@ def _takes_part(kind: object) -> bool:
 
 
 class Config(metaclass=_Typed):
-    """Base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``; ``kind`` and ``slot`` are no fields.
+    """The base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``.
 
-    ``retired``: fields of earlier versions, which data may still have at the value given here.
+    ``kind`` and ``slot`` belong to the class and are not fields. ``retired``: fields of earlier versions, name ->
+    value; data may still contain such a field with this value.
     """
 
     kind: ClassVar[str] = ""
@@ -182,7 +184,7 @@ def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: s
 
 
 def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: str) -> Config:
-    """Return ``config`` as it is, after the checks that its data would pass."""
+    """Return ``config`` after the checks of :func:`from_dict`; its fields are parsed like data."""
     if expected.slot and config.slot != expected.slot:
         slot = f"the slot {config.slot!r}" if config.slot else "no slot"
         raise KinformerError(
@@ -198,7 +200,7 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
 
 
 def parse_slot(slot: str, value: object, kinds: Kinds, place: str) -> Config:
-    """Return the config of a part of ``slot``: ``value`` is its kind, or its fields with a ``kind`` beside them."""
+    """Return the config of a part of ``slot``; ``value`` is its kind, or a mapping of its ``kind`` and its fields."""
     table = kinds.get(slot, {})
     data = plain(value)
     if isinstance(data, str):
@@ -210,7 +212,7 @@ def parse_slot(slot: str, value: object, kinds: Kinds, place: str) -> Config:
 
 
 def _class_of(slot: str, kind: str, package: object, table: Mapping[str, type[Config]]) -> type[Config]:
-    """Return the class of a kind, which must come from ``package`` ("name version") where data says so."""
+    """Return the class of a kind; where ``package`` ("name version") is given, the class must come from it."""
     config = table.get(kind)
     if package is not None:
         result = None if config is None else package_of(config, PARTS, f"{slot}.{kind}") or KINFORMER
@@ -238,7 +240,7 @@ def _parse_fields(config: type[Config], data: object, kinds: Kinds, place: str) 
 
 
 def checked(make: Callable[[], T], place: str) -> T:
-    """Return what ``make`` makes; an error of it names the ``place``."""
+    """Return the result of ``make``; an error that it raises names the ``place``."""
     try:
         return make()
     except KinformerError as error:
@@ -257,8 +259,9 @@ def plain(value: object) -> Any:
 
 
 def _fits(kind: object, value: object) -> bool:
-    """Return whether ``value`` needs no reading as a ``kind``: a number, text, a tuple of those, or a config whose slot
-    is that of ``kind``. Only the owner of another type, or of a list of names, can check it, so that any value fits."""
+    """Return whether ``value`` already has the type ``kind``: a number, text, a tuple of numbers or texts, or a config
+    of the same slot as ``kind``. For other types, and for lists of names, the result is True: only the class of the
+    config can check such a value."""
     origin, items = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(item, value) for item in items)

@@ -103,8 +103,8 @@ class Crossing:
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
-        """Send ``sent`` to the process of stretch ``to`` and fill ``received`` from that of ``source``, where these
-        stretches exist; return whether something came. No gradients."""
+        """Send ``sent`` to the process of stretch ``to``, and fill ``received`` from the process of stretch ``source``,
+        where these stretches exist. Return whether something was received. Gradients do not pass."""
         raise NotImplementedError
 
 

@@ -22,14 +22,14 @@ from kinformer.runtime.errors import KinformerError, plural
 
 
 class Relative(NamedTuple):
-    """The effect of a distance (query position - key position) on a score, for ``lowest``, ``lowest + 1``, ... (n of
-    them).
+    """The effect of a distance (query position - key position) on a score, for the n distances ``lowest``, ``lowest +
+    1``, ...
 
         score = scale * (q . k + (q + shift) . keys[d]) + bias[d]        output += probability * values[d]
         with ``factor``:  scale * (q . k) becomes relu(scale * (q . k)) * factor[d]
 
     ``bias``, ``factor`` [heads or 1, n]; ``keys``, ``values`` [heads or 1, n, head_dim]; ``shift`` [heads, 1, head_dim]
-    is a vector added to every query. A table that is None has no effect, and neither have distances outside the range.
+    is a vector added to every query. A table of None and distances outside the range do not change the score.
     A ``factor`` covers every requested distance. ``keys`` need scores by dot products (see :func:`check_score`).
     """
 
@@ -432,7 +432,7 @@ def active_parameters(model: nn.Module) -> int:
 
 
 class Selection(nn.Module):
-    """A module that is called with the experts chosen among ``size``, for probes and for hooks that measure usage."""
+    """A module whose input is the experts chosen among ``size``, for probes and for hooks that measure usage."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

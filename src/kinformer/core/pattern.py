@@ -101,9 +101,11 @@ class Pattern:
     def number(self) -> int:
         """Return a number for the pattern: operators take only plain arguments.
 
-        A method, as PyTorch 2.11 takes no frozen dataclass as an argument of a constant function.
+        The function is a method, because in PyTorch 2.11 a constant function cannot take a frozen dataclass as an
+        argument.
         """
-        # PyTorch 2.11 does not know the values of a pattern built during graph capture: such a pattern has no number.
+        # PyTorch 2.11 does not know the values of a pattern that is built during graph capture, so it cannot be
+        # numbered.
         if is_dataclass(self) and fields(self) and not vars(self) and not hasattr(type(self), "__slots__"):
             raise KinformerError(f"{type(self).__qualname__}: is built in a compiled function; build it before that.")
         if self not in _NUMBERS:

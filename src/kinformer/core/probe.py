@@ -9,8 +9,8 @@ the mixer's own kernels return its attention weights, also where no kernel forms
 
 The library shows these points:
 
-    values     as above; ``keys``: the "text", the "source" or "summaries"; ``implied``: the meaning of weights that are
-               not probabilities; ``lacking``: a sentence about a share that belongs to no token
+    values     as above; ``keys``: the "text", the "source" or "summaries"; ``implied``: the meaning of weights other
+               than probabilities; ``lacking``: a sentence about the share of the weights that belongs to no token
     outputs    [batch, heads, queries, width], or merged [batch, queries, heads * width]
     buckets    int64 [batch, heads, rounds, tokens]: the bucket or cluster of each token
     choices    int64 [batch, choosers, queries, n]: the blocks of ``block`` keys that each query chose, -1 for none
@@ -37,7 +37,7 @@ _thread = 0
 
 
 class NoWeights(Exception):  # noqa: N818 (a finding, not a failure)
-    """A mixer has no attention weights; the message is the sentence that says why."""
+    """A mixer does not have attention weights; the message is a sentence with the reason."""
 
 
 @contextmanager
@@ -66,6 +66,6 @@ def probe(name: str, value: Tensor, at: int = 0, **facts: Any) -> Tensor:
 
 
 def no_weights(reason: str) -> None:
-    """Tell an observer of "values" why this mixer has no attention weights: a sentence for users."""
+    """Raise :class:`NoWeights` with the ``reason``, a sentence for users, where the point "values" is observed."""
     if _observers and probed("values"):
         raise NoWeights(reason)

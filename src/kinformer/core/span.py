@@ -116,7 +116,7 @@ class Following(nn.Module):
         self._read()
         return self._pattern
 
-    @torch.no_grad()  # checkpoints count what a forward saves, and recomputing it does not come here
+    @torch.no_grad()  # saves no tensor: a checkpoint counts the saved tensors, and its second pass does not trim
     def trim(self, *values: Tensor) -> None:
         """Cut the windows to those for the ``values`` of the parameters, whole ones."""
         windows = self.windows_of(*values)

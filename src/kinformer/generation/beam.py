@@ -122,8 +122,8 @@ def _continued(
     limits: Sequence[int],
 ) -> tuple[_Running, Tensor]:
     """Return the hypotheses of the unfinished sentences, one token longer, and for each hypothesis the row of
-    ``logits`` that it continues. Finished hypotheses are added to ``hypotheses``. ``width`` is the present number of hypotheses of a
-    sentence."""
+    ``logits`` that it continues. Finished hypotheses are added to ``hypotheses``. ``width`` is the present number of
+    hypotheses of a sentence."""
     count, vocab = len(running.sentences), logits.shape[-1]
     odds = log_softmax(logits, -1)
     require_finite(bool(odds.amin().isfinite()))  # before the masks below set -inf; NaN spreads to the whole row
@@ -304,12 +304,12 @@ class Fusion(NamedTuple):
     beta: float = 0.0
 
     def added(self, prefix: tuple[int, ...]) -> float:
-        """Return the term of the language model in the score of a prefix."""
+        """Return alpha log p(``prefix``) + beta |``prefix``|."""
         likely = 0.0 if self.model is None else self.alpha * self.model.total(prefix)
         return likely + self.beta * len(prefix)
 
     def ended(self, prefix: tuple[int, ...]) -> float:
-        """Return the term of the language model in the score of a complete labelling, with the end of its text."""
+        """Return the same sum for a complete labelling: p includes the end of its text."""
         return self.added(prefix) + (0.0 if self.model is None else self.alpha * self.model.end(prefix))
 
 

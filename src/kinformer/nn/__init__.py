@@ -28,7 +28,7 @@ _MODULES = {
     "layers": "factory",
     "stack": "factory",
 }
-"""The module of each name that is not a config."""
+"""The module of each name; the names of configs are looked up in the registry of parts."""
 
 
 def __getattr__(name: str) -> object:

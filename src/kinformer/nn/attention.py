@@ -47,11 +47,11 @@ def attention(
 
     q: [batch, heads, time, head_dim]. Query i stands at the position past + i, past = slots - time.
     k, v: [batch, kv_heads, slots, head_dim], slots >= time; heads is a multiple of kv_heads (grouped queries).
-    pattern: who sees whom, such as ``LocalPattern(window=256)``, ``{"kind": "local", "window": 256}`` or ``"causal"``;
-        time and memory follow the number of pairs that it allows. None: every query sees every key, as in
-        cross-attention, whatever the numbers of both.
-    position: where tokens stand, such as ``"rope"`` or ``AlibiBias()``; q and k are given as they were before it.
-    score: how a query and a key make a number. A position or score with weights must be a module, built once:
+    pattern: the keys that a query sees, such as ``LocalPattern(window=256)``, ``{"kind": "local", "window": 256}`` or
+        ``"causal"``; time and memory follow the number of pairs that it allows. None: every query sees every key, as in
+        cross-attention, for any numbers of queries and keys.
+    position: the positions of tokens, such as ``"rope"`` or ``AlibiBias()``; pass q and k before any rotation.
+    score: the function of a query and a key. A position or score with weights must be a module, built once:
         ``T5Bias().build_heads(dim, heads, head_dim)``, ``BilinearScore().build(heads, head_dim)``.
     scale: of the products, instead of the score's own head_dim ** -0.5.
     key_padding_mask: [batch, slots] bool, True where a key is padding.
@@ -61,7 +61,7 @@ def attention(
     Returns [batch, heads, time, head_dim] in the dtype of q; a query that sees nothing gives 0. Softmax runs in float32
     or better.
 
-    Errors: ``KinformerError`` for shapes that do not fit, unknown parts, and parts with weights that are not modules.
+    Errors: ``KinformerError`` for wrong shapes, unknown parts, and configs of parts with weights, which must be built.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:

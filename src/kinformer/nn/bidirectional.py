@@ -71,7 +71,7 @@ class BidirectionalLayer(PlainLayer):
     def _context(
         self, global_mask: Tensor | None, num_global: int, grid: tuple[int, int] | None, order: Alignment | None
     ) -> SequenceContext:
-        """Return what the mixers need to know of the tokens beside their vectors."""
+        """Return the context of the tokens for the mixers: the padding, the global tokens and the grid."""
         context = SequenceContext(None if order is None else order.valid, num_global=num_global, grid=grid)
         if global_mask is None:
             return context
@@ -86,7 +86,7 @@ class BidirectionalLayer(PlainLayer):
         num_global: int,
         grid: tuple[int, int] | None,
     ) -> None:
-        """Refuse arguments of other shapes and types, and global tokens where a mixer has none."""
+        """Raise for arguments of wrong shapes and types, and for global tokens where a mixer does not support them."""
         require_input(x, self.dim)
         for name, mask in (("key_padding_mask", key_padding_mask), ("global_mask", global_mask)):
             if mask is not None:

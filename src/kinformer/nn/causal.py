@@ -1,7 +1,7 @@
-"""The plain interface of what absorbs a sequence in order: ``y = layer(x)``, with a state where one is wanted.
+"""The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
 
-It is a thin shell over the contract (``core.contract``): the arguments become one ``Chunk``, and what the battery
-proves of a mixer holds of the layer, which runs the same code.
+The interface is a thin shell over the contract (``core.contract``): the arguments become one ``Chunk``. The layer runs
+the code of the mixer, so the tests of a mixer (``kinformer.testing``) hold for its layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kinformer.runtime.host import checks_calls
 
 
 def padding_of(key_padding_mask: Tensor | None) -> Tensor | None:
-    """Return ``valid`` [batch, time] bool of a mask that is True at padding, or the mask of a valid one."""
+    """Return the opposite of a mask [batch, time] bool: ``valid`` from ``key_padding_mask``, or the reverse."""
     return None if key_padding_mask is None else ~key_padding_mask
 
 
@@ -134,11 +134,11 @@ class CausalLayer(PlainLayer):
     """A causal mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim].
 
         y = layer(x)                                           # a full sequence
-        y, state = layer(x, return_state=True)                 # the same, and what later tokens need of it
+        y, state = layer(x, return_state=True)                 # the same, and the state for later tokens
         y, state = layer(x, state, return_state=True)          # the next chunk, of any length from 1 token on
 
-    No output depends on a later token, and the chunks of a sequence give what the full sequence gives. A state is a
-    ``NamedTuple`` of tensors, batch first; ``kinformer.nn.states`` moves, selects, repeats, measures and saves any.
+    No output depends on a later token, and the chunks of a sequence give the outputs of the full sequence. A state is a
+    ``NamedTuple`` of tensors, batch first; ``kinformer.nn.states`` moves, selects, repeats, measures and saves states.
     """
 
     mixer_class = CausalMixer
@@ -163,7 +163,8 @@ class CausalLayer(PlainLayer):
     ) -> State:
         """Return the state of ``batch`` new sequences, on the device of the weights and in their dtype unless given.
 
-        context: [batch, length, width], what a layer with cross-attention attends to; it is projected once, here.
+        context: [batch, length, width], the sequence that a layer with cross-attention attends to; it is projected
+            once, here.
         context_key_padding_mask: [batch, length] bool, True where the context is padding.
         """
         if self.reads_context != (context is not None):
@@ -223,14 +224,15 @@ class CausalLayer(PlainLayer):
         """Return y [batch, time, dim], and with ``return_state`` also the state after x.
 
         x: [batch, time, dim], with one row and one token at least.
-        state: what an earlier call returned, or None to begin new sequences. A state has as many rows as x, and
-            is on the device of x. n neighbouring rows of x may share the context of a row
+        state: the state that an earlier call returned, or None to begin new sequences. A state has as many rows as x,
+            and is on the device of x. n neighbouring rows of x may share the context of a row
             (``states.repeat_rows(state, n, sources=False)``).
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
-            may stand anywhere; y is 0 there, and the state is as if it were not there.
-        reset: [batch, time] bool, True where a new sequence begins in its row: nothing before is visible from there on.
-        cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim], as flash-attention and
-            fla have it. A state that is given or returned then has n rows.
+            may stand anywhere; y is 0 at padding, and the state is the same as without the padding.
+        reset: [batch, time] bool, True where a new sequence begins in its row: no later token of the row sees an
+            earlier one.
+        cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim], as in flash-attention
+            and fla. The ``state`` and the returned state then have n rows.
         context, context_key_padding_mask: as of :meth:`initial_state`, for new sequences.
 
         Errors: ``KinformerError`` for shapes, dtypes and states that do not fit.

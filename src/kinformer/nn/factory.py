@@ -30,10 +30,10 @@ Layer = CausalLayer | BidirectionalLayer
 
 @dataclasses.dataclass(frozen=True)
 class LayerRecord:
-    """A name that :func:`layer` takes, and the facts of that layer.
+    """A name that :func:`layer` takes, and the facts of the layer.
 
-    ``title`` says what it is, ``causal`` whether it is a ``CausalLayer``, ``growth`` how the state grows with the
-    tokens (None of mixers that are no member's). ``settings`` are the mixer's, name -> default.
+    ``title`` describes the layer in a few words. ``causal``: the layer is a ``CausalLayer``. ``growth``: the growth of
+    the state with the tokens, None for a mixer without a member. ``settings``: the mixer's settings, name -> default.
     """
 
     name: str
@@ -57,7 +57,8 @@ class LayerRecord:
 
 
 def layers() -> list[LayerRecord]:
-    """Return all names that :func:`layer` takes: the members, then the mixers that have no member's name."""
+    """Return the records of all names that :func:`layer` takes: the members, then the mixers without a member of the
+    same name."""
     members = [member(name) for name in FAMILY]
     records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
     table, names = kinds(), {record.name for record in records}
@@ -164,7 +165,7 @@ class _CausalStack(nn.Module):
 
 
 class _BidirectionalStack(nn.Module):
-    """A stack of an encoder's layers as one of them."""
+    """A stack of an encoder's layers with the interface of one layer."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -208,12 +209,12 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
 
 
 def _mixer_config(config: object) -> Any:
-    """Return the config of the mixer in that of a layer."""
+    """Return the config of the mixer in the config of a layer, or the config of a mixer itself."""
     return getattr(config, config.main_field) if hasattr(config, "main_field") else config
 
 
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return ``settings`` by their paths in ``config``: its own fields or, in a layer, those of its mixer."""
+    """Return ``settings`` by their paths in ``config``: its fields or, in a layer, the fields of its mixer."""
     outer, mixer = field_types(type(config)), _mixer_config(config)
     deeper = field_types(type(mixer)) if mixer is not config else {}
     for name in settings:
@@ -223,7 +224,8 @@ def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
-    """Return a change of the recipe's number of heads to the next smaller that divides ``dim``, where it does not."""
+    """Return a change of the number of heads to the next smaller divisor of ``dim``, where the recipe's number does not
+    divide ``dim``."""
     mixer = _mixer_config(config)
     heads = getattr(mixer, "num_heads", None)
     if heads is None or getattr(mixer, "head_dim", None) is not None or dim % heads == 0:
@@ -233,11 +235,12 @@ def _heads(config: Any, dim: int) -> dict[str, int]:
 
 
 def _changed(config: C, changes: Mapping[str, object]) -> C:
-    """Return ``config`` after ``changes``; the table of all kinds, which takes a while to import, only for names."""
+    """Return ``config`` after ``changes``. The table of all kinds takes a while to import, so it is read only where a
+    change names a part."""
     plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
     return override(config, changes, {} if plain else kinds())
 
 
 def _short(value: object) -> str:
-    """Return a default as it is written in a call."""
+    """Return the text of a default in a call: the kind of a config, or the value."""
     return repr(value.kind) if isinstance(value, Config) else repr(value)

@@ -60,10 +60,10 @@ class MultiheadAttention(nn.Module):
         mixer: str = "bidirectional",
         **settings: Any,
     ) -> None:
-        """Build the mixer ``mixer`` (see ``kinformer.layers``) of width ``embed_dim``; ``settings`` are its own.
+        """Build the mixer ``mixer`` (see ``kinformer.layers``) of width ``embed_dim`` with its ``settings``.
 
-        dropout, bias: as in torch, for mixers that have such settings. kdim, vdim: the width of the other sequence, for
-        ``mixer="cross"``; both are the same.
+        dropout, bias: as in torch, for mixers with these settings. kdim, vdim: the width of the other sequence, for
+        ``mixer="cross"``; both must be equal.
 
         Errors: ``KinformerError`` for settings that the mixer does not have, ``add_bias_kv`` and ``add_zero_attn``.
         """
@@ -186,7 +186,7 @@ class MultiheadAttention(nn.Module):
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _check_mask(self, attn_mask: Tensor | None, is_causal: bool, time: int) -> None:
-        """Refuse a mask that is not the mixer's own."""
+        """Raise for an ``attn_mask`` that differs from the mask of the mixer."""
         causal = isinstance(self.layer, CausalLayer) and not self.layer.reads_context
         if attn_mask is None:
             if causal or not is_causal:

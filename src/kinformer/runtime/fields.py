@@ -31,12 +31,12 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
     "chunks": (lambda value: value >= 1, "1 or more"),
 }
-"""What a number of this name has to be, in whichever config: what makes no model, or one whose outputs are no numbers,
-is refused."""
+"""The range of a number by its name, in every config. Outside its range a model cannot be built, or its outputs are not
+finite."""
 
 
 def require_ranges(values: Mapping[str, object]) -> None:
-    """Raise where a number of a config is not finite, or not in the range that its name says."""
+    """Raise where a number of a config is not finite, or outside the range of its name."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -53,16 +53,17 @@ PATHS = (
     "data", "out", "prompt_file", "datastore", "retriever", "init", "tokenizer", "plot", "image", "audio",
     "language_model",
 )  # fmt: skip
-"""Options that are paths, wherever there are such."""
+"""The names of the options that are paths, in any command or task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The base of options whose numbers are checked when they are made: the root of every
-    ``__post_init__`` that calls the next."""
+    """The base of options whose numbers are checked when the options are made. Its ``__post_init__`` ends the chain of
+    ``super().__post_init__()`` calls."""
 
     def __post_init__(self) -> None:
-        """Refuse a number that is not finite or too large, and an empty path, which would be the current folder."""
+        """Raise for a number that is infinite, NaN or too large, and for an empty path, which would mean the current
+        folder."""
         for option in fields(self):
             value = getattr(self, option.name)
             if value == "" and option.name in PATHS:
@@ -90,8 +91,8 @@ def optional(*names: str) -> Callable[[type[C]], type[C]]:
 
 
 def require_types(options: object, declared: type, names: Container[str] | None = None) -> None:
-    """Raise where a field that the dataclass ``declared`` declares has a value in ``options`` of another type;
-    ``names``: only of these fields."""
+    """Raise where the value of a field in ``options`` is not of the type that the dataclass ``declared`` declares;
+    ``names``: check only these fields."""
     for name, kind in _plain_types(declared).items():
         if names is None or name in names:
             require_kind(name, getattr(options, name), *kind)
@@ -104,7 +105,7 @@ def require_kind(name: str, value: object, *kinds: object) -> None:
 
 
 def require_list(name: str, values: object) -> None:
-    """Raise where the argument ``name`` is no list of texts or paths; one text alone is none."""
+    """Raise where the argument ``name`` is not a list or tuple of texts or paths; a single text is an error too."""
     if not isinstance(values, list | tuple) or not all(isinstance(value, str | os.PathLike) for value in values):
         raise KinformerError(f"{marked(name)} is {values!r} but must be a list of texts, as in ['gpt', 'local'].")
 
@@ -118,7 +119,7 @@ def require_path(name: str, value: object) -> None:
 
 @cache
 def _plain_types(declared: type) -> dict[str, tuple[object, ...]]:
-    """Return the plain types that each field may have."""
+    """Return the types of every field whose types are all plain, by name."""
     hints = typing.get_type_hints(declared)
     plain = {}
     for field in fields(declared):
@@ -131,7 +132,7 @@ def _plain_types(declared: type) -> dict[str, tuple[object, ...]]:
 
 
 def _without_items(kind: object) -> object:
-    """Return ``Mapping`` for ``Mapping[str, Any]``, and other types as they are."""
+    """Return ``Mapping`` for ``Mapping[str, Any]``, and other types unchanged."""
     origin = typing.get_origin(kind)
     return origin if origin in _NAMES else kind
 
@@ -146,7 +147,7 @@ def is_of_kind(value: object, kind: object) -> bool:
 
 
 def kind_name(kind: object) -> str:
-    """Return how messages call the plain type ``kind``."""
+    """Return the name of the plain type ``kind`` in messages."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(kind)))
     return "left out" if kind is type(None) else _NAMES[kind]
@@ -154,8 +155,8 @@ def kind_name(kind: object) -> str:
 
 @cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """Return the text under every field of a dataclass and of its bases, by name, as one line; of a class without a
-    source, none."""
+    """Return the text under every field of a dataclass and of its bases, by name, as one line; a class without source
+    code adds nothing."""
     docs: dict[str, str] = {}
     for part in filter(is_dataclass, reversed(cls.__mro__)):
         try:

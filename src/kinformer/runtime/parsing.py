@@ -1,7 +1,7 @@
-"""JSON, TOML and single values from outside, as plain values; text that is no JSON or TOML is a ``ValueError``.
+"""JSON, TOML and single values from outside, as plain values; text in another format is a ``ValueError``.
 
-The parsers of the standard library raise ``RecursionError`` for text that nests deep, and pass what cannot be written
-again: numbers of thousands of digits in TOML, and halves of surrogate pairs, which are no characters of any encoding.
+The parsers of the standard library raise ``RecursionError`` for deeply nested text, and accept values that cannot be
+written again: numbers of thousands of digits in TOML, and halves of surrogate pairs, which no encoding can store.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ JsonObject: TypeAlias = dict[str, Any]
 """An object of JSON or a table of TOML from outside, whose values its reader checks."""
 
 MOST_DEPTH = 200
-"""Lists and tables inside one another; what we write nests less than a tenth of it."""
+"""The largest depth of lists and tables inside one another; Kinformer's files nest less than a tenth as deep."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
-    """The value that ``text`` spells. Errors: ``ValueError`` for what is no JSON (bytes: in UTF-8), nests deeper than
-    ``MOST_DEPTH``, or holds a number too long or half of a surrogate pair.
+    """Return the value of the JSON ``text`` (bytes: in UTF-8).
 
-    The halves that stand for bytes in names of files that are not UTF-8 pass, unless ``errors`` is "strict".
+    Halves of surrogate pairs that stand for bytes in a file name outside UTF-8 pass, unless ``errors`` is "strict".
+
+    Errors: ``ValueError`` for text that is not JSON, nests deeper than ``MOST_DEPTH``, or contains a number of
+    thousands of digits or half of a surrogate pair.
     """
     text = text if isinstance(text, str) else text.decode("utf-8-sig")
     try:
@@ -48,8 +50,8 @@ def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
 
 
 def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: str) -> Any:
-    """Return the value of line ``number`` of a file of JSON lines; anything else is
-    one sentence that ends in ``remedy``."""
+    """Return the value of line ``number`` of a file of JSON lines; the error for a line that is not JSON ends in
+    ``remedy``."""
     try:
         return parse_json(line, "strict")
     except ValueError as error:
@@ -57,7 +59,7 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
 
 
 def parse_toml(text: str) -> JsonObject:
-    """The table that ``text`` spells. Errors: ``ValueError`` as in :func:`parse_json`."""
+    """Return the table of the TOML ``text``. Errors: ``ValueError`` as in :func:`parse_json`."""
     try:
         table = tomllib.loads(text)
     except RecursionError:

@@ -1,6 +1,6 @@
 """Additions of other packages: parts, tasks and members, discovered by name through their entry points.
 
-A package says in its metadata what it adds, for example in ``pyproject.toml``::
+A package lists its additions in its metadata, for example in ``pyproject.toml``::
 
     [project.entry-points."kinformer.parts"]
     "mixer.my_mixer" = "my_package.mixers:MyMixer.Config"
@@ -8,8 +8,8 @@ A package says in its metadata what it adds, for example in ``pyproject.toml``::
     [project.entry-points."kinformer.members"]
     my-member = "my_package.member:MEMBER"
 
-Names are read without importing anything; an object is imported when its name is used. All are imported where records
-are shown (``kinformer list``), and by commands to which tasks add options (``train``).
+Names are read without an import; an object is imported when its name is used. Commands that show records (``kinformer
+list``), and commands to which tasks add options (``train``), import all objects.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def warn_once(sentence: str) -> None:
 
 
 class Pages(MutableMapping[str, T]):
-    """Named things of several modules, the ``pages``; ``read`` imports a page and returns the things by their names.
+    """The named objects of several modules, the ``pages``; ``read`` imports a page and returns its objects by name.
 
-    Looking up a name imports pages until one has the name, and first the page that is called like the name.
+    To look up a name, pages are imported until one of the pages has the name. The page of the same name comes first.
     """
 
     def __init__(self, pages: Sequence[str], read: Callable[[str], Mapping[str, T]]) -> None:
@@ -106,12 +106,15 @@ class Pages(MutableMapping[str, T]):
 
 
 class Registry(Mapping[str, T]):
-    """A table of things by name: Kinformer's ``builtin``, and those that other packages add by the entry points of
-    ``group``.
+    """A table of objects by name: Kinformer's ``builtin`` objects, and the objects that other packages add by the entry
+    points of ``group``.
 
-    An entry point's name is ``prefix`` followed by the name here. ``noun`` is what messages call such a thing;
-    ``expected(name)`` says in words what must be there, and ``fits(name, installed)`` whether it is. A name that is
-    taken twice, or leads to something else, raises a :class:`KinformerError` when it is looked up, never before.
+    The name of an entry point is ``prefix`` followed by the name in this table. ``noun`` is the word for an object in
+    messages. ``fits(name, installed)`` tells whether an installed object is valid, and ``expected(name)`` describes a
+    valid object in words.
+
+    Errors: :class:`KinformerError` for a name with two owners and for an object that is not valid, only when the name
+    is looked up.
     """
 
     def __init__(
@@ -139,13 +142,13 @@ class Registry(Mapping[str, T]):
         )
 
     def added(self) -> list[str]:
-        """Return the names that other packages add, sorted; one of them may be taken already."""
+        """Return the names that other packages add, sorted; a name may also be built in."""
         names = (name for name in entry_points_of(self.group) if name.startswith(self.prefix))
         return sorted(name.removeprefix(self.prefix) for name in names)
 
     def available(self, complain: Callable[[str], object] = warn_once) -> list[T]:
-        """Return all usable things by name, Kinformer's own first; ``complain`` gets a
-        sentence for each that fails to load."""
+        """Return all usable objects, Kinformer's objects first; ``complain`` gets a sentence for each object that fails
+        to load."""
         installed = list(self.builtin.values())
         for name in self.added():
             try:
@@ -155,14 +158,14 @@ class Registry(Mapping[str, T]):
         return installed
 
     def package(self, name: str) -> str | None:
-        """Return the other package ("name version") that adds ``name``, None if there is none; nothing is imported."""
+        """Return the package ("name version") that adds ``name``, or None; nothing is imported."""
         entries = entry_points_of(self.group).get(self.prefix + name, ())
         return _package(entries[0]) if entries else None
 
     def check_package(self, name: str, package: str | None) -> None:
-        """Refuse ``name`` if it was stored as part of ``package`` and is not there any more.
+        """Raise if ``name`` was stored as part of ``package`` and does not come from this package any more.
 
-        ``package`` is what :meth:`package` gave then ("name version"); with None nothing is checked.
+        ``package`` is the result of :meth:`package` at that time ("name version"); with None nothing is checked.
         """
         if package is not None:
             require_package(
@@ -212,10 +215,10 @@ def package_of(thing: object, group: str, name: str) -> str | None:
 
 
 def require_package(package: str, what: str, installed: str | None) -> None:
-    """Refuse a part that was stored as part of ``package`` ("name version") and is not there any more.
+    """Raise if a part that was stored as part of ``package`` ("name version") does not come from this package any more.
 
-    ``what`` is how messages call it, ``installed`` the package that has the name now: ``KINFORMER``, another
-    one, or None.
+    ``what`` names the part in messages. ``installed`` is the present owner of the name: ``KINFORMER``, another package,
+    or None.
     """
     name = package.partition(" ")[0]
     if installed is not None and installed.partition(" ")[0] == name:

@@ -24,7 +24,7 @@ def note(text: str) -> None:
 
 
 def note_once(text: str) -> None:
-    """Report ``text`` like :func:`note`, unless it was reported before (data that is opened twice, for example)."""
+    """Report ``text`` like :func:`note`, but only once, for example where data is opened twice."""
     if text not in _SHOWN:
         _SHOWN.add(text)
         note(text)

@@ -48,7 +48,8 @@ REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:
-    """The progress of a backward pass: the ``streams`` a and b after the use of a layer that is undone next."""
+    """The progress of a backward pass: the ``streams`` a and b after the layer use that comes next in the backward
+    pass."""
 
     streams: tuple[Tensor, Tensor]
 
@@ -79,8 +80,8 @@ class LayerUse:
         """Return the streams and the states' tensors as :meth:`forward` does, detached, and note the settings that the
         backward pass restores.
 
-        Branches are computed with a graph, as in the backward pass, since some of them compute otherwise without one;
-        the tensors that the graph would save are dropped at once.
+        Branches are computed with a graph, as in the backward pass, because some branches compute differently without a
+        graph. The tensors that the graph would save are dropped at once.
         """
         self.autocast, self.drawn = _autocast(a.device), []
         inputs, after = iter(state), []
@@ -275,13 +276,13 @@ def _generators(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
 
 
 class Reversible(Stack):
-    """The reversible stack: the input becomes two streams, which go through all layers and are then joined. It has the
-    states and the partition invariance of any stack.
+    """The reversible stack: the input becomes two streams, which pass through all layers and are then joined. It has
+    the states and the partition invariance of any stack.
 
     With ``recompute = False`` the same function saves all activations for the backward pass. With ``recompute = True``
-    an autograd function computes layers again: there are no second derivatives, FSDP cannot shard the layers, and
-    ``torch.compile`` does not compile the stack (with ``fullgraph=True`` it raises an error), because a compiler would
-    save the activations that the stack exists to drop.
+    an autograd function computes layers again. Then second derivatives are not available, FSDP cannot shard the layers,
+    and ``torch.compile`` skips the stack (with ``fullgraph=True`` it raises an error), because a compiler would save
+    the activations that the stack exists to drop.
     """
 
     shardable = False

@@ -76,10 +76,10 @@ class ACT(nn.Module):
     """Adaptive computation time; ``w`` begins at zero and b at ``bias``, so that at first all tokens take equally many
     steps.
 
-    ``halted`` decides about a token that has halted. With ``copied``, as in the paper, its vector stays unchanged, and
-    each later step absorbs it with the step's position signals. With ``evolving``, as in the official code, it takes
-    all steps, other tokens see its vectors, and only its output stays; then no work is saved. ``weight`` is the weight
-    of the ponder cost in the loss.
+    ``halted`` is the treatment of a halted token. With ``copied``, as in the paper, the vector of the token stays
+    unchanged, and each later step absorbs it with the step's position signals. With ``evolving``, as in the official
+    code, the token takes all steps and other tokens see its vectors, but its output stays; then no work is saved.
+    ``weight`` is the weight of the ponder cost in the loss.
     """
 
     @dataclass(frozen=True, kw_only=True)

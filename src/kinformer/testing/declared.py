@@ -14,8 +14,8 @@ from kinformer.core.state import State, join_rows, nbytes, value
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing.subject import BrokenLawError, MixerSubject, agree_states, named_leaves, require
 
-# The check that derivatives are the numerical ones. Second ones and those of forward mode, which a custom kernel
-# easily drops, may be an error instead.
+# The check of analytic derivatives against numerical derivatives. A custom kernel may raise an error for second
+# derivatives and for forward-mode derivatives, but must not return wrong ones.
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -23,12 +23,11 @@ _STEP = 1e-5
 _CLOSE = 1e-4
 """Allowed error of a derivative along a direction, relative to its norm, by central differences in float64."""
 _MISSING = (RuntimeError, KinformerError)
-"""What stands for a derivative that there is not."""
+"""The errors that a missing derivative may raise."""
 
 
 def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:
-    """Return the gradients of ``loss`` by ``points``, zeros where it does not
-    depend on one; sparse ones are made dense."""
+    """Return the gradients of ``loss`` by ``points``: dense, and zeros where the loss does not depend on a point."""
     gradients = torch.autograd.grad(
         loss, list(points), create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
@@ -36,8 +35,8 @@ def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool =
 
 
 def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Module, inputs: str, where: str) -> None:
-    """Check the gradients of ``function`` at ``points`` (float64 leaves: the
-    ``inputs``, then the weights of ``module``)."""
+    """Check the gradients of ``function`` at ``points`` (float64 leaves: the ``inputs``, then the weights of
+    ``module``)."""
     try:
         torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
     except GradcheckError as error:

@@ -133,11 +133,11 @@ class EncoderMixerSubject(EncoderSubject):
 
 
 class EncoderModelSubject(EncoderSubject):
-    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, whose logits are those of tokens or of
-    sequences.
+    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, with logits for every token or for every
+    sequence.
 
-    Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``:
-    of a position that is no id but numbers, as frames of sound are, [batch, time, *shape].
+    Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``
+    is the shape of one position, for inputs [batch, time, *shape] of numbers instead of ids, such as frames of sound.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class EncoderModelSubject(EncoderSubject):
 class ImageModelSubject(EncoderSubject):
     """An encoder of images, ``logits = model(images)`` with images [batch, channels, height, width], on several sizes.
 
-    Images have no padding, so that the check of padding is not for them.
+    Images do not have padding, so the check of padding is left out.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ def both_ways(subject: EncoderSubject) -> None:
 
 
 def dtype(subject: EncoderSubject) -> None:
-    """Check that other dtypes give outputs of their own dtype near the float64 ones; autocast runs."""
+    """Check that outputs in other dtypes have this dtype and are near the float64 outputs, and that autocast runs."""
     with torch.no_grad():
         for case in subject.cases():
             want = subject.run(subject.build(), case)
@@ -333,7 +333,7 @@ def gradcheck(subject: EncoderMixerSubject) -> None:
 
 
 def derivatives(subject: EncoderMixerSubject) -> None:
-    """Check that second derivatives and those of forward mode are the numerical ones, or raise."""
+    """Check that second derivatives and forward-mode derivatives equal numerical derivatives, or raise an error."""
     for name, make in {"the default": subject.make, **subject.impls}.items():
         module = subject.build(make=make)
         for case in subject.cases():

@@ -44,8 +44,8 @@ from kinformer.testing.subject import (
 
 
 class Plan(NamedTuple):
-    """The plan: ``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``;
-    ``valid`` and ``reset`` [batch, time]."""
+    """A plan: ``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``; ``valid`` and ``reset`` [batch,
+    time]."""
 
     inputs: Tensor
     sizes: Sequence[int]
@@ -62,7 +62,7 @@ class _Piece(NamedTuple):
 
 
 def absorb(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
-    """Absorb the plan as it stands, chunk after chunk; return outputs [batch, time, ...] and the final state."""
+    """Absorb the plan chunk after chunk; return outputs [batch, time, ...] and the final state."""
     outputs, begin = [], 0
     for size in plan.sizes:
         part = slice(begin, begin + size)
@@ -74,8 +74,8 @@ def absorb(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tup
 
 
 def absorb_alone(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
-    """Absorb every sequence of every row alone, whole, without padding, which defines the
-    plan's results; zeros at invalid positions."""
+    """Absorb every sequence of every row alone, whole and without padding: this defines the results of the plan.
+    Outputs at invalid positions are zeros."""
     outputs, ends = [], []
     for piece in (pieces := list(_pieces(plan))):
         before = None if state is None else select_rows(state, torch.tensor([piece.row]))
@@ -87,9 +87,9 @@ def absorb_alone(subject: Subject, module: nn.Module, plan: Plan, state: State) 
 
 
 def absorb_together(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
-    """Absorb all sequences at once as rows of two ragged batches: those that go on from ``state``, and the new ones.
+    """Absorb all sequences as rows of two ragged batches: the sequences that continue ``state``, and the new sequences.
 
-    By the laws of rows and of padding the results are those of :func:`absorb_alone`, at two calls.
+    By the laws of rows and of padding the results equal the results of :func:`absorb_alone`, with two calls.
     """
     pieces = list(_pieces(plan))
     outputs, ends = {}, {}
@@ -112,7 +112,7 @@ def absorb_together(subject: Subject, module: nn.Module, plan: Plan, state: Stat
 
 
 def _pieces(plan: Plan) -> Iterator[_Piece]:
-    """Yield the sequences of all rows, in order, but those without a token."""
+    """Yield the sequences of all rows that have a token, in order."""
     everywhere = torch.ones(plan.inputs.shape[1], dtype=torch.bool)
     for row in range(len(plan.inputs)):
         positions = (everywhere if plan.valid is None else plan.valid[row]).nonzero()[:, 0]
@@ -126,7 +126,7 @@ def _pieces(plan: Plan) -> Iterator[_Piece]:
 def _joined(
     plan: Plan, state: State, pieces: list[_Piece], outputs: list[Tensor], ends: list[State]
 ) -> tuple[Tensor, State]:
-    """Return the plan's outputs and final state, put together from those of its sequences."""
+    """Return the outputs and the final state of the plan, joined from the outputs and states of its sequences."""
     rows, finals = [], []
     for row in range(len(plan.inputs)):
         final = None if state is None else select_rows(state, torch.tensor([row]))
@@ -143,8 +143,8 @@ def _joined(
 
 
 def _with_costs(state: State, before: State) -> State:
-    """Return ``state`` with the side costs of ``before``, its row's last
-    sequence added: a reset clears none of them."""
+    """Return ``state`` with the side costs of ``before``, the state of the earlier sequences of the row, added: a reset
+    does not clear side costs."""
     if isinstance(state, Tensor):
         return state
     items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]
@@ -153,7 +153,7 @@ def _with_costs(state: State, before: State) -> State:
     return rebuilt(state, items)
 
 
-# Outcomes to compare: values, state and gradients of one plan of chunks, and of its sequences without the others.
+# Outcomes to compare: values, state and gradients of one plan of chunks, and of each of its sequences alone.
 
 
 class ContractOutputs(NamedTuple):
@@ -166,8 +166,8 @@ How = Callable[[Subject, nn.Module, Plan, State], tuple[Tensor, State]]
 
 
 def outcome(subject: Subject, module: nn.Module, how: How, plan: Plan, start: State) -> ContractOutputs:
-    """Return outputs, final state, and the gradients of a random projection of both
-    by inputs, weights and initial state."""
+    """Return outputs, final state, and the gradients of a fixed projection of both by inputs, weights and initial
+    state."""
     leaves: dict[str, Tensor] = {
         f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
@@ -195,8 +195,7 @@ def _weights(values: Tensor) -> Tensor:
 
 
 def project(state: State) -> Tensor:
-    """Return a fixed linear function of a state's floating leaves that does not
-    depend on how many empty slots it has."""
+    """Return a fixed linear function of a state's floating leaves that does not depend on the number of empty slots."""
     total = torch.zeros((), dtype=torch.float64)
     for _, leaf, is_slots in named_leaves(state):
         if leaf.is_floating_point() and leaf.numel():
@@ -215,11 +214,12 @@ def agree_outcomes(place: str, got: ContractOutputs, want: ContractOutputs) -> N
 
 
 def agree_with_rows_alone(subject: Subject, new: Mapping[str, Plan], past: Mapping[str, Plan]) -> None:
-    """Check that outputs, final state and gradients of all plans are those of every sequence alone: of those ``new``
-    from a new state, of those ``past`` after a past.
+    """Check that outputs, final state and gradients of each plan equal the results of every sequence alone: for the
+    plans ``new`` from a new state, and for the plans ``past`` after a past.
 
-    The plans of one start, each with what messages call it, differ in their sizes only, so that their sequences are run
-    once. Where resets cut rows into many sequences these are run together, and alone only if something disagrees.
+    ``new`` and ``past`` map the name of a plan in messages to the plan. The plans of one start differ only in their
+    sizes, so their sequences run once. Where resets cut rows into many sequences, these run together first, and each
+    alone only if a plan disagrees.
     """
     module = subject.build()
     for (kind, start), plans in zip(starts(subject, module), (new, past), strict=True):
@@ -245,7 +245,7 @@ def _together(subject: Subject, module: nn.Module, plan: Plan, start: State) -> 
     """Return the outcome of all sequences together, or None from a subject that breaks down over them."""
     try:
         return outcome(subject, module, absorb_together, plan, start)
-    except Exception:  # whatever it is, it is judged by its sequences alone
+    except Exception:  # any error: the sequences alone decide
         return None
 
 
@@ -258,14 +258,14 @@ def _agreed(got: ContractOutputs, want: ContractOutputs) -> bool:
 
 
 def starts(subject: Subject, module: nn.Module) -> Iterator[tuple[str, State]]:
-    """Yield a new state and one that has a past, with a name for messages."""
+    """Yield a new state, and a state after a past, each with a name for messages."""
     yield "from a new state", subject.start(module, subject.batch)
     yield "after a past of 9 tokens", subject.started(module, subject.batch)
 
 
 def partitions(time: int) -> Iterator[list[int]]:
-    """Yield ways of cutting ``time`` tokens: ones, odd sizes, one long and one
-    short, one short and one long, random."""
+    """Yield lists of chunk sizes that sum to ``time``: ones, odd sizes, a long and a short chunk, a short and a long
+    chunk, and random sizes."""
     yield [1] * time
     yield _cut(time, [3, 5, 7])
     yield [time - 2, 2]
@@ -285,8 +285,8 @@ def _cut(time: int, sizes: list[int]) -> list[int]:
 
 
 def causality(subject: Subject) -> None:
-    """Change tokens from t on strongly and check that no output before t moves.
-    Gradients would miss leaks by selection."""
+    """Change the tokens from t on strongly, and check that no output before t changes. Gradients would miss leaks by
+    selection."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=1)
     since = sorted({1, 2, 5, subject.time // 2, subject.time - 4, subject.time - 1})
@@ -305,24 +305,25 @@ def causality(subject: Subject) -> None:
 def _all_causal(
     subject: Subject, module: nn.Module, start: State, changed: list[tuple[int, Tensor]], want: Tensor
 ) -> bool:
-    """Return whether all changes as rows of one batch leave what stands before them; if not, one may by itself."""
+    """Return whether no change moves an earlier output when all changes run as rows of one batch. If False, each change
+    must be checked alone."""
     rows = torch.arange(subject.batch).repeat(len(changed))
     before = None if start is None else select_rows(start, rows)
     try:
         got, _ = subject.run(module, torch.cat([others for _, others in changed]), before)
         for (at, _), part in zip(changed, got.split(subject.batch), strict=True):
             agree("", part[:, :at], want[:, :at], BITS)
-    except Exception:  # whatever it is, it is judged by each change alone
+    except Exception:  # any error: each change alone decides
         return False
     return True
 
 
 def partition(subject: Subject) -> None:
-    """Check that for any cut into chunks, outputs, gradients and final state are those of one chunk."""
+    """Check that outputs, gradients and final state of any cut into chunks equal the results of one chunk."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=2)
     cuts = list(partitions(subject.time))
-    # A past is itself a first chunk, so that a new state and one with a past share the cuts between them.
+    # A past is itself a first chunk, so half of the cuts run from a new state and half after a past.
     for (kind, start), shared in zip(starts(subject, module), (cuts[::2], cuts[1::2]), strict=True):
         want = outcome(subject, module, absorb, Plan(inputs, [subject.time]), start)
         for sizes in shared:
@@ -459,8 +460,8 @@ def _twice(subject: Subject, module: nn.Module, start: State, place: str) -> Non
 
 
 def reserved(subject: Subject) -> None:
-    """Check that a reserved state acts as the value state: same results, one owner, forks, ragged rows and resets; an
-    earlier one that is reclaimed goes on as if what came after it had never been there."""
+    """Check that a reserved state acts as the value state: same results, one owner, forks, ragged rows and resets. A
+    reclaimed earlier state continues as if the later chunks had never been absorbed."""
     module = subject.build()
     total = subject.time
     with torch.no_grad():
@@ -498,7 +499,7 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
 
 
 def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
-    """Check that a consumed state is refused, and a value taken before is not written to."""
+    """Check that a used state raises an error, and that later steps do not write into a value taken before."""
     owned = reserve(fork(start), subject.time)
     if not has_reserved(owned):
         return
@@ -521,7 +522,7 @@ def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) ->
 
 
 def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
-    """Check that fork, selected rows and original go on independently, in turns."""
+    """Check that a fork, selected rows and the original continue independently, in turns."""
     tokens = [subject.inputs(subject.batch, 2, seed) for seed in (51, 52, 53)]
     _, owned = subject.call(module, tokens[0], reserve(fork(start), subject.time))
     _, state = subject.run(module, tokens[0], start)
@@ -541,7 +542,8 @@ def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> Non
 
 
 def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
-    """Check that an earlier state goes on as if later chunks had never been absorbed, whichever buffers they filled."""
+    """Check that an earlier state continues as if later chunks had never been absorbed, whichever buffers these chunks
+    filled."""
     for before, after in ((0, 1), (2, 3), (1, subject.time)):
         owned = reserve(fork(start), before + after + 3)
         state = start
@@ -558,7 +560,7 @@ def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> 
         place = f"after {before} tokens when {after + 1} further ones are taken back, {kind}"
         agree(f"outputs {place}", got, want, VALUES)
         agree_states(f"state {place}", now, state)
-        if before and has_reserved(dropped):  # one that no step has laid out shares no buffers with later ones
+        if before and has_reserved(dropped):  # without an earlier step, both states have separate buffers
             try:
                 value(dropped)
             except KinformerError:
@@ -582,12 +584,11 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 CLOSE_AT_LARGE = {torch.float16: 0.05, torch.bfloat16: 0.3}
 """Allowed error of outputs of large tokens, relative to their norm."""
 LARGE = 30.0
-"""The factor that makes tokens large: squares and sums of them exceed the range of float16, the tokens do not."""
+"""The factor that makes tokens large: their squares and sums exceed the range of float16, the tokens do not."""
 
 
 def dtype(subject: MixerSubject) -> None:
-    """Check that other dtypes give outputs of their own dtype near the float64
-    ones; states keep theirs; autocast runs."""
+    """Check that outputs in other dtypes have this dtype and are near the float64 outputs, and that autocast runs."""
     inputs = subject.inputs(subject.batch, subject.time, seed=71)
     with torch.no_grad():
         want = _in_two_chunks(subject, subject.build(), inputs)
@@ -666,13 +667,13 @@ def implementations(subject: MixerSubject) -> None:
 
 
 def gradcheck(subject: MixerSubject) -> None:
-    """Check that analytic gradients by inputs, initial state and weights are the numerical ones (3 tokens after 2)."""
+    """Check that analytic gradients by inputs, initial state and weights equal numerical ones (3 tokens after 2)."""
     module = subject.build()
     agree_gradients(*_as_function(subject, module), module, "inputs, initial state", "")
 
 
 def derivatives(subject: MixerSubject) -> None:
-    """Check that second derivatives and those of forward mode are the numerical ones, or raise (3 tokens after 2)."""
+    """Check that second and forward-mode derivatives equal numerical derivatives, or raise (3 tokens after 2)."""
     for name, make in {"the default": subject.make, **subject.impls}.items():
         agree_derivatives(f"implementation {name!r}", *_as_function(subject, subject.build(make=make)))
 
@@ -698,8 +699,8 @@ def _moves(leaf: Tensor) -> bool:
 
 
 def compile_(subject: MixerSubject) -> None:
-    """Check that ``torch.compile(fullgraph=True)`` captures the forward; outputs,
-    state and gradients are the eager ones."""
+    """Check that ``torch.compile(fullgraph=True)`` captures the forward pass, and that outputs, state and gradients
+    equal the eager results."""
     torch.compiler.reset()
     module = subject.build()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

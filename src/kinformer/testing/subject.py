@@ -73,15 +73,15 @@ JITTER = 0.1
 
 
 def draw(function: Callable[[torch.Generator], Tensor], seed: int) -> Tensor:
-    """Return what ``function`` draws with a generator of the CPU, on PyTorch's default device: the same numbers on
-    every device."""
+    """Return the tensor that ``function`` draws with a CPU generator, moved to PyTorch's default device: the numbers
+    are the same on every device."""
     with torch.device("cpu"):
         drawn = function(torch.Generator().manual_seed(seed))
     return drawn.to(torch.get_default_device())
 
 
 def built(make: Callable[[], M], dtype: torch.dtype) -> M:
-    """Return the module of ``make``, always with the same weights, none of which is zero or one."""
+    """Return the module of ``make`` in eval mode, always with the same weights; noise moves them away from 0 and 1."""
     with private_numbers(0):
         module = make()
         with torch.no_grad():
@@ -109,12 +109,12 @@ class Subject(ABC):
     def run(
         self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Absorb one chunk after a copy of ``state``, so that a module that writes
-        into its state spoils no other check."""
+        """Absorb one chunk after a copy of ``state``, so that a module that writes into its state does not spoil other
+        checks."""
         return self.call(module, inputs, None if state is None else fork(state), valid, reset)
 
     def started(self, module: nn.Module, batch: int, time: int = 9) -> State:
-        """Return a state that has absorbed ``time`` tokens, cut from the graph."""
+        """Return a detached state after ``time`` tokens."""
         with torch.no_grad():
             return detach(self.run(module, self.inputs(batch, time, seed=7), self.start(module, batch))[1])
 
@@ -127,7 +127,7 @@ class Subject(ABC):
         """Return the state of ``batch`` new sequences."""
 
     def anew(self, module: nn.Module, state: State, batch: int = 1) -> State:
-        """Return the state of ``batch`` rows' new sequences where a reset ends those of ``state``."""
+        """Return the state of ``batch`` new sequences that follow a reset of ``state``."""
         return _keeping(self.start(module, batch), state)
 
     @abstractmethod
@@ -270,7 +270,7 @@ def scattered(counts: Tensor, time: int, seed: int) -> Tensor:
 
 
 def _keeping(new: State, old: State) -> State:
-    """Return ``new`` with those parts of ``old`` that outlive a reset."""
+    """Return ``new`` with the parts of ``old`` that outlive a reset."""
     if not isinstance(new, tuple) or old is None:
         return new
     if getattr(type(new), "outlives_reset", False):

@@ -120,8 +120,8 @@ class Report:
 
 
 def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
-    """Run every check in order. One whose need failed (or was not run itself) is not run; a skipped need counts
-    as met, so that a skip hides nothing else."""
+    """Run every check in order. A check is not run if a check that it needs failed or was not run. A skipped need
+    counts as met, so that a skip does not hide other checks."""
     report = Report(skipped=_reasons(skip or {}, checks))
     for name, check in checks.items():
         if name in report.skipped:
@@ -227,11 +227,12 @@ def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 def verify_config(
     config: Config, kinds: Kinds, *, dim: int = 16, subject: Callable[[Any], Subject] | None = None
 ) -> None:
-    """Check that ``config`` survives JSON, and the weights of its module survive safetensors into a fresh build,
-    exactly.
+    """Check that ``config`` survives JSON, and that a fresh build with the weights from safetensors gives exactly the
+    same outputs.
 
-    ``subject`` says how to build and run a config; by default it is that of a mixer, ``config.build(dim)``.
-    Raises :class:`ContractError` with the check ``"config"`` or ``"weights"``.
+    ``subject`` returns the :class:`Subject` of a config; the default is the subject of a mixer, ``config.build(dim)``.
+
+    Errors: :class:`ContractError` with the check ``"config"`` or ``"weights"``.
     """
     text = json.dumps(to_dict(config))
     restored = from_dict(type(config), json.loads(text), kinds)
