@@ -5,11 +5,11 @@ from __future__ import annotations
 from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, drop, part, translating
 from kinformer.family.record import Member
 
-# Universal Transformer: one layer over depth, as often as each token asks for.
+# Universal Transformer: one layer is applied several times, to each token as often as the token needs.
 
 
 def _stack(steps: int, bias: float | None = 1.0) -> Settings:
-    """Return the stack that is applied ``steps`` times, or until a token halts; ``bias`` None: without halting."""
+    """Return the stack of at most ``steps`` steps, fewer for a token that halts; ``bias`` None: without halting."""
     return part("universal", steps=steps, halting=None if bias is None else part("act", bias=bias))
 
 
@@ -35,16 +35,16 @@ UNIVERSAL = Member(
     growth="linear",
     departures=(
         "the decoder alone, as a language model, except for the recipes encoder and translate",
-        "norms stand before sublayers and behind the last step, as in tensor2tensor; in the paper behind "
-        "sublayers, which are the recipes post-norm",
-        "a halted token's vector is copied, as in the paper, so that its work is saved; in tensor2tensor it goes on "
-        "changing where others see it (stack.halting.halted=evolving)",
+        "norms stand before sublayers and after the last step, as in tensor2tensor; in the paper, and in the recipes "
+        "post-norm, norms stand after sublayers",
+        "the vector of a halted token is copied, as in the paper, so that its work is saved; in tensor2tensor the "
+        "vector that other tokens see continues to change (stack.halting.halted=evolving)",
         "halting weights begin at zero, so that at first all tokens take equally many steps",
         "recipe small has as many layers as other members of that budget, used twice",
     ),
     exact_limit="without halting (stack.halting=null) a stack of tied layers of exact attention",
     parity=("tensor2tensor: adaptive computation time (tests/stacks/test_universal.py)",),
-    use_when="a problem wants the same step again and again, and tokens differ in how many",
+    use_when="a problem needs the same step again and again, and tokens need different numbers of steps",
     avoid_when="text is plain: untied layers learn more in the same time",
     recipes={
         "tiny": Recipe(32, 1, 2, _LEARNED, stack=_stack(3, -0.5)),
@@ -64,7 +64,7 @@ UNIVERSAL = Member(
 )
 
 
-# Depth-adaptive Transformer: exits at every layer of a decoder, which a token takes as it has learnt to.
+# Depth-adaptive Transformer: a decoder with an exit at every layer, and a learnt rule that chooses the exit of a token.
 
 
 def _exits(rule: object, tied: bool = False, dropout: float = 0.0, **more: object) -> Settings:
@@ -96,13 +96,13 @@ DEPTH_ADAPTIVE = Member(
     departures=(
         "the decoder alone, as a language model, except for the recipes translate, whose encoder is as wide as the "
         "decoder (512 and 256 in the paper) and where one exit for the whole translation is predicted from its "
-        "source; other rules fit there, too (stack.rule=geometric)",
+        "source; other rules can be used there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
         "no dropout outside of the recipes paper",
     ),
     exact_limit="without a rule (stack.rule=null) it is exact attention of all layers",
-    use_when="easy tokens should leave early by a rule that is learnt",
-    avoid_when="tokens use most layers anyway: one exit for all of them is as good",
+    use_when="easy tokens should leave early, by a learnt rule",
+    avoid_when="tokens use most layers anyway: one exit for all tokens is as good",
     recipes={
         "tiny": Recipe(32, 3, 2, _exits("geometric")),
         "small": Recipe(256, 4, 4, _exits("geometric")),
@@ -124,7 +124,7 @@ DEPTH_ADAPTIVE = Member(
 )
 
 
-# CALM: a token leaves a decoder as soon as it is sure enough of the next one, by a calibrated threshold.
+# CALM: a token leaves a decoder as soon as its prediction is confident enough, by a calibrated threshold.
 
 
 def _calm(rule: str = "softmax_response", decay_tokens: float | None = None) -> Settings:
@@ -151,9 +151,9 @@ CALM = Member(
         "the decoder alone, as a language model, with T5's biases of distances; its feed-forward is not gated",
         "calibration tests by the tighter p-value of Learn then Test unless asked for Hoeffding's (`bound` hoeffding)",
         "rows of a batch leave on their own; in the authors' code all wait for the least sure",
-        "a layer that is skipped absorbs the vector that the token left with; in the authors' code the first exit's",
+        "a skipped layer absorbs the vector at the token's exit; in the authors' code the vector at the first exit",
         "a threshold decays with the position in the sequence, prompt included; in the authors' code it does not",
-        "the classifier learns beside the model, which its loss does not move; in the paper in a stage of its own",
+        "the classifier is trained together with the model, without an effect on it; in the paper in a separate stage",
     ),
     exact_limit="without thresholds, or with thresholds above 1, it is exact attention of all layers",
     use_when="generation should be faster within a risk that you set",
@@ -210,7 +210,7 @@ ADAPTIVE_SPAN = Member(
         "each head is cut off at its own span (the authors: at the largest of a layer), and nothing is added to the "
         "normaliser (the authors: 1e-8)",
         "pre-norm with GELU, but the recipes paper and paper-large, which are post-norm with ReLU as published",
-        "the dynamic span, which depends on the token, is a recipe of its own (dynamic); it reads tokens divided "
+        "the dynamic span, which depends on the token, is a separate recipe (dynamic); it reads tokens divided "
         "by their root mean square, so that a bound of all spans follows from the weights and cuts the state, and the "
         "bound costs as much as the spans (state_penalty); as published: span.state_penalty=0 and span.bounded=false",
         "no dropout unless asked for",
@@ -222,7 +222,7 @@ ADAPTIVE_SPAN = Member(
         "(tests/training/test_adagrad.py)",
     ),
     results=("dynamic_spans",),
-    use_when="most heads need little context and you want to pay for just what they use",
+    use_when="most heads need little context, and each head should cost only its span",
     avoid_when="spans are known in advance: `local` is simpler and faster",
     training={  # section 3
         name: {

@@ -39,8 +39,8 @@ GTRXL = Member(
         "recipes read tokens and predict the next one; agents learn by PPO (`task` control; the paper's by V-MPO), or "
         "from trajectories (`task` trajectories)",
         "memory begins empty, where other implementations let tokens attend zeros",
-        "u and v are each layer's own, and feed-forwards have no biases, as in RLlib; there is no official code",
-        "recipe small is narrower than that of other members, since gates double a layer's weights",
+        "every layer has separate u and v, and feed-forwards without biases, as in RLlib; official code does not exist",
+        "recipe small is narrower than in other members, since gates double a layer's weights",
         "of the recipe paper the width (256), the depth, the heads and the memory are recalled from the paper, not "
         "held to it again; segments, and feed-forwards four times as wide, are ours",
     ),

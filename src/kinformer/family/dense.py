@@ -44,7 +44,7 @@ GPT = Member(
 )
 
 
-# The Transformer as it was published: an encoder-decoder for sequence to sequence.
+# The Transformer as published: an encoder-decoder for sequence to sequence.
 
 _POST_LN: Settings = {
     **POST_NORM,
@@ -103,7 +103,7 @@ POST_LN = Member(
     departures=(
         "the decoder alone, without attention to a source",
         "no dropout unless asked for (the paper: 0.1)",
-        "trains badly without a warm-up when it is deep: that is its point beside the pre-norm members",
+        "deep models train badly without a warm-up, unlike the pre-norm members",
     ),
     exact_limit="is exact attention",
     results=("normalisation",),
@@ -231,7 +231,7 @@ DEEP_CHAR = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the train-only readers of the extra losses norm what they read, since layers are pre-norm",
+        "the train-only readers of the extra losses norm their inputs, since layers are pre-norm",
         "evaluation scores every token of a window; the authors' moves it by one character with all 512 before it "
         "(ask for it by a context and an overlap)",
         "no dropout outside of the recipes paper",

@@ -8,7 +8,7 @@ from typing import Any
 from kinformer.family.recipe import ENCODER, Recipe, Settings, part
 from kinformer.family.record import Member
 
-# BERT: the plain encoder, what the long-document encoders are compared with.
+# BERT: the plain encoder, the baseline of the encoders of long documents.
 
 _BERT: Settings = ENCODER | {"position": part("learned", max_length=512)}
 _LONG: Settings = ENCODER | {"position": part("learned", max_length=4096)}
@@ -25,7 +25,7 @@ BERT = Member(
     departures=(
         "no next-sentence prediction (as RoBERTa)",
         "masks are drawn again at every step (as RoBERTa)",
-        "bytes are the default vocabulary, and the small recipes have no token types",
+        "bytes are the default vocabulary, and the small recipes are without token types",
         "no dropout unless asked for",
     ),
     exact_limit="is exact attention",
@@ -82,10 +82,10 @@ BIG_BIRD = Member(
     cost="linear",
     departures=(
         "a block that the authors' tables name twice, or that all see anyway, counts once, and not as often as named",
-        "any length: the last block is that of each text, and may be short",
+        "texts of any length: the last block of each text may be short",
         "the tables are the same in training and evaluation",
         "the paper's 2 global blocks are the first and the last, as in the authors' code",
-        "the extended construction, of which there is no code, takes the authors' tables of random blocks",
+        "the extended construction, whose code is not published, takes the authors' tables of random blocks",
         "no dropout unless asked for",
     ),
     exact_limit="5 + 2 * random blocks or fewer",
@@ -108,11 +108,12 @@ BIG_BIRD = Member(
 )
 
 
-# BlockBERT: every head sees one block for each block, its own or another.
+# BlockBERT: in every head, each block sees one block, itself or another.
 
 
 def _blockbert(*heads: int) -> Settings:
-    """Return the settings; ``heads``: how many see their own block, how many the next, and so on round all blocks."""
+    """Return the settings; ``heads``: the number of heads in which a block sees itself, in which it sees the next
+    block, and so on round all blocks."""
     blocks = len(heads)
     permutations = [
         [(block + shift) % blocks for block in range(blocks)] for shift, count in enumerate(heads) for _ in range(count)
@@ -129,13 +130,13 @@ BLOCKBERT = Member(
     causal=False,
     growth="none",
     departures=(
-        "each text is cut into blocks of its own, of ceil(length / blocks) tokens, without its padding",
+        "each text is cut into blocks separately, of ceil(length / blocks) tokens, without its padding",
         "a token whose block is beyond the end of a text sees nothing in that head",
-        "the paper's vocabulary is not published; the paper recipes take that of BERT",
+        "the paper's vocabulary is not published; the paper recipes take BERT's vocabulary",
         "no next-sentence prediction, and no dropout unless asked for",
     ),
     exact_limit="one block",
-    use_when="a BERT must fit into less memory, heads seeing blocks of the text",
+    use_when="a BERT must fit into less memory, with heads that see blocks of the text",
     avoid_when="length should cost linearly: its blocks grow with the text",
     recipes={
         "tiny": Recipe(32, 2, 2, _blockbert(1, 1), {"position.max_length": 128}),
@@ -147,14 +148,14 @@ BLOCKBERT = Member(
 )
 
 
-# ETC: a long input with a window, and a global one that stands for its sentences and sees all.
+# ETC: a long input with a window, and a global input whose tokens stand for sentences and see all tokens.
 
 _NORM = part("layer_norm", eps=1e-12)
 
 
 def _etc(radius: int, max_distance: int, sentence: int, ids: int | None = None, types: int = 0) -> Settings:
-    """Return the settings; ``radius``: how far a token sees to the left and right; ``sentence``: how many tokens a
-    global one stands for."""
+    """Return the settings; ``radius``: the number of tokens that a token sees on either side; ``sentence``: the number
+    of tokens that a global token stands for."""
     return {
         **ENCODER,
         "mixer": part("etc", pattern=part("window", window=radius), max_distance=max_distance, ids=ids),
@@ -194,11 +195,11 @@ ETC = Member(
 )
 
 
-# Longformer: a window for all, a few global tokens with projections of their own.
+# Longformer: a window for all tokens, and a few global tokens with separate projections.
 
 
 def _longformer(windows: Sequence[int], global_tokens: int = 1) -> Settings:
-    """Return the settings; ``windows``: how far a token sees on either side, layer by layer (in turns)."""
+    """Return the settings; ``windows``: the number of tokens that a token sees on either side, by layer in turns."""
     count = len(windows)
     return {
         **_LONG,
@@ -231,7 +232,7 @@ LONGFORMER = Member(
     ),
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
-    training={  # section 5: masked language modelling that goes on from RoBERTa
+    training={  # section 5: masked language modelling that continues from RoBERTa
         "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999},
     },
     recipes={
@@ -248,7 +249,7 @@ LONGFORMER = Member(
 
 
 def _linformer(rank: int, max_length: int, layerwise: bool = True) -> Settings:
-    """Return the settings; ``rank``: how many summaries a sequence has; ``layerwise``: one projection for keys and
+    """Return the settings; ``rank``: the number of summaries of a sequence; ``layerwise``: one projection for keys and
     values of all layers, else two per layer."""
     sharing = "keys_values" if layerwise else "heads"
     return {
@@ -287,12 +288,12 @@ LINFORMER = Member(
 )
 
 
-# Sparse Sinkhorn Transformer: blocks that see themselves, and one that a learned sorting brings.
+# Sparse Sinkhorn Transformer: a block sees itself and another block, which a learned sorting chooses.
 
 
 def _sinkhorn(block: int, max_length: int, cut: int = 0) -> Settings:
-    """Return the settings; ``cut``: how many sorted blocks all tokens see (SortCut); 0: every block sees its own and
-    itself."""
+    """Return the settings; ``cut``: the number of sorted blocks that all tokens see (SortCut); 0: every block sees its
+    sorted block and itself."""
     mixer = part("sinkhorn", block=block, max_length=max_length, iterations=5, cut=cut)
     return ENCODER | {"mixer": mixer, "position": part("learned", max_length=max_length)}
 
@@ -313,19 +314,19 @@ SINKHORN = Member(
     growth="none",
     cost="between",
     departures=(
-        "decoders (recipes causal, mixer causal_sinkhorn): a block ranks the blocks before it with those that are no "
-        "later than itself; the published form balances all blocks under a mask and divides by sums over later ones, "
+        "decoders (recipes causal, mixer causal_sinkhorn): the ranking of the earlier blocks for a block does not use "
+        "later blocks; the published form balances all blocks under a mask and divides by sums over later blocks, "
         "which leaks (tested)",
-        "a causal block is ranked by the sum of the tokens before it (the paper: and its first one)",
+        "a causal block ranks by the sum of the tokens before it (the paper: and its first token)",
         "the own and the sorted block are in one softmax",
-        "a last block that is not full, and texts of any length up to max_length: what is missing has no weight",
+        "texts of any length up to max_length: the last block need not be full, and its missing tokens have weight 0",
         "Gumbel noise in training alone",
         "the mixture with plain attention is a list of layers (`set` layers.0.mixer=bidirectional)",
         "the recipes predict masked tokens; the paper's encoders classify",
     ),
     exact_limit="one block (block >= length), or two that change places; causal: two blocks",
     parity=("another implementation: sorting, in float64 (tests/mixers/test_sinkhorn.py)",),
-    use_when="far blocks should meet, and which ones is to be learnt",
+    use_when="a block should see a far block, and the choice is to be learnt",
     avoid_when="texts are short, or training is brief: sorting must be learnt first",
     recipes={
         "tiny": Recipe(32, 2, 2, _sinkhorn(16, 128)),
@@ -339,7 +340,7 @@ SINKHORN = Member(
 )
 
 
-# Star-Transformer: tokens in a ring, and a relay between all of them.
+# Star-Transformer: tokens in a ring, and a relay connected to all tokens.
 
 _STAR: Settings = {
     **_BERT,
@@ -364,12 +365,12 @@ STAR = Member(
     departures=(
         "the relay begins as the mean of the real tokens, and the ring closes over them: in the authors' code both see "
         "padding in the first update, and both ends of a text look at zeros (`set` layers.*.mixer.ends=zeros)",
-        "a token's output is its mean with the relay; `set` head.pooling=max is what the authors' classifier reads",
+        "a token's output is its mean with the relay; the authors' classifier reads `set` head.pooling=max",
         "small and benchmark have the updates in place of attention, in layers with residuals and feed-forwards",
         "masked tokens are predicted, which the paper does not",
         "no dropout unless asked for",
     ),
-    exact_limit="3 tokens or fewer: each sees all of them, beside its own input and the relay; the relay always does",
+    exact_limit="3 tokens or fewer: each sees all tokens, beside its own input and the relay; the relay always does",
     parity=("the authors' code (tests/mixers/test_star.py)",),
     use_when="texts are short to medium, data is small and a light model is enough",
     avoid_when="any two tokens must meet directly",

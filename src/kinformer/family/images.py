@@ -31,7 +31,7 @@ VIT = Member(
         "gelu is exact, as in the PyTorch ports; the authors' is the tanh approximation",
         "no hidden layer in the head, as in fine-tuning",
         "the head's weights begin as the others' (theirs at zero), biases at zero (theirs N(0, 1e-6) in feed-forwards)",
-        "an image whose sides are no multiples of the patch is continued with zeros",
+        "an image is padded with zeros where its sides are not multiples of the patch",
         "no dropout unless asked for",
     ),
     exact_limit="is exact attention",
@@ -67,7 +67,7 @@ VIT = Member(
 )
 
 
-# DeiT: a ViT with a token more, which learns what a teacher says.
+# DeiT: a ViT with one more token, which learns the predictions of a teacher.
 
 
 def _deit(size: int, patch: int, classes: int = 1000) -> Settings:
@@ -94,14 +94,14 @@ DEIT = Member(
         "the divergence of soft distillation is a mean over images, as in the paper; the authors' code divides by the "
         "number of classes too",
         "repeated augmentation and an average of weights are options (`repeats` 3, `ema`)",
-        "an image whose sides are no multiples of the patch is continued with zeros",
+        "an image is padded with zeros where its sides are not multiples of the patch",
         "without a teacher both heads learn the labels",
     ),
     exact_limit="is exact attention",
     parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are classified with few labels, and a convolutional teacher exists",
     avoid_when="no teacher is at hand: it is `vit` then",
-    training={  # table 9: 300 epochs, of which 5 warm up; lr is 5e-4 * batch_size / 512
+    training={  # table 9: 300 epochs with 5 of warm-up; lr is 5e-4 * batch_size / 512
         name: {
             "batch_size": 1024,
             "lr": 1e-3,
@@ -174,15 +174,15 @@ SWIN = Member(
     growth="none",
     cost="linear",
     departures=(
-        "images of any size: a grid that is no multiple of the window is continued with zeros (theirs refuses it)",
-        "a mask hides what a shifted window must not see (theirs takes 100 off its scores)",
+        "images of any size: a grid is padded with zeros to a multiple of the window (theirs refuses it)",
+        "a mask hides the patches that a shifted window must not see (theirs takes 100 off their scores)",
         "no dropout unless asked for",
     ),
     exact_limit="a window as large as the image's grid of patches, with a bias by distance",
     parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
-    use_when="images are large, so that attention to all patches is too dear",
+    use_when="images are large, so that attention to all patches costs too much",
     avoid_when="images are small: `vit` learnt more from the same computation",
-    training={  # section 4.1: 300 epochs, of which 20 warm up
+    training={  # section 4.1: 300 epochs with 20 of warm-up
         name: {
             "batch_size": 1024,
             "lr": 1e-3,
@@ -211,7 +211,8 @@ SWIN = Member(
 )
 
 
-# ConvFormer: the layers of a transformer with a convolution for attention; the baseline of images, and a teacher.
+# ConvFormer: the layers of a transformer with a convolution in place of attention; the baseline of images, and a
+# teacher.
 
 
 def _convformer(size: int, patch: int, classes: int = 1000) -> Settings:
@@ -238,8 +239,8 @@ CONVFORMER = Member(
         "one width and one grid of patches at all depths (theirs: four stages)",
         "squared relu without a learnt scale and shift, a linear head, no scales of layers or of the residual",
     ),
-    exact_limit="none: it has no attention, and is what members of images are compared with",
-    use_when="you need to know what attention is worth on images",
+    exact_limit="none: it does not attend, and is the baseline of the members of images",
+    use_when="you need to know the gain of attention on images",
     avoid_when="you want attention",
     recipes={
         "tiny": Recipe(32, 2, 2, _convformer(32, 4, classes=10)),
@@ -250,7 +251,7 @@ CONVFORMER = Member(
 )
 
 
-# HIPT: encoders on top of each other, of patches, of tiles and of regions, up to an image too large for one.
+# HIPT: encoders of patches, of tiles and of regions on top of each other, for images too large for one encoder.
 
 Level = tuple[tuple[int, int, int], int]
 """The width, depth and heads of an encoder, and the side of the images that it reads, in pixels."""
@@ -291,8 +292,8 @@ HIPT = Member(
     departures=(
         "positions are learnt for whole tiles and regions and interpolated for views (theirs: for views of 14 x 14, "
         "interpolated for the whole)",
-        "an image whose sides are no multiples of the tile is continued with zeros (theirs: cut off)",
-        "the feed-forward of the highest encoder has no dropout inside",
+        "an image is padded with zeros to a multiple of the tile (theirs: cut off)",
+        "the feed-forward of the highest encoder is without dropout inside",
         "in pretraining, weight decay is constant, the last layer learns from the first step on, and the hidden layers "
         "of the head are 16/3 as wide as the encoder (theirs 2,048)",
         "weights begin Glorot-uniform",

@@ -32,10 +32,10 @@ PLAIN: Mapping[str, frozenset[str]] = {
     "projection": frozenset({"multi_head", "grouped", "normalised"}),
     "score": frozenset({"scaled_dot", "capped"}),
 }
-"""Kinds by slot that characterise no member. Where both models have such a kind, the run's stays."""
+"""Plain kinds by slot: they do not characterise a member. Where both models have a plain kind, the run's kind stays."""
 
 SIZES = ("num_heads", "head_dim", "bias", "dropout")
-"""Settings that the mixers of both have; the run's values stay."""
+"""Settings that keep the run's values where the mixers of both models have them."""
 
 
 def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) -> ModelConfig:
@@ -151,12 +151,12 @@ def _fields(config: Config) -> dict[str, Any]:
     return {name: getattr(config, name) for name in field_types(type(config))}
 
 
-# The weights that a model takes from a run of another: which, from where, and which are new or left.
+# The weights that a model takes from a run of another member, the new weights, and the weights that the run keeps.
 #
-# A weight is taken where its name, its shape and the part that it belongs to are those of the run. Queries, keys and
-# values are taken head by head, wherever both have them (see ``LAYOUTS``). A table of positions that is to reach
-# farther is copied over and over (Beltagy et al. 2020, section 5), and a second projection begins as a copy of the
-# first (section 3.1).
+# A weight is taken where the run has a weight of the same name and shape, in a part of the same kind. Queries, keys and
+# values are taken head by head, wherever both models have them (see ``LAYOUTS``). A longer table of positions repeats
+# the rows of the run's table (Beltagy et al. 2020, section 5), and a second projection begins as a copy of the first
+# (section 3.1).
 
 POSITIONS, HEAD = "position.table", "head."
 TABLE = "input.embedding.weight"
@@ -174,9 +174,10 @@ LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "lsh": {"qv": "kv"},
     "etc": {"projection.qkv": "qkv"},
 }
-"""Projections by kind of mixer ("projection": one with such a part; "delta": the linear one by that rule), and whose
-rows they hold, all heads of the queries first. "heads": head by head, with the strength of writing behind the value.
-The shared queries and keys of LSH are keys."""
+"""Projections by kind of mixer, and the order of their rows. "projection" is any mixer with a part ``projection``, and
+"delta" is linear attention with the delta rule. "qkv": all heads of the queries, then of the keys, then of the values.
+"heads": head by head, with the strength of writing (beta) after the value. The shared queries and keys of LSH count as
+keys."""
 FURTHER: Mapping[str, Mapping[str, str]] = {
     "multi_head_global": {f"projection.of_global.{name}": name[0] for name in ("query", "key", "value")},
     "etc": {"projection.of_global.qkv": "qkv", "projection.l2g": "kv", "projection.g2l": "kv"},
@@ -223,7 +224,7 @@ class Inheritance:
 
     @property
     def partly_new(self) -> tuple[str, ...]:
-        """Return the weights that have both rows with an origin and new rows."""
+        """Return the weights with both inherited rows and new rows."""
         return tuple(
             name
             for name, origin in self.origins.items()
@@ -240,8 +241,8 @@ class Inheritance:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return the names of the weights that are ``new``, ``partly_new`` and ``left``, and the counts of weights and
-        numbers, in total and taken from the run."""
+        """Return the names of the ``new``, ``partly_new`` and ``left`` weights, and the counts of weights and numbers,
+        in total and from the run."""
         sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         fresh = sum(sizes[name] for name in self.new)
         for name, origin in self.origins.items():
@@ -339,8 +340,8 @@ def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, tuple[t
 
 
 def _part(config: Any, name: str) -> str:
-    """Return the slot and kind of the innermost part of ``config`` that has the weight ``name``; "" for a weight of a
-    layer or of the model itself, such as a norm's."""
+    """Return "slot.kind" of the innermost part of ``config`` with the weight ``name``; "" for a weight of a layer or of
+    the model itself, such as a norm's."""
     keys, node = name.split("."), config
     while keys:
         if keys[0] == "stack" and hasattr(node, "layers"):
@@ -358,7 +359,7 @@ def _part(config: Any, name: str) -> str:
 
 
 def _repeated(name: str, rows: int, count: int) -> Origin:
-    """Return ``count`` rows of a table of ``rows``, from its first one again where it ends."""
+    """Return the origin of ``count`` rows in a table of ``rows`` rows, repeated from its first row."""
     return tuple(Rows(name, 0, min(rows, count - first)) for first in range(0, count, rows))
 
 
@@ -391,8 +392,8 @@ def _projected(
 
 
 def _block(block: Block, rows: Mapping[str, list[Rows]]) -> Rows | int:
-    """Return the rows of ``block``: a head that several query heads share is copied for them; new ones where the run
-    has none of that size."""
+    """Return the run's rows for ``block``; a key or value head that several query heads share is copied for each.
+    Return the number of new rows where the run does not have such a head of this size."""
     heads = rows.get(block.role) or (rows.get("k", []) if block.role == "q" else [])
     if not heads or block.heads % len(heads):
         return block.size

@@ -64,7 +64,7 @@ def _kinds_of(slot: str, page: str) -> dict[str, type[Config]]:
 
 
 BUILTIN = {slot: Pages(pages, partial(_kinds_of, slot)) for slot, pages in PAGES.items()}
-"""Kinformer's own parts: slot -> kind -> config class. The recipes of members are made of them."""
+"""Kinformer's parts: slot -> kind -> config class. The recipes of members are made of these parts."""
 
 
 def kinds() -> dict[str, Registry[type[Config]]]:

@@ -45,7 +45,7 @@ LINEAR_TRANSFORMER = Member(
     results=("capacity",),
     use_when="speed and a constant state matter more than exact recall",
     avoid_when=(
-        "many things must be recalled exactly, or texts go on far beyond the length of training: its sum never forgets"
+        "many things must be recalled exactly, or texts are far longer than in training: its sum never forgets"
     ),
     recipes={
         **sizes(_LINEAR),
@@ -161,7 +161,7 @@ RFA = Member(
     departures=(
         "random features are drawn once (the authors: in every training step, from a pool of 500)",
         "the normaliser is at least 0.1, as products of sines and cosines may be negative (the authors' code: 1, for "
-        "features that are 0.1 [sin, cos] whatever their number)",
+        "features 0.1 [sin, cos] of any number)",
         "the softmax over the vocabulary is not adaptive, and the embedding is tied to it",
         "translating recipes have the gate",
     ),
@@ -373,7 +373,7 @@ GLA = Member(
     growth="constant",
     departures=(
         "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
-        "the output gate has no bias, and the norm of heads no weights",
+        "the output gate is without a bias, and the norm of heads without weights",
         "keys are as wide as values in the recipe benchmark (the paper's: half as wide)",
     ),
     exact_limit="no finite limit; without decay it is linear attention without a normaliser",
@@ -425,8 +425,8 @@ MAMBA2 = Member(
         "norms)",
         "convolutions have no bias",
         "the recipe benchmark is as wide inside as outside (the authors': twice as wide)",
-        "the recipe log-linear (Guo et al. 2025, Log-Linear Attention, arXiv 2506.04761) has 15 levels, of which the "
-        "last holds all that is older (the authors': as many as the text needs)",
+        "the recipe log-linear (Guo et al. 2025, Log-Linear Attention, arXiv 2506.04761) has 15 levels, and the last "
+        "level holds all older tokens (the authors': as many levels as the text needs)",
     ),
     exact_limit="no finite limit; with rates A of 0 it is linear attention without a normaliser, of values times steps",
     parity=(
@@ -463,7 +463,7 @@ RWKV7 = Member(
     causal=True,
     growth="constant",
     departures=(
-        "the first layer has the weights of mixing values, too, which have no effect there (the authors' has none)",
+        "the first layer also has the weights of mixing values, without an effect there (the authors' is without them)",
         "shifts and biases begin as in a middle layer of the authors', weights as in all members",
     ),
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
@@ -472,7 +472,7 @@ RWKV7 = Member(
         "the layer of flash-linear-attention with the naive form of its kernel; two layers, the second with the values "
         "of the first (tests/mixers/test_rwkv7.py), and the feed-forward (tests/mixers/test_channel_mix.py)",
     ),
-    use_when="a constant state must follow what a text changes, with keys to erase apart from keys to write",
+    use_when="a constant state must follow the changes in a text, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
     recipes={
         "tiny": Recipe(32, 2, 2, _rwkv7(8, 8, 8, 8)),

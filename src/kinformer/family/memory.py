@@ -5,7 +5,7 @@ from __future__ import annotations
 from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, part, sizes, translating
 from kinformer.family.record import Member
 
-# Transformer-XL: segments that see a memory of those before, with positions given by distance.
+# Transformer-XL: segments that see a memory of earlier segments, with positions by distance.
 
 _SEGMENTS: Settings = {
     **POST_NORM,
@@ -53,7 +53,7 @@ TRANSFORMER_XL = Member(
         "extrapolation",
         "xl_evaluation",
     ),
-    use_when="long texts are read segment by segment and should remember the one before",
+    use_when="long texts are read segment by segment, and a segment should see the segment before",
     avoid_when="training is short: the plain decoder makes more steps and is ahead",
     training={  # the authors' scripts of enwik8 and WikiText-103
         name: {
@@ -114,7 +114,7 @@ COMPRESSIVE = Member(
     exact_limit="segment >= length: exact attention with relative positions; compressed = 0: Transformer-XL",
     needs={"segments": True},
     use_when="a Transformer-XL should remember further back in a small state",
-    avoid_when="training is short, or what is remembered must be exact",
+    avoid_when="training is short, or the memory must be exact",
     training={  # section 4: Adam, whose rate falls as a cosine from 3e-4 to 1e-6
         name: {"lr": 3e-4, "min_lr_ratio": 1 / 300, "weight_decay": 0.0, "clip": 0.1}
         for name in ("paper", "paper-books")
@@ -129,11 +129,11 @@ COMPRESSIVE = Member(
 )
 
 
-# Memorizing Transformer: one layer near the top looks up what the document said long ago.
+# Memorizing Transformer: one layer near the top looks up keys and values of the distant past of a document.
 
 
 def _memorizing(layer: int, window: int, memory_size: int, **more: object) -> Settings:
-    """Return the settings of a window of ``window`` tokens in all layers, and memories in one of them."""
+    """Return the settings of a window of ``window`` tokens in all layers, and of memories in the layer ``layer``."""
     local = part(
         "softmax",
         projection=part("multi_head", bias=False),
@@ -154,15 +154,15 @@ MEMORIZING = Member(
     causal=True,
     growth="window",
     departures=(
-        "the window of every layer is counted back from each token; the authors see the segment and the one before it, "
-        "and attend to zeros where a document begins",
+        "the window of every layer is counted back from each token; the authors' tokens see their segment and the "
+        "segment before, and attend to zeros where a document begins",
         "a token sees itself in its window, but in the recipe paper, where the layer with memories leaves it out",
         "the layer with memories has T5's biases in its window in the recipe paper alone; elsewhere by "
         "layers.N.mixer.position=t5",
         "only the layer with memories norms its queries and keys (the authors: all)",
         "AdamW unless set otherwise (the authors train with Adafactor)",
     ),
-    exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all of them",
+    exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all memories",
     needs={"segments": True},
     parity=("the authors' code (tests/mixers/test_memorizing.py)",),
     layer=2,
@@ -184,8 +184,7 @@ MEMORIZING = Member(
 )
 
 
-# kNN-LM: a trained decoder whose predictions are mixed with the tokens after the
-# most similar contexts of a datastore.
+# kNN-LM: a trained decoder whose predictions are mixed with the tokens after the most similar contexts of a datastore.
 
 _KNN: Settings = {"input": part("tokens", scale=True), "position": "sinusoidal", "activation": "relu"}
 
@@ -199,8 +198,8 @@ KNN_LM = Member(
     causal=True,
     growth="store",
     departures=(
-        "what is trained is the decoder alone; kinformer index writes the datastore of this or of any other causal "
-        "run, and evaluate and generate take it by `datastore`",
+        "only the decoder is trained; kinformer index writes the datastore of this or of any other causal run, and "
+        "evaluate and generate take it by `datastore`",
         "one embedding table and a full softmax, where the authors' model has adaptive ones",
         "keys in float16 beside int32 tokens (the authors' float16 store cuts tokens to int16); lists of one byte per "
         "number, or product-quantised where `key_bytes` says so, distances always computed from the stored keys",
@@ -218,7 +217,8 @@ KNN_LM = Member(
 )
 
 
-# SPALM: Transformer-XL with a gate at the output to what a frozen retriever finds in a datastore.
+# SPALM: Transformer-XL with a gate at the output, which adds the neighbours that a frozen retriever finds in a
+# datastore.
 
 SPALM = Member(
     name="spalm",
@@ -229,15 +229,15 @@ SPALM = Member(
     causal=True,
     growth="window",
     departures=(
-        "the growth is that of the model itself: with a datastore, the retriever's state is carried beside it",
-        "without `datastore` there is no gate and no long-term memory: what is trained is Transformer-XL",
-        "keys are those that kinformer index makes of any causal run (the input of its last feed-forward), searched by "
+        "the growth is the growth of the model alone: with a datastore, the retriever's state comes beside it",
+        "without `datastore` the gate and the long-term memory are left out: the trained model is Transformer-XL",
+        "the keys come from kinformer index of any causal run (the input of its last feed-forward), searched by "
         "squared distance, exactly or with `probes` in lists (the authors: quantised search)",
         "a text is looked up as a stream, as the datastore was made; a token's own entry is left out in training, and "
         "only there",
         "the gate is one number a token, as printed; elementwise=true gives each feature its own, as the blog's sign "
         "suggests",
-        "the recipe paper is Transformer-XL's of characters; its clusters of words have no gate",
+        "the recipe paper is Transformer-XL's recipe of characters; its clusters of words do not have a gate",
     ),
     exact_limit="a gate of 1, no neighbour, or no datastore: Transformer-XL",
     use_when="a datastore is at hand while you train, and a gate should decide when to use it",
@@ -329,10 +329,10 @@ TENSORIZED = Member(
         "2 length^2 dim (rank + 32) operations a layer and term",
         "positions count from the beginning of a sequence, or of a token's window of segment and memory (recipes "
         "memory), whose slots are empty at the beginning of a text",
-        "recipe paper-memory: 80 slots as on WikiText-103, of which half are memory, which is ours",
+        "recipe paper-memory: 80 slots as on WikiText-103; a memory of half of the slots is our choice",
         "encoders and translators (recipes encoder and translate) sum every pair of a text, so that the sum is the "
         "same for all queries; attention to the source is exact",
-        "blocks share their factors, as in the authors' code, so that more of them add no capacity (tested)",
+        "blocks share their factors, as in the authors' code, so that more blocks do not add capacity (tested)",
         "cores begin as softmax of noise; the authors' are uninitialised memory",
         "dim * max_length^2 weights a layer, so that the recipes read 32 to 128 tokens (`length`)",
     ),
@@ -363,7 +363,7 @@ TENSORIZED = Member(
 
 
 def _sha_rnn(dim: int, depth: int, memory: int, dropout: float = 0.0, **more: object) -> Recipe:
-    """Return the recipe of ``depth`` layers, of which the last but one attends."""
+    """Return the recipe of ``depth`` layers; the last layer but one attends."""
     return Recipe(
         dim,
         depth,

@@ -27,12 +27,12 @@ DIFFERENTIAL = Member(
     growth="linear",
     departures=(
         "the two heads of a pair stand half the heads apart, as in DiffLlama (in the paper, side by side)",
-        "the norm of a pair's output has no weight, as in DiffLlama",
+        "the norm of a pair's output is without weights, as in DiffLlama",
         "layer norm and GELU in all recipes but paper",
     ),
     exact_limit="with lambda 0 it is softmax attention of half the heads over values twice as wide, each normed",
     parity=("DiffLlamaAttention of transformers, in float64 (tests/mixers/test_differential.py)",),
-    use_when="little must be found in much, and you would attend to everything anyway",
+    use_when="few relevant tokens stand among many others, and attention to all tokens is affordable",
     avoid_when="speed counts: it computes two softmaxes",
     recipes={
         **{name: recipe.but(_lambdas(recipe.depth)) for name, recipe in sizes(_ROTARY).items()},
@@ -74,8 +74,8 @@ FORGETTING = Member(
         "naive_forgetting_attn of flash-linear-attention; the block of pro beside the formulas of the authors' layer, "
         "head by head (tests/mixers/test_forgetting.py)",
     ),
-    use_when="softmax attention should learn what to let go, with no positions to choose, on texts longer than those "
-    "of training",
+    use_when="softmax attention should learn to forget, without a choice of positions, on texts longer than in "
+    "training",
     avoid_when="the state must not grow",
     recipes={
         "tiny": Recipe(32, 2, 2, _FORGETTING),
@@ -106,7 +106,7 @@ FORGETTING = Member(
 )
 
 
-# Multi-head latent attention: keys and values of all heads are made of one small vector, which alone is remembered.
+# Multi-head latent attention: keys and values of all heads are made of one small vector, and only it is cached.
 
 MLA = Member(
     name="mla",
@@ -118,14 +118,14 @@ MLA = Member(
     causal=True,
     growth="linear",
     departures=(
-        "the recipe paper balances experts alone, not the devices that hold them, and its tokens choose among all "
-        "experts (the authors': among those of three groups of devices)",
+        "the recipe paper balances experts, not devices, and its tokens choose among all experts (the authors': among "
+        "the experts of three groups of devices)",
         "positions are not stretched by YaRN",
         "layer norm and GELU in all recipes but paper",
     ),
     exact_limit="with a latent as wide as the stream, queries straight from it and no rotary features it is softmax "
     "attention of normed inputs",
-    use_when="every token is to see all earlier ones, and the cache of keys and values is what limits you",
+    use_when="every token is to see all earlier tokens, and the cache of keys and values must be small",
     avoid_when="texts are short, or the state must not grow at all",
     parity=("DeepseekV3Attention of transformers, in float64 (tests/mixers/test_latent.py)",),
     recipes={
@@ -176,7 +176,7 @@ MLA = Member(
 )
 
 
-# Mixtral: a feed-forward of which every token uses the experts that it chooses.
+# Mixtral: a feed-forward of several experts; every token chooses some experts and uses only these.
 
 MIXTRAL = Member(
     name="mixtral",

@@ -24,7 +24,7 @@ ROPE = Member(
     ),
     exact_limit="is exact attention; with all positions equal it is attention without positions",
     parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
-    use_when="you want the best plain baseline; it learns faster than `gpt` and has no table that ends",
+    use_when="you want the best plain baseline; it learns faster than `gpt`, without a table that limits the length",
     avoid_when="the state must not grow",
     recipes={
         **sizes(_ROPE),
@@ -54,7 +54,7 @@ ALIBI = Member(
     ),
     exact_limit="slopes of zero: exact attention without positions",
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
-    use_when="you generate or evaluate texts longer than those of training: it holds there, as measured",
+    use_when="you generate or evaluate texts longer than in training: its quality holds there, as measured",
     avoid_when="far tokens matter as much as near ones: its biases fade them out",
     recipes={
         **sizes(_ALIBI),
@@ -199,7 +199,8 @@ COMPLEX_ORDER = Member(
     departures=(
         "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",
         "the imaginary part of a product is re im' + im re' (the authors' language model takes re im' twice), its "
-        "score is the modulus of the sum (theirs adds those of content and position), the pre-norm keeps its residual",
+        "score is the modulus of the sum (theirs adds the moduli of content and position), the pre-norm keeps its "
+        "residual",
         "positions count through the whole sequence (theirs are reset in every segment), from 0",
         "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
         "twice as wide as other members' at as many weights",
@@ -211,7 +212,7 @@ COMPLEX_ORDER = Member(
         "(tests/projections/test_complex.py)",
     ),
     use_when="you study embeddings whose order is a phase",
-    avoid_when="you want quality per minute: it is among the last there",
+    avoid_when="quality per minute counts: it is among the last members there",
     recipes={
         "tiny": Recipe(32, 2, 2, _COMPLEX, hidden_dim=64),
         "small": Recipe(512, 4, 4, _COMPLEX, hidden_dim=1024),

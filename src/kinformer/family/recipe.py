@@ -25,7 +25,7 @@ DECODER: Settings = {
     "activation": "gelu",
     "residual": "pre",
 }
-"""A decoder with pre-norm layers and a head that is tied to the embeddings. Every recipe begins with it."""
+"""A decoder with pre-norm layers and a head tied to the embeddings. Every recipe changes this base."""
 POST_NORM: Settings = {"residual": "post", "activation": "relu"}
 """Sublayers as Vaswani et al. 2017 have them."""
 ENCODER: Settings = {
@@ -240,8 +240,8 @@ def noam(dim: int, warmup: int = 4000, **more: object) -> Settings:
 
 
 def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
-    """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: a learning rate that is
-    halved when the validation error stops decreasing."""
+    """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: the learning rate is halved
+    when the validation error stops decreasing."""
     return {
         "optimizer": optimizer,
         "lr": lr,

@@ -42,12 +42,12 @@ class MemberFacts(MemberSheet):
 class Member:
     """The record of a member: its paper, its facts and its recipes.
 
-    ``axes`` name what the member changes: projection, position, pattern, score, memory, rank, kernel, depth,
-    recurrence, domain. ``growth`` says how the state grows with the number of absorbed tokens. ``departures`` are the
-    differences from the paper. ``exact_limit`` is the case in which the member equals exact attention. ``parity`` names
-    implementations of others that give the same numbers with the same weights, and the test. ``results`` are files of
-    ``benchmarks/results`` that measured the member without naming it. ``use_when`` and ``avoid_when`` are clauses, by
-    cost and by measurements.
+    ``axes`` are the changed parts of the Transformer: projection, position, pattern, score, memory, rank, kernel,
+    depth, recurrence, domain. ``growth`` is the growth of the state with the number of absorbed tokens. ``departures``
+    are the differences from the paper. ``exact_limit`` is the case in which the member equals exact attention.
+    ``parity`` lists other implementations with the same outputs for the same weights, and the test of each.
+    ``results`` are files of ``benchmarks/results`` that measured the member but do not contain its name. ``use_when``
+    and ``avoid_when`` are clauses, founded on costs and measurements.
 
     ``recipes``: name -> :class:`~kinformer.family.recipe.Recipe`, or any function of a vocabulary size (None: the
     recipe's own) that returns a model config. ``layer``: the number of the layer that shows the mechanism in the recipe

@@ -1,4 +1,4 @@
-"""What every setting of a part means, in one sentence each: the table ``settings.toml`` beside this file."""
+"""The meanings of the settings of all parts, one sentence each, from the table ``settings.toml`` beside this file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def meanings() -> Mapping[str, Mapping[str, str]]:
 
 
 def groups(config: type[Config]) -> Iterator[str]:
-    """Yield the names of the groups of the table that a config class is in, the most special one first."""
+    """Yield the names of the groups of the table that a config class belongs to, the most special group first."""
     if not config.kind:
         yield config.__qualname__
         return
@@ -30,14 +30,14 @@ def groups(config: type[Config]) -> Iterator[str]:
 
 
 def group_of(config: type[Config], name: str) -> str | None:
-    """Return the group whose meaning counts for the setting ``name`` of a config class, None where none has it."""
+    """Return the first group with a meaning of the setting ``name`` of a config class, or None."""
     return next((group for group in groups(config) if name in meanings().get(group, {})), None)
 
 
 def meaning(config: type[Config], name: str) -> str:
-    """Return what the setting ``name`` of a config class means: its unit, and what special values do.
+    """Return the meaning of the setting ``name`` of a config class: its unit, and the effect of special values.
 
-    Of a part of another package it is the text under the field in its source; "" where there is none.
+    For a part of another package, return the text under the field in its source, or "".
     """
     if config.__module__.partition(".")[0] != KINFORMER:
         return field_docs(config).get(name, "")
@@ -46,8 +46,8 @@ def meaning(config: type[Config], name: str) -> str:
 
 
 def meanings_in(config: object) -> dict[str, dict[str, str]]:
-    """Return the meanings of all settings of a config and of all configs inside it: part ("slot.kind") -> setting ->
-    meaning; those without a kind by their class."""
+    """Return the meanings of all settings of a config and of all configs inside it: part -> setting -> meaning. A part
+    is named "slot.kind", or by its class if it does not have a kind."""
     return {
         next(groups(part)): {name: meaning(part, name) for name in field_types(part)}
         for part in dict.fromkeys(map(type, parts_in(config)))

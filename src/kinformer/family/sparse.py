@@ -7,7 +7,7 @@ from typing import Any
 from kinformer.family.recipe import POST_NORM, Recipe, Settings, drop, llama, part, translating
 from kinformer.family.record import Member
 
-# Sliding window: every token sees the last few, and a state of constant size remembers them.
+# Sliding window: every token sees the last few tokens, which a state of constant size holds.
 
 _LOCAL: Settings = {"mixer": part("softmax", position="rope", pattern=part("local", window=256))}
 LONGEST_WINDOW = 32768
@@ -18,13 +18,13 @@ PHASES = 5
 
 def _windows(depth: int, phase: int) -> list[int]:
     """Return the number of keys that each layer of Longformer's language model sees in a phase (from 0): 32 in the
-    lowest and 8192 in the highest layer in the first phase, twice as many in every later one."""
+    lowest and 8192 in the highest layer in the first phase, and twice as many in every later phase."""
     return [min(2 ** (5 + round(8 * layer / (depth - 1)) + phase), LONGEST_WINDOW) for layer in range(depth)]
 
 
 def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recipe:
     """Return Longformer's language model of characters (Beltagy et al. 2020, section 4 and table 12) after its last
-    phase; ``dilations``: the lowest of the layers in which two heads see every second, every third and every fourth
+    phase; ``dilations``: the lowest layers from which two heads see every second, every third and every fourth
     token."""
     patterns = {}
     for number, window in enumerate(_windows(depth, PHASES - 1)):
@@ -68,7 +68,7 @@ LOCAL = Member(
     causal=True,
     growth="window",
     departures=(
-        "in all recipes but those of papers, layer norm, GELU and a key head per head, so that only window and "
+        "in all recipes except the recipes paper, layer norm, GELU and a key head per head, so that only window and "
         "positions differ from the plain decoder",
         "paper-longformer: windows grow from layer to layer by powers of two (the paper names the lowest and the "
         "highest), and count the keys that a token sees, itself included; its authors never released this model's "
@@ -152,7 +152,7 @@ SPARSE_TRANSFORMER = Member(
         "one learned table of positions of text (the paper adds one of rows and one of columns)",
         "images (paper-cifar): both parts in one softmax, since the paper does not say which use it is; queries and "
         "keys as wide as values (the paper: half as wide), which makes 67 million parameters instead of 59",
-        "one standard deviation, 0.125 / sqrt(dim), for all weights but those that write into the residual stream",
+        "one standard deviation, 0.125 / sqrt(dim), for all weights except the weights into the residual stream",
         "the output shares the embedding's weights; no dropout unless asked for (the paper: 0.4 on enwik8)",
     ),
     exact_limit="stride or segment >= length",
@@ -161,7 +161,7 @@ SPARSE_TRANSFORMER = Member(
     ),
     results=("sparse",),
     use_when="texts or images have a period (lines, columns) that a stride can follow",
-    avoid_when="the structure has no fixed period, or the state must not grow",
+    avoid_when="the structure does not have a fixed period, or the state must not grow",
     training={"paper": {"warmup": 5000, "clip": 1.0}},  # section 7: then a cosine
     recipes={
         "tiny": _sparse(32, 2, 2, part("fixed", segment=8, summary=2), _SHORT),
@@ -254,9 +254,9 @@ IMAGE_TRANSFORMER = Member(
     growth="window",
     departures=(
         "recipes of tokens (tiny, small, benchmark) have one table, sinusoids of the sequence, and in 2D predict from "
-        "one block to the next; those of pixels have what the published code has: a table for each channel, signals of "
+        "one block to the next; recipes of pixels follow the published code: a table for each channel, signals of "
         "rows and columns, and 2D blocks that begin without their predecessor",
-        "what stands before an image or a block is learned and begins as noughts (the published code: noughts)",
+        "the vector before an image or a block is learned and begins as zeros (the published code: zeros)",
         "a sequence of less than two blocks in 1D is cut into blocks like any other (the published code: one block)",
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
         "recipes of super-resolution have norms behind sublayers, as the other recipes; the published code's "
@@ -314,13 +314,13 @@ REFORMER = Member(
     causal=True,
     growth="window",
     departures=(
-        "a chunk holds tokens of one bucket, by their rank there, so that what a token sees depends on the past alone "
-        "(the authors': tokens of the whole text, sorted by bucket, where later tokens move what earlier ones see)",
+        "a chunk holds tokens of one bucket, by their rank there, so that the keys of a token depend on the past alone "
+        "(the authors': tokens of the whole text, sorted by bucket, where later tokens change what earlier tokens see)",
         "the published form, sorted, is the encoder mixer lsh; masked for a decoder it leaks: with other later tokens "
         "40 % of the outputs before them change, by 48 % of their norm (tests/mixers/test_bidirectional_lsh.py)",
         "tokens see no other buckets than their own, and a key that several rounds find counts once, as in the paper's "
         "equations; the authors' code has neither",
-        "rotations are drawn once, with the weights (the authors' code: in every pass), so that a text can go on",
+        "rotations are drawn once, with the weights, so that a text can continue (the authors' code: in every pass)",
         "num_buckets is a setting (the authors' code: from the length)",
         "sinusoidal positions (the authors': axial ones, learned)",
         "GELU in the recipes tiny and small",
@@ -386,7 +386,7 @@ ROUTING = Member(
     growth="window",
     departures=(
         "a token is in the cluster of its nearest centroid and sees the cluster's last window, cut by rank, so that "
-        "what it sees depends on the past alone; the authors' clusters take the most similar tokens of the whole "
+        "its keys depend on the past alone; the authors' clusters take the most similar tokens of the whole "
         "text, later ones included; masked for a decoder they leak: with other later tokens 43 % of the outputs "
         "before them change, by 66 % of their norm (tests/family/test_routing.py)",
         "keys are queries of length 1, scores are divided by sqrt(head_dim), and a token sees itself only where it "
@@ -397,7 +397,7 @@ ROUTING = Member(
     ),
     exact_limit="attention over the past with shared queries and keys: no local heads, one cluster, window >= length",
     parity=("routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/family/test_routing.py)",),
-    use_when="long texts fall into topics, and a token should see the last tokens of its own",
+    use_when="long texts fall into topics, and a token should see the last tokens of its topic",
     avoid_when="exact recall counts, or training is brief: its clusters must form first",
     recipes={
         "tiny": _routing(32, 2, 2, 3, 8),
@@ -427,16 +427,16 @@ MOBA = Member(
     growth="linear",
     cost="between",
     departures=(
-        "of blocks that are equally important up to rounding the last is chosen, so that the choice does not depend "
-        "on how a text is cut",
-        "layer norm and GELU, and every head has keys of its own (the authors' models: LLaMA's blocks); the recipe "
+        "between blocks of equal importance up to rounding the last block is chosen, so that the choice does not "
+        "depend on the cut of a text into chunks",
+        "layer norm and GELU, and separate keys for every head (the authors' models: LLaMA's blocks); the recipe "
         "paper has the sizes of the first model of their scaling laws",
     ),
     exact_limit="with as many blocks to see as the text has it is softmax attention, with the same weights",
     parity=("moba_attn_varlen_naive of MoonshotAI/MoBA, in float32 (tests/mixers/test_chosen_blocks.py)",),
     results=("chosen_blocks",),
-    use_when="texts have many thousands of tokens, a token needs few places of them, and the cache may grow",
-    avoid_when="texts are short, or the state must not grow: the cache is that of full attention",
+    use_when="texts have many thousands of tokens, a token needs only a few places, and the cache may grow",
+    avoid_when="texts are short, or the state must not grow: the cache is as large as in full attention",
     recipes={
         "tiny": Recipe(32, 2, 2, _moba(4, 2)),
         "small": Recipe(256, 4, 4, _moba(32, 4)),
@@ -446,7 +446,7 @@ MOBA = Member(
 )
 
 
-# Native sparse attention: a coarse look at all blocks, a fine look at those that it finds important, and a window.
+# Native sparse attention: a coarse look at all blocks, a fine look at the important blocks, and a window.
 
 
 def _nsa(block: int, count: int, window: int, kv_heads: int = 1, **more: object) -> Settings:
@@ -478,8 +478,8 @@ NSA = Member(
     growth="linear",
     cost="between",
     departures=(
-        "blocks that are summed up are those that are chosen, and by their means, in all recipes but paper, as in "
-        "fla-org/native-sparse-attention (the paper and that recipe: a perceptron over 32 tokens, one every 16)",
+        "in all recipes but paper, the same blocks are summarised and chosen, and a summary is a mean, as in "
+        "fla-org/native-sparse-attention (the paper and the recipe paper: a perceptron over 32 tokens, one every 16)",
         "the perceptron of a block is ours where the paper leaves it open: twice as wide as a head within, one for all "
         "heads except for the positions in the block, the mean at first, and blind to where the block lies",
         "the three branches share one projection of keys and values, as there (the paper: each its own)",
@@ -487,7 +487,7 @@ NSA = Member(
         "its vocabulary are our choice, as the paper does not state them",
         "layer norm and GELU in all recipes but paper",
     ),
-    exact_limit="with blocks of one token, all of them seen, and a window as long as the text, every branch is softmax "
+    exact_limit="with blocks of one token, all blocks seen, and a window as long as the text, every branch is softmax "
     "attention",
     parity=(
         "naive_nsa_with_compression of fla-org/native-sparse-attention, in float32 "

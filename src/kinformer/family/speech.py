@@ -9,7 +9,7 @@ _EVERY_FRAME: Settings = {"input.convolutions": 0}
 _PAPER: Settings = {"input.convolutions": 0, "head.classes": 43}
 
 
-# Speech by softmax attention: the Transformer that the Linear Transformer's speech recogniser is compared with.
+# Speech by softmax attention: the baseline of the Linear Transformer's speech recogniser.
 
 SPEECH_SOFTMAX = Member(
     name="speech-softmax",
@@ -23,7 +23,7 @@ SPEECH_SOFTMAX = Member(
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
-        "symbols are those of the transcripts (the paper: phonemes)",
+        "symbols come from the transcripts (the paper: phonemes)",
         "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
         "stops falling)",
     ),
@@ -40,7 +40,7 @@ SPEECH_SOFTMAX = Member(
 )
 
 
-# Speech by linear attention without a mask: all frames see all, at a cost that is linear in their number.
+# Speech by linear attention without a mask: every frame sees all frames, at a cost linear in the number of frames.
 
 _LINEAR: Settings = SPEECH | {"mixer": "linear"}
 
@@ -57,13 +57,13 @@ SPEECH_LINEAR = Member(
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
-        "symbols are those of the transcripts (the paper: phonemes)",
+        "symbols come from the transcripts (the paper: phonemes)",
         "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
         "stops falling)",
     ),
     exact_limit="none finite (elu + 1 is not the exponential)",
     use_when="long recordings must be fast",
-    avoid_when="errors count: it makes the most of the four",
+    avoid_when="errors count: of the four members of speech it makes the most errors",
     training={"paper": plateau_training()},
     recipes={
         "tiny": Recipe(32, 2, 2, _LINEAR),
@@ -74,7 +74,7 @@ SPEECH_LINEAR = Member(
 )
 
 
-# Speech by attention within sorted buckets of hashes, as Reformer's, over all frames.
+# Speech by attention within sorted buckets of hashes over all frames, as in Reformer.
 
 
 def _lsh(num_buckets: int, chunk_size: int, rounds: int = 4) -> Settings:
@@ -95,7 +95,7 @@ SPEECH_LSH = Member(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
         "the number of buckets is a setting, whatever the length (the authors': from the length)",
-        "symbols are those of the transcripts (the paper: phonemes)",
+        "symbols come from the transcripts (the paper: phonemes)",
         "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
         "stops falling)",
     ),
@@ -112,7 +112,7 @@ SPEECH_LSH = Member(
 )
 
 
-# Speech by an LSTM in both directions: the baseline that has no attention.
+# Speech by an LSTM in both directions: the baseline without attention.
 
 _LSTM: Settings = SPEECH | {"layer": "bare", "mixer": "lstm", "position": "none", "norm": None}
 
@@ -129,11 +129,11 @@ SPEECH_LSTM = Member(
     departures=(
         "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
         "frames are projected to the width of the two directions before the first layer",
-        "symbols are those of the transcripts (the paper: phonemes)",
+        "symbols come from the transcripts (the paper: phonemes)",
         "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
         "stops falling)",
     ),
-    exact_limit="none: it has no attention",
+    exact_limit="none: it does not attend",
     use_when="you need the baseline, or data is small: it makes the fewest errors on spoken digits",
     avoid_when="training must be parallel over time",
     training={"paper": plateau_training(optimizer="adamw", lr=1e-3)},

@@ -33,7 +33,7 @@ def member(name: str, package: str | None = None) -> Member:
     """Return the record called ``name``, in capitals or not; the error for an unknown name lists the nearest names.
 
     ``package`` ("name version", from ``FAMILY.package(name)``) is the package of the member when its name was recorded;
-    another package, or none, is an error.
+    it is an error if the name belongs to another package now, or to none.
     """
     FAMILY.check_package(name, package)
     key = name if name in FAMILY else next((item for item in FAMILY if item.lower() == name.lower()), None)
@@ -54,14 +54,14 @@ def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Membe
     return FAMILY.available(complain)
 
 
-# Well-known models and techniques that are not members, and the nearest members to them.
+# Well-known models and techniques outside the family, and the nearest member to each.
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The ``member``, with ``changes`` of its config, that is nearest to a well-known name.
+    """The nearest ``member`` to a well-known model, with ``changes`` of the member's config.
 
-    ``what`` describes the named model in a few words. ``exact``: both are the same model.
+    ``what`` describes the well-known model in a few words. ``exact``: both are the same model.
     """
 
     what: str
@@ -106,7 +106,7 @@ ELSEWHERE: dict[str, Nearest] = {
         "rotary positions, grouped queries and a window", "rope", _GROUPED | _WINDOW | {_FEED_FORWARD: "swiglu"}
     ),
     "moe": Nearest("a mixture of experts", "mixtral"),
-    "switch": Nearest("a mixture of experts of which a token chooses one", "mixtral", {_EXPERTS: "1"}),
+    "switch": Nearest("a mixture of experts, where a token chooses one expert", "mixtral", {_EXPERTS: "1"}),
     "deepseek": Nearest("multi-head latent attention and a mixture of experts", "mla"),
     "gemma": _LLAMA,
     "phi": _ROTARY,
@@ -116,7 +116,7 @@ ELSEWHERE: dict[str, Nearest] = {
     "attentionsink": Nearest("a key of value 0 that every query sees", "gpt", {_SCORE: "sink_logit"}, exact=True),
     "streamingllm": Nearest("a window and the first tokens", "rope", {f"{_MIXER}.pattern": "sinks"}, exact=True),
     "difftransformer": Nearest("the difference of two softmaxes", "differential", exact=True),
-    "gatedattention": Nearest("a gate of what each head has read", "gpt", {f"{_MIXER}.gate": "element"}, exact=True),
+    "gatedattention": Nearest("a gate on the output of each head", "gpt", {f"{_MIXER}.gate": "element"}, exact=True),
     "gptneox": _ROTARY,
     "pythia": _ROTARY,
     "bloom": Nearest("a decoder with ALiBi", "alibi", exact=True),

@@ -35,7 +35,7 @@ class PredictionTable:
 
     predictions: str | None = None
     """Also write a table with a row for every item (every episode, where a run acts; every masked token, query or
-    problem): what is right and what was predicted; .jsonl, .csv or .tsv."""
+    problem): the right answer and the prediction; .jsonl, .csv or .tsv."""
 
     def __post_init__(self) -> None:
         if self.predictions is not None:
