@@ -1,4 +1,4 @@
-"""Decoders whose tokens may leave early: a stack with exits (``adaptive.stack``) makes one of a decoder's config."""
+"""Decoders whose tokens may leave early, built from a decoder's config with a stack of exits (``adaptive.stack``)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kinformer.runtime.host import has_data
 
 
 class SourceMean(NamedTuple):
-    """The mean vector of each row's source, ``mean`` [batch, dim]; n neighbouring rows of a chunk may share one, as the
-    hypotheses of a beam do."""
+    """The mean vector of each row's source, ``mean`` [batch, dim]; n neighbouring rows of a chunk may share one vector,
+    as the hypotheses of a beam do."""
 
     mean: Tensor
 

@@ -1,4 +1,4 @@
-"""Exit rules decide by which exit of a stack a token leaves for the head, from the token's own past."""
+"""Exit rules: they choose the exit of a stack by which a token leaves for the head, from the token and its past."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class SoftmaxResponse(ThresholdRule):
 
 
 class Saturation(ThresholdRule):
-    """Confidence by saturation: the cosine of a token's vectors at this exit and the one before."""
+    """Confidence by saturation: the cosine of a token's vectors at this exit and at the exit before."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
@@ -244,7 +244,7 @@ class ExitClassifier(ThresholdRule):
             losses = functional.binary_cross_entropy_with_logits(logits, agrees.to(logits.dtype), reduction="none")
             classes = []
             for which in (agrees & seen.valid, ~agrees & seen.valid):
-                # A mean within each answer, so that both have equal weights even where one is rare.
+                # A mean within each answer, so that both answers have equal weights even if one is rare.
                 classes.append(torch.where(which, losses, 0.0).sum() / which.sum().clamp_min(1))
             costs.append(0.5 * (classes[0] + classes[1]))
         return torch.stack(costs).mean()

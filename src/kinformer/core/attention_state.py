@@ -1,5 +1,5 @@
-"""The states of softmax attention: the cache of keys and values, what projections, patterns and spans add to it, and
-how a chunk joins the past.
+"""The states of softmax attention: the cache of keys and values, the additions of projections, patterns and spans to
+it, and the functions that join a chunk to the past.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class CacheShape(NamedTuple):
         return slots
 
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
-        """Return the bytes of one row's state after ``length`` tokens; it keeps the last ``horizon`` (None: all)."""
+        """Return the bytes of one row's state after ``length`` tokens; the state keeps the last ``horizon`` tokens
+        (None: all)."""
         past = length if horizon is None else min(length, horizon)
         vector = self.head_dim * dtype.itemsize
         size = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
@@ -150,8 +151,8 @@ class Remembered(NamedTuple):
 class Past:
     """The past of a mixer while it absorbs one chunk: a state of slots as a value, or reserved.
 
-    ``positions`` [batch, time] int64: where the chunk's tokens stand in their sequences; ``seen`` [batch] int64: the
-    number of tokens of each row's sequence after the chunk.
+    ``positions`` [batch, time] int64: the positions of the chunk's tokens in their sequences; ``seen`` [batch] int64:
+    the number of tokens of each row's sequence after the chunk.
 
     A reserved state is extended in place where all tokens are valid and none begins a sequence. Otherwise the chunk is
     absorbed by the value of the reservation, and the result is reserved again.
@@ -188,9 +189,9 @@ class Past:
         return self.state[leaf][:, :, -1:]
 
     def remember(self, new: Sequence[Tensor], limit: int | None, stored: Sequence[Tensor] | None = None) -> Remembered:
-        """Put the slots ``new`` [batch, heads, time, width] of the chunk, leaf by leaf, behind the past, whose last
-        ``limit`` slots (None: all) a later query may see. ``stored``: the slots as the state holds them (None: as the
-        queries see them)."""
+        """Append the slots ``new`` [batch, heads, time, width] of the chunk to the past, leaf by leaf. A later query
+        may see the last ``limit`` slots of the past (None: all). ``stored``: the slots in the form of the state, where
+        it differs from the form for the queries (None: the same form)."""
         stored = new if stored is None else stored
         if self.reserved:
             slots, state, whole = self.state.extend(stored, limit)
@@ -241,7 +242,7 @@ class Int8Past(Past):
         return with_past(None, tuple(new), self.read_past(past, new), None)
 
 
-# Mixers that remember one vector of every token, from which they make keys and values alike.
+# Mixers that cache one vector of every token, and make both keys and values from it.
 #
 #     y, state = mixer(Chunk(x), state)      state.memory [batch, 1, past, width], right-aligned
 #
@@ -262,8 +263,8 @@ class TokenMemoryState(NamedTuple):
 
 
 class TokenMemory(Crosses, CausalMixer):
-    """The base of mixers with one memory a token. ``width``: the width of a memory; ``pattern``: which memories a query
-    sees."""
+    """The base of mixers with one memory a token. ``width``: the width of a memory; ``pattern``: the memories that a
+    query sees."""
 
     pattern: Pattern
     width: int
@@ -277,12 +278,12 @@ class TokenMemory(Crosses, CausalMixer):
         raise NotImplementedError
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what queries are made of, and the memories [batch, 1, time, width] of a chunk x [batch, time, dim]."""
+        """Return the source of queries and the memories [batch, 1, time, width] of a chunk x [batch, time, dim]."""
         raise NotImplementedError
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """Return y [batch, time, dim]: ``h`` is the first result of :meth:`remember`, ``slots`` [batch, 1, past + time,
-        width] are all memories, and ``whole`` says that every slot belongs to the sequence of every query of its
+        width] are all memories, and ``whole`` is True if every slot belongs to the sequence of every query of its
         row."""
         raise NotImplementedError
 

@@ -1,11 +1,11 @@
 """Configs: frozen, keyword-only dataclasses that build one thing each, to and from plain dicts, with overrides.
 
-A config class belongs to a *slot* (what kind of part it is) and has a *kind* (its name within the slot). Which kinds
-a slot has is one explicit table that the caller passes (``Kinds``); nothing registers itself on import. Unknown keys
-and wrong types are errors that name the place and the nearest valid names.
+A config class belongs to a *slot* (the place of the part in a model) and has a *kind* (its name within the slot). The
+caller passes an explicit table of the kinds of every slot (``Kinds``); classes do not register themselves on import.
+Unknown keys and wrong types are errors that name the place and the nearest valid names.
 
-A config object may stand wherever its data may, also one of a class that no table has. In data, a part of another
-package carries the name of that ``package`` beside its ``kind`` (see ``runtime.plugins``).
+A config object is accepted in place of its data, even if its class is in no table. In data, a part of another package
+has the name of its ``package`` beside its ``kind`` (see ``runtime.plugins``).
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def field_types(config: type[Config]) -> dict[str, object]:
 
 
 def to_dict(value: object) -> Any:
-    """Return a config (or a tuple or plain value inside one) as JSON-ready data; a
-    config of a slot carries its ``kind``."""
+    """Return a config (or a tuple or plain value inside a config) as JSON-ready data; the data of a config with a slot
+    has its ``kind``."""
     if isinstance(value, Config):
         return tags(value) | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
@@ -123,12 +123,13 @@ def tags(config: Config) -> dict[str, str]:
 
 
 def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config") -> C:
-    """Build ``config`` from the form of :func:`to_dict`; the inverse of it, strict about names and types."""
+    """Build ``config`` from the data of :func:`to_dict`, of which it is the inverse; unknown names and wrong types are
+    errors."""
     return typing.cast(C, parse(config, data, kinds, place))
 
 
 def check_unused(config: Config, why: str, *names: str) -> None:
-    """Refuse fields that differ from their default although they do nothing; ``why`` says when."""
+    """Raise for fields that differ from their default although they do not have an effect; ``why`` is the reason."""
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if field.name in names and (value := getattr(config, field.name)) != field.default:
             raise KinformerError(f"{field.name} = {value!r} does nothing {why}; leave it out, or change the latter.")
@@ -171,7 +172,7 @@ def parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
 
 
 def _parse_union(args: tuple[object, ...], value: object, kinds: Kinds, place: str) -> object:
-    """Return None, or ``value`` as the first of the types that it is one of."""
+    """Return None, or ``value`` parsed as the first type that accepts it."""
     if type(None) in args and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
         return None
     *others, last = [arg for arg in args if arg is not type(None)]
@@ -249,7 +250,7 @@ def checked(make: Callable[[], T], place: str) -> T:
 
 
 def plain(value: object) -> Any:
-    """Return the JSON value that a string spells, or the string if it spells none."""
+    """Return the JSON value of a string, or the string itself if it is not JSON."""
     if not isinstance(value, str):
         return value
     try:

@@ -32,11 +32,11 @@ from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
 
-# What later layers read of the first: a channel between the layers of one token, which a stack opens for each pass.
+# The channel from the first layer to later layers: a stack opens a channel for each pass.
 
 
 class FirstValues:
-    """The values [batch, kv_heads, time, head_dim] of the first mixer that shares its own."""
+    """The values [batch, kv_heads, time, head_dim] of the first mixer that shares values."""
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
@@ -56,8 +56,8 @@ class SharesValues:
 
 
 def shares_values(layers: Iterable[nn.Module], kind: str, opens: bool) -> bool:
-    """Return whether modules in ``layers`` read first values. Refuse such modules in a stack ``kind`` without a channel
-    for first values (``opens`` False), and layers whose values differ in shape."""
+    """Return whether modules in ``layers`` read first values. Raise for such modules in a stack ``kind`` without a
+    channel for first values (``opens`` False), and for layers whose values differ in shape."""
     shapes = {module.value_shape for layer in layers for module in layer.modules() if isinstance(module, SharesValues)}
     if shapes and not opens:
         raise KinformerError(
@@ -92,13 +92,13 @@ class Chunk(NamedTuple):
 
 
 class ChecksChunk:
-    """Mixin of modules that absorb a chunk after a state: a wrong call is one sentence, before anything is computed."""
+    """Mixin of modules that absorb a chunk after a state: a wrong call raises an error before anything is computed."""
 
     dim: int = 0
-    """The width that the module was built for; 0 where a call is not checked for it."""
+    """The width of the module's input; 0 where calls are not checked."""
 
     def __call__(self, chunk: Chunk, state: State, *rest: object, **options: object) -> tuple[Tensor, State]:
-        """Call ``forward`` after a look at the arguments, which takes about a microsecond."""
+        """Call ``forward`` after a check of the arguments, which takes about a microsecond."""
         if checks_calls():
             require_chunk(chunk, state, self.dim)
         return super().__call__(chunk, state, *rest, **options)  # type: ignore[misc]
@@ -107,12 +107,12 @@ class ChecksChunk:
 class CausalMixer(ChecksChunk, nn.Module):
     """The base of a decoder's mixers, which absorb a chunk after a state.
 
-    A subclass gives ``initial_state`` and ``forward``, and declares ``growth``, how its state grows with the number
-    of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
+    A subclass defines ``initial_state`` and ``forward``, and declares ``growth``, the growth of its state with the
+    number of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
 
     Rules that the battery enforces:
 
-    * outputs at invalid positions are zero and the state is as if those tokens were not there;
+    * outputs at invalid positions are zero, and the state is the same as without the invalid tokens;
     * a state is an immutable ``NamedTuple`` of tensors, batch axis first in every leaf, never None;
       using it twice gives the same result;
     * no output depends on a later token or on another row.
@@ -120,11 +120,11 @@ class CausalMixer(ChecksChunk, nn.Module):
 
     growth: str = "constant"
     max_length: int | None = None
-    """How many tokens a sequence may have, None for any number."""
+    """The largest number of tokens of a sequence, None for any number."""
 
     @property
     def retained(self) -> int | None:
-        """Return how many past positions the state of ``growth = "window"`` holds at most, None for others."""
+        """Return the largest number of past positions in a state of ``growth = "window"``, None for other growths."""
         return None
 
     def initial_state(
@@ -218,7 +218,7 @@ def initial_states(
     source: Tensor | None = None,
     source_valid: Tensor | None = None,
 ) -> tuple[State, ...]:
-    """Return the states of ``batch`` new sequences, one per mixer; ``source`` [batch, length, width] is for some."""
+    """Return the states of ``batch`` new sequences, one per mixer; some need ``source`` [batch, length, width]."""
     options = {"source": source, "source_valid": source_valid}
     return tuple(
         mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
@@ -275,10 +275,10 @@ def real_resets(chunk: Chunk) -> Tensor | None:
 
 
 def positions_of(chunk: Chunk, seen: Tensor) -> Tensor:
-    """Return the position of every token of the chunk within its own sequence, [batch, time] int64.
+    """Return the position of every token of the chunk within its sequence, [batch, time] int64.
 
-    ``seen`` [batch] counts the tokens that the row's current sequence had before this chunk. A model computes them once
-    for all its layers and hands them on in the chunk.
+    ``seen`` [batch] is the number of tokens of the row's current sequence before this chunk. A model computes the
+    positions once for all its layers, and passes them on in the chunk.
     """
     if chunk.positions is not None:
         return chunk.positions
@@ -322,7 +322,7 @@ def _gathered(x: Tensor, order: Tensor) -> Tensor:
 
 
 def left_align(valid: Tensor) -> Alignment:
-    """Return the stable order that moves each row's valid tokens to its front; once per call, at the model's edge."""
+    """Return the stable order that moves each row's valid tokens to its front; a model calls this once per forward."""
     order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
     inverse = torch.argsort(order, dim=1)
     return Alignment(order, inverse, valid.gather(1, order))

@@ -1,10 +1,11 @@
-"""What crosses from one stretch of time to the next, where processes share the time of every row (context parallelism).
+"""The passage of states from one stretch of time to the next, where processes share the time of every row (context
+parallelism).
 
-    row   x_1 .. x_n | x_(n+1) .. x_2n | ...       process r has stretch r; states are those before and after the row
+    row   x_1 .. x_n | x_(n+1) .. x_2n | ...       process r has stretch r; states are before and after the whole row
 
-A mixer that says how its state crosses computes all stretches at once, by the means of a :class:`Crossing`. Any other
-causal mixer is handed its state by the process before, and waits for it: by partition invariance both give the same.
-Encoders, whose tokens see both ways, gather what their mixers need of the whole row.
+A mixer with ``crosses`` computes all stretches at once, by a :class:`Crossing`. Any other causal mixer waits for the
+state from the process before. By partition invariance both give the same results. Encoders, whose tokens see both
+directions, gather the tensors of the whole row that their mixers need.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class Summary(Protocol):
     """The effect of a stretch on a state [batch, heads, features, columns]: a named tuple of tensors of one dtype."""
 
     def after(self, state: Tensor) -> Tensor:
-        """Return the state after the stretch, from that before it."""
+        """Return the state after the stretch, from the ``state`` before it."""
         ...
 
 
 class Crossing:
     """The processes that share a row by stretches of equal length; this process has stretch ``number`` of ``count``.
 
-    ``keeps``: whether the state after the row is wanted; where it is not, mixers return any. ``ring``: whether keys and
-    values go round. ``before`` and ``seen`` [batch] int64: the tokens of each row's sequence before this stretch, and
-    after the row. Whatever is received has gradients, which go back to the process that it came from: all processes
-    must differentiate alike.
+    ``keeps``: whether the state after the row is needed; if False, mixers may return any state. ``ring``: whether keys
+    and values go round the processes. ``before`` and ``seen`` [batch] int64: the number of tokens of each row's
+    sequence before this stretch, and after the row. Received tensors have gradients, which go back to the sender: all
+    processes must differentiate alike.
     """
 
     number: int
@@ -52,14 +53,14 @@ class Crossing:
         return torch.cat(everyone.unbind(0), dim)
 
     def valid_row(self, valid: Tensor | None) -> Tensor | None:
-        """Return ``valid`` [batch, time] bool of the whole row, None where all of it is; all stretches give None or
-        none does."""
+        """Return ``valid`` [batch, time] bool of the whole row, None where all tokens are valid. ``valid`` must be None
+        on all stretches or on none."""
         row = None if valid is None else self.row(valid.to(torch.uint8), 1).bool()
         return None if row is None or bool(row.all()) else row
 
     def composed(self, summary: Summary, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state before this stretch and that after the row, from that before the row and the ``summary`` of
-        this stretch. One all-gather of summaries."""
+        """Return the state before this stretch and the state after the row, from the ``state`` before the row and the
+        ``summary`` of this stretch. The cost is one all-gather of summaries."""
         leaves: Any = summary
         dtype, sizes = leaves[0].dtype, [leaf.numel() for leaf in leaves]
         local = torch.cat([leaf.flatten() for leaf in leaves])
@@ -109,7 +110,7 @@ class Crossing:
 
 
 class Row(NamedTuple):
-    """The row of an encoder's tokens that ``crossing`` has the stretches of, and its ``valid`` [batch, row] or None."""
+    """The whole row of an encoder's tokens, in stretches of ``crossing``, and its ``valid`` [batch, row] or None."""
 
     crossing: Crossing
     valid: Tensor | None
@@ -126,9 +127,9 @@ class Row(NamedTuple):
 
 
 class Crosses:
-    """Mixin of a mixer that says how its state crosses, where ``crosses`` is True, by ``crossing`` if there is one.
+    """Mixin of mixers that can compute all stretches of a row at once, where ``crosses`` is True.
 
-    ``rings``: whether its keys and values can go round.
+    ``crossing`` is set while processes share a row. ``rings``: whether keys and values can go round the processes.
     """
 
     crosses: bool = True
@@ -173,7 +174,7 @@ class Crosses:
 
 
 def sent_by_neighbours(time: int, limit: int, stretches: int) -> list[int]:
-    """Return how many of the last ``limit`` slots each earlier stretch of ``time`` slots has, nearest first."""
+    """Return the number of the last ``limit`` slots in each earlier stretch of ``time`` slots, nearest first."""
     return [min(time, limit - begin) for begin in range(0, limit, time)][: stretches - 1]
 
 
@@ -195,8 +196,8 @@ def with_past(
 def after_row(
     crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, limit: int | None
 ) -> tuple[Tensor, ...]:
-    """Return the ``slots`` [batch, heads, up to limit, width] of the last stretch, each ``time`` long; ``first`` are
-    those before the row."""
+    """Return the ``slots`` [batch, heads, up to limit, width] of the last stretch, where a stretch is ``time`` long;
+    ``first`` are the slots before the row."""
     total = first.shape[2] + crossing.count * time
     return tuple(crossing.last(leaf, total if limit is None else min(limit, total)) for leaf in slots)
 

@@ -1,9 +1,9 @@
-"""Parts of a model's heads, hidden features and vocabulary: what configs and modules say of their division.
+"""The division of a model's heads, hidden features and vocabulary into equal parts.
 
-A config says what one of ``parts`` equal parts of it is (``MixerConfig.part``, ``FeedForwardConfig.part``): a config of
-fewer heads, or of fewer hidden features. The sum of the parts' outputs is the output of the whole. Which rows of a
-weight a part takes follows from the shapes of both, and from the blocks of products that make several things side by
-side, such as queries, keys and values.
+``MixerConfig.part`` and ``FeedForwardConfig.part`` return the config of one of ``parts`` equal parts: a config of fewer
+heads, or of fewer hidden features. The sum of the parts' outputs is the output of the whole. The rows of a weight in a
+part follow from the shapes of the whole and of the part, and from the blocks of joint products, such as queries, keys
+and values side by side.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def in_blocks(module: M, *sizes: int) -> M:
 
 
 class Divisible:
-    """Mixin of the config of a mixer or a feed-forward, which may be divided; ``indivisible`` says why it cannot be.
+    """Mixin of the config of a mixer or a feed-forward, which may be divided; ``indivisible`` is the reason why not.
 
-    ``by_heads``: whether a part of a mixer is one of fewer heads, with nothing else changed.
+    ``by_heads``: whether a part of a mixer is the same mixer with fewer heads.
     """
 
     indivisible: ClassVar[str] = "no config says how one part computes its share"
@@ -53,15 +53,15 @@ class FollowsHeads:
 
 
 def undivided(config: Config, why: str) -> KinformerError:
-    """Return the error that says why ``config`` cannot be divided."""
+    """Return the error for a ``config`` that cannot be divided, with the reason."""
     from kinformer.core.config import describe  # not above: it would make the longest chain of imports longer
 
     return KinformerError(f"{describe(config)} cannot be divided among processes: {why}; leave `parallel` tp out.")
 
 
 def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
-    """Return the fields of ``config`` that count heads and say their width, for one of ``parts`` parts; refuse to
-    divide a pattern that differs between heads."""
+    """Return the fields of ``config`` for the number and the width of heads, for one of ``parts`` parts. Raise for a
+    pattern that differs between heads."""
     values: Any = config
     for name, why in (("span", "has costs of all heads"), ("differential", "takes differences over all heads")):
         if getattr(values, name, None) is not None:

@@ -1,10 +1,10 @@
 """The protocol of encoder mixers, which encode a full sequence at once: ``y = mixer(x, text)``.
 
-A :class:`SequenceContext` says of the tokens what their vectors do not: which are valid, which are *global* (all tokens
-see them and they see all), and how many are the *global input*, which stands before the *long input* (Ainslie et al.
-2020, ETC). The model makes it once, from masks and kinds.
+A :class:`SequenceContext` describes the tokens beside their vectors: the valid tokens, the *global* tokens (which see
+all tokens and are seen by all tokens), and the number of tokens of the *global input*, which stands before the *long
+input* (Ainslie et al. 2020, ETC). The model makes the context once, from masks and kinds.
 
-Shapes: ``x [batch, num_global + time, dim]``; of either input, a row's valid tokens are a prefix.
+Shapes: ``x [batch, num_global + time, dim]``; in either input, the valid tokens of a row are a prefix.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class GridOnly:
 
 
 class ChecksInput:
-    """Mixin of modules over whole sequences: a wrong shape is one sentence, before anything is computed."""
+    """Mixin of modules over whole sequences: a wrong shape raises an error before anything is computed."""
 
     dim: int = 0
-    """The width that the module was built for; 0 where a call is not checked for it."""
+    """The width of the module's input; 0 where calls are not checked."""
 
     def __call__(self, x: Tensor, *rest: object, **options: object) -> Tensor:
-        """Call ``forward`` after a look at the shape of x [batch, time, dim]."""
+        """Call ``forward`` after a check of the shape of x [batch, time, dim]."""
         if checks_calls():
             require_input(x, self.dim)
         return super().__call__(x, *rest, **options)  # type: ignore[misc]
@@ -83,17 +83,17 @@ class ChecksInput:
 class EncoderMixer(ChecksInput, nn.Module):
     """The base of an encoder's mixers, which encode a full sequence at once.
 
-    Rules that the battery enforces: outputs at invalid positions are zero; what stands there changes no other
-    output (NaN is fine); a row's outputs depend on no other row and not on how far it was padded.
+    Rules that the battery enforces: outputs at invalid positions are zero; inputs at invalid positions, NaN included,
+    do not change other outputs; a row's outputs do not depend on other rows or on the amount of padding.
     """
 
     max_length: int | None = None
-    """How many tokens a text may have, None for any number."""
+    """The largest number of tokens of a text, None for any number."""
     crosses: bool = False
-    """Whether it can read one stretch of a row whose other stretches are on other processes (``text.row``)."""
+    """Whether the mixer can read one stretch of a row whose other stretches are on other processes (``text.row``)."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        """Refuse a model with global tokens, or a global input, where this mixer has none."""
+        """Raise for a model with global tokens or a global input, where this mixer does not support them."""
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         """Return y [batch, time, dim] of x [batch, time, dim]."""
@@ -124,7 +124,7 @@ class EncoderLayerConfig(Config):
 
 
 def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
-    """Refuse global tokens, for the ``check`` of a mixer without them; ``why`` is the first half of the sentence."""
+    """Raise for global tokens, for the ``check`` of a mixer without them; ``why`` is the first half of the message."""
     if global_tokens or global_input:
         raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
 
@@ -137,8 +137,8 @@ def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
 
 
 def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Return the long input x [batch, time, dim] for a mixer of this ``kind``; refuse one with more than ``end``
-    tokens. Padding beyond is cut off, as it counts towards no limit."""
+    """Return the long input x [batch, time, dim] for a mixer of this ``kind``. Raise for more than ``end`` tokens;
+    padding beyond ``end`` is cut off."""
     if x.shape[1] <= end:
         return x, valid
     if valid is None or bool(valid[:, end:].any()):
@@ -164,11 +164,11 @@ def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
     return positions.masked_fill(torch.arange(largest, device=kinds.device) >= count[:, None], -1)
 
 
-# Mixers over a source, the sequence that all queries attend to: how their states begin, and which of it is real.
+# Mixers over a source, the sequence that all queries attend to: their initial states, and the padding of the source.
 
 
 class StateOptions(TypedDict, total=False):
-    """What ``initial_state`` takes beside the batch size: of layers and stacks, which hand it to their mixers."""
+    """The keywords of ``initial_state`` of layers and stacks, which pass them to their mixers."""
 
     device: torch.device | None
     dtype: torch.dtype | None
@@ -177,8 +177,8 @@ class StateOptions(TypedDict, total=False):
 
 
 def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return ``source`` [batch, length, width], zero where it is padding, and ``valid`` [batch, length] bool (None:
-    all of it); refuse another shape, or none."""
+    """Return ``source`` [batch, length, width], zero where it is padding, and ``valid`` [batch, length] bool (None: all
+    tokens are valid). Raise for another shape, or without a source."""
     if source is None:
         raise KinformerError(
             f"cross-attention has nothing to look at; begin with initial_state(batch, source=[batch, length, {width}])."

@@ -47,7 +47,7 @@ def due_for_resampling(modules: Iterable[Resampled], step: int) -> Iterator[tupl
 
 
 class Regularized(nn.Module):
-    """A module whose parameters have a penalty and bounds, whatever the data: an L1 penalty, a range.
+    """A module whose parameters have a penalty and bounds that do not depend on data: an L1 penalty, a range.
 
     The trainer adds ``penalty()`` to the loss of a step, and calls ``constrain()`` after each update.
     """

@@ -73,7 +73,7 @@ class Model(Protocol):
 
 
 class StackedModel(Model, Protocol):
-    """A model of this library: input, stack and head, as its ``config`` says."""
+    """A model of this library: the input, the stack and the head of its ``config``."""
 
     @property
     def config(self) -> ModelConfig: ...

@@ -48,11 +48,11 @@ class Relative(NamedTuple):
 
 
 class Position(nn.Module):
-    """The hooks through which an encoding of positions enters; each does nothing unless overridden.
+    """The hooks through which an encoding of positions enters; a hook that is not overridden does not have an effect.
 
     ``max_length`` is the number of positions with an encoding, or None for an encoding of every position. ``shared``:
     the paper has one encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
-    ``one_sided``: it does not distinguish keys ahead of the query.
+    ``one_sided``: the encoding does not distinguish keys ahead of the query.
     """
 
     max_length: int | None = None
@@ -110,18 +110,18 @@ class PositionConfig(Config):
     bounded_by_training: ClassVar[bool] = False
 
     def build(self, dim: int) -> Position:
-        """Build for vectors of width ``dim``; refused where the encoding only builds for a model, or for heads."""
+        """Build for vectors of width ``dim``; raise where the encoding can only be built for a model, or for heads."""
         raise self._misplaced(at_tokens=type(self).build_heads is not PositionConfig.build_heads)
 
     def build_model(self, dim: int, depth: int) -> Position:
-        """Build the model's position; one that acts inside attention alone would do nothing there and is refused."""
+        """Build the model's position; raise for an encoding that acts only inside attention."""
         position = self.build(dim)
         if position.overrides(*IN_ATTENTION) and not position.overrides(*AT_TOKENS):
             raise self._misplaced(at_tokens=True)
         return position
 
     def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
-        """Build a mixer's position; one that acts at the tokens alone would do nothing there and is refused."""
+        """Build a mixer's position; raise for an encoding that acts only at the tokens."""
         position = self.build(head_dim)
         if position.overrides(*AT_TOKENS) and not position.overrides(*IN_ATTENTION):
             raise self._misplaced(at_tokens=False)
@@ -147,7 +147,7 @@ class PatternConfig(Config):
 
 
 def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None:
-    """Refuse a ``pattern``, built from ``config``, for another number of heads than the mixer's."""
+    """Raise for a ``pattern``, built from ``config``, whose number of heads differs from the mixer's."""
     if pattern.num_heads not in (None, num_heads):
         raise KinformerError(
             f"the pattern {config.kind!r} is for {plural(pattern.num_heads, 'head')}, but the mixer has {num_heads}; "
@@ -156,7 +156,7 @@ def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None
 
 
 def check_causal(config: PatternConfig, pattern: Pattern) -> None:
-    """Refuse a ``pattern`` that shows a decoder's tokens later ones."""
+    """Raise for a ``pattern`` in which a token of a decoder sees later tokens."""
     if pattern.ahead != 0:
         raise KinformerError(
             f"the pattern {config.kind!r} lets a token see later ones, which a decoder must not; "
@@ -165,7 +165,7 @@ def check_causal(config: PatternConfig, pattern: Pattern) -> None:
 
 
 def check_unpinned(config: PatternConfig, pattern: Pattern) -> None:
-    """Refuse a ``pattern`` that counts positions in a decoder's cache."""
+    """Raise for a ``pattern`` that counts positions in a decoder's cache."""
     if pattern.pinned:
         raise KinformerError(
             f"the pattern {config.kind!r} is for decoders, which keep their first tokens; here, use a union of "
@@ -205,7 +205,7 @@ class ScoreConfig(Config):
 
 
 def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
-    """Refuse a ``score`` other than a dot product together with a ``position`` that moves keys by distance."""
+    """Raise for a ``score`` other than a dot product together with a ``position`` that moves keys by distance."""
     if score.form != "dot" and (relative := position.relative(0, 1)) is not None and relative.keys is not None:
         raise KinformerError(
             f"the score {config.kind!r} is not a product of a query and a key, but the position moves keys by distance "
@@ -227,8 +227,8 @@ class Projection(nn.Module):
     """The projection of x [batch, time, dim] to q [batch, num_heads, time, head_dim], k and v [batch, num_kv_heads,
     ...].
 
-    A projection with ``context`` above 0 also looks at that many tokens before each token: the mixer remembers what
-    ``forward`` made of the last ones, and ``combine`` makes q, k and v of that and of the new tokens.
+    A projection with ``context`` above 0 also reads ``context`` tokens before each token: the mixer caches the outputs
+    of ``forward`` for the last tokens, and ``combine`` makes q, k and v of these and the new outputs.
     """
 
     num_kv_heads: int
@@ -272,7 +272,7 @@ class ProjectionConfig(Config):
 
 
 def check_forgetful(projection: Projection, config: ProjectionConfig) -> None:
-    """Refuse a projection that a memory of hidden states cannot repeat slot by slot."""
+    """Raise for a projection that a memory of hidden states cannot repeat slot by slot."""
     if projection.context:
         raise KinformerError(
             f"the projection {config.kind!r} looks at earlier tokens, which a memory of hidden states cannot project "
@@ -285,8 +285,8 @@ class ResidualOutput(nn.Linear):
 
 
 class UnpackedLinear(nn.Linear):
-    """A product whose weight is also read by itself, head by head or in another dtype, so that no layout of it may
-    replace it."""
+    """A product whose weight is also read directly, head by head or in another dtype, so that a packed layout must not
+    replace the weight."""
 
 
 def is_plain(product: nn.Module) -> bool:
@@ -309,8 +309,8 @@ def features_of(product: nn.Module, x: Tensor, features: slice) -> Tensor:
 
 
 def wide_product(product: nn.Module, x: Tensor) -> Tensor:
-    """Return ``product(x)`` in float32 at least, whatever autocast says; weights of half precision are widened where
-    the product is plain."""
+    """Return ``product(x)`` in float32 at least, also under autocast; weights of half precision are widened where the
+    product is plain."""
     wide = state_dtype(x.dtype)
     with no_autocast(x.device):
         if not is_plain(product):
@@ -341,11 +341,11 @@ class FeatureMap(nn.Module):
     """A map of queries and keys [batch, heads, time, head_dim] to features [..., size]; ``size(head_dim)`` is the
     width.
 
-    ``signed``: products of features may be negative or vanish, so that their sum normalises nothing. ``negative``:
-    features themselves may be. ``positive_on_average``: products are positive on average alone, so that a sum of a few
-    may vanish. ``bounded``: no token's features are longer than 1, which keeps the delta rule stable.
-    ``scaled``: the result of ``keys`` lacks a factor, whose logarithm comes with it, as it may be too large or too
-    small for a number; the result of ``queries`` may lack any factor, as only quotients are used.
+    ``signed``: products of features may be negative or vanish, so that their sum cannot be a normaliser. ``negative``:
+    features may be negative. ``positive_on_average``: products are positive only on average, so that a sum of a few
+    products may vanish. ``bounded``: the features of a token have a norm of at most 1, which keeps the delta rule
+    stable. ``scaled``: the result of ``keys`` lacks a factor, which may be too large or too small for a number, so its
+    logarithm comes with the result; the result of ``queries`` may lack any factor, as only quotients are used.
     """
 
     signed: bool = False
@@ -371,8 +371,8 @@ class FeatureMap(nn.Module):
 
 
 def check_normaliser(feature_map: FeatureMap, kind: str, floor: float, otherwise: str = "") -> None:
-    """Refuse the ``feature_map`` of this ``kind`` under a normaliser that sums its products, no less than ``floor``;
-    ``otherwise`` is a further remedy."""
+    """Raise for a ``feature_map`` of this ``kind`` whose products cannot be summed in a normaliser of at least
+    ``floor``; ``otherwise`` is a further remedy."""
     if feature_map.signed or (feature_map.positive_on_average and not floor):
         remedy = "" if feature_map.signed else "floor = 0.1, or "
         raise KinformerError(
@@ -403,8 +403,8 @@ class ReadsPadding:
 class FeedForwardConfig(Divisible, Config):
     """The config; ``build(dim)`` returns a module [..., dim] -> [..., dim]. ``hidden_dim`` defaults to 4 * dim.
 
-    A :class:`ReadsPadding` also takes ``valid``. One that looks at other tokens is a mixer: ``build`` gives an
-    ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
+    A :class:`ReadsPadding` also takes ``valid``. A feed-forward that reads other tokens is a mixer: ``build`` returns
+    an ``EncoderMixer``, and ``build_causal``, for layers of decoders, a ``CausalMixer``.
     """
 
     slot = "feed_forward"
@@ -421,12 +421,12 @@ class PartlyUsed:
 
     @property
     def unused_parameters(self) -> int:
-        """Return how many of its weights one token does not use."""
+        """Return the number of weights that one token does not use."""
         raise NotImplementedError
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Return how many parameters of ``model`` one token uses."""
+    """Return the number of parameters of ``model`` that one token uses."""
     unused = sum(part.unused_parameters for part in model.modules() if isinstance(part, PartlyUsed))
     return sum(parameter.numel() for parameter in model.parameters()) - unused
 
@@ -450,16 +450,16 @@ class Input(nn.Module):
     """The map of values [batch, time, ...] to [batch, time, dim]: token ids, frames of sound, patches, typed values,
     ...
 
-    ``vocab_size``: values are ids below it; None for other values. ``values_per_position``: the number of values at one
-    position, all predicted there.
+    ``vocab_size``: values are ids below this number; None for other values. ``values_per_position``: the number of
+    values at one position, all predicted there.
     """
 
     vocab_size: int | None = None
 
     @property
     def levels(self) -> int | None:
-        """Return how many intensities there are, for heads that predict those: as
-        many as ids, where values are numbers."""
+        """Return the number of intensities, for heads that predict intensities: the number of ids, where values are
+        numbers."""
         return self.vocab_size
 
     @property
@@ -488,7 +488,7 @@ class Input(nn.Module):
         raise NotImplementedError
 
     def length(self, values: Tensor) -> int:
-        """Return how many positions ``values`` become: their second axis, unless the input is whole."""
+        """Return the number of positions of ``values``: their second axis, unless the input is whole."""
         return values.shape[1]
 
     def predicted(self, values: Tensor) -> Tensor:
@@ -535,7 +535,7 @@ class InputConfig(Config):
 
 
 class VocabularyShare(Protocol):
-    """The tokens of a vocabulary that one process has the logits of."""
+    """The tokens of a vocabulary whose logits one process has."""
 
     def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropies of ``targets`` [rows] for x [rows, dim], a scalar, in all processes."""
@@ -557,7 +557,7 @@ class OutputProduct(nn.Module):
 class Likelihood(nn.Module):
     """A head that predicts ordered values by a distribution: its logits [batch, time, parameters] are the parameters.
 
-    ``draws``: how many uniform numbers it takes to draw one position.
+    ``draws``: the number of uniform numbers for a draw of one position.
     """
 
     draws: int
@@ -605,7 +605,7 @@ class Searcher(Protocol):
 
     @property
     def entries(self) -> int:
-        """Return how many entries a search may return."""
+        """Return the largest number of entries that a search may return."""
         ...
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:

@@ -1,8 +1,8 @@
-"""The interface of attention patterns, which say who sees whom, and their algebra ``&``, ``|`` and ``~``.
+"""The interface of attention patterns, the rules which keys a query sees, and their algebra ``&``, ``|`` and ``~``.
 
-A pattern is one truth seen at two grains. ``allowed`` says of single pairs of positions whether the query may see the
-key. ``cover`` says of whole boxes (some queries x some keys) whether none, some or all of their pairs are allowed; from
-it alone a plan of what to compute is made, by splitting boxes that hold both kinds, so all pairs are never looked at.
+A pattern answers two questions. ``allowed``: for single pairs of positions, may the query see the key? ``cover``: for
+boxes of queries x keys, are none, some or all pairs of the box allowed? The plan of a computation uses only ``cover``:
+it splits boxes with some allowed pairs, so that single pairs are never enumerated.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Term(NamedTuple):
 
 
 class Pattern:
-    """The rule which key a query may see, by absolute positions (from 0) within one sequence. Immutable, equal by
-    value.
+    """The rule which keys a query may see, by absolute positions (from 0) within one sequence. Patterns are immutable
+    and equal by value.
 
     ``behind`` and ``ahead`` bound the distance that a query sees (None: without bound); a decoder needs ``ahead = 0``.
     ``stride``: all distances between a query and its visible keys are multiples of ``stride``.
-    ``num_heads``: the number of heads with different patterns (``at`` returns one head's), None for one pattern.
+    ``num_heads``: the number of heads with different patterns (see :meth:`at`), None for one pattern.
     ``domain`` names the kind of positions ("sequence", or "image": pixels of a raster).
     ``pinned``: the number of first positions that a decoder keeps beside the positions of ``recent``.
     """
@@ -67,7 +67,7 @@ class Pattern:
 
     @property
     def horizon(self) -> int | None:
-        """Return how many past keys a later query can still see, which bounds a decoder's state."""
+        """Return the number of past keys that a later query can still see, which bounds a decoder's state."""
         return self.behind
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class Pattern:
         raise NotImplementedError
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return [n] of NONE, SOME, ALL: how many of a box's pairs are allowed.
-        SOME is always true, only less useful."""
+        """Return [n] of NONE, SOME or ALL: the allowed pairs of each box. SOME is always a correct answer, but splits
+        more boxes."""
         raise NotImplementedError
 
     @property
@@ -90,7 +90,7 @@ class Pattern:
         return self
 
     def sized(self, length: int) -> Pattern:
-        """Return the pattern of a full sequence of ``length`` tokens, for one that depends on where a sequence ends."""
+        """Return the pattern of a full sequence of ``length`` tokens, for a pattern that depends on the length."""
         return self
 
     def terms(self) -> tuple[Term, ...]:
@@ -280,7 +280,7 @@ class Not(Pattern):
 
 
 def _gathered(terms: Iterable[Term], overlapping: bool = False) -> tuple[Term, ...]:
-    """Return one term per stride; where terms may overlap, each leaves out the pairs of earlier terms."""
+    """Return one term per stride; a term that may overlap earlier terms leaves out their pairs."""
     by_stride: dict[int, Pattern] = {}
     for pattern, stride in terms:
         by_stride[stride] = by_stride[stride] | pattern if stride in by_stride else pattern
@@ -355,7 +355,7 @@ class Raster:
 
 
 def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
-    """Refuse an image whose ``height`` and ``width`` are not multiples of the block's."""
+    """Raise for an image whose ``height`` and ``width`` are not multiples of the block's."""
     for side, size in sizes.items():
         if blocks[side] < 1 or size < 1 or size % blocks[side]:
             raise KinformerError(
@@ -364,7 +364,7 @@ def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
 
 
 def check_grid(pattern: object, grid: tuple[int, int] | None, tokens: int) -> None:
-    """Refuse a ``pattern`` of the cells of an image unless the cells are the ``grid`` of patches, row by row;
+    """Raise for a ``pattern`` of the cells of an image unless the cells are the ``grid`` of patches, row by row;
     ``tokens`` counts the patches and the tokens before them."""
     raster: Raster | None = getattr(pattern, "raster", None)
     if grid is None or raster is None or (raster == Raster.plain(*grid) and tokens == raster.size):

@@ -1,4 +1,4 @@
-"""Probes: points where a mixer shows its values to whoever traces or draws it.
+"""Probes: points where a mixer shows its values to an observer, which traces or draws them.
 
     v = probe("values", v)       # of tokens, [batch, heads, keys, width]
     probe("outputs", y)          # of the heads, before their norm, gate and output projection

@@ -30,8 +30,8 @@ class ReservedSlots(ReservedState):
     """The buffers [batch, heads, capacity, width], of all leaves of a state but the last, whose slots ``start .. stop``
     are the right-aligned past; the last leaf is ``seen`` [batch].
 
-    The buffers are laid out at the first step, by the mixer, which determines how much past a later query can see: a
-    window keeps a constant capacity, everything else doubles it when the reserved room runs out.
+    The mixer lays the buffers out at the first step, by the number of past slots that a later query can see. A window
+    keeps a constant capacity; any other buffer doubles its capacity when the reserved room runs out.
     """
 
     def __init__(self, state: State, slots: Slots, ticket: list[int], opened: bool = False) -> None:
@@ -51,7 +51,7 @@ class ReservedSlots(ReservedState):
 
     @property
     def room(self) -> int:
-        """Return how many more tokens are expected."""
+        """Return the expected number of further tokens."""
         return self._slots.room
 
     def positions(self, chunk: Chunk) -> Tensor:
@@ -95,7 +95,7 @@ class ReservedSlots(ReservedState):
 
     @property
     def capacity(self) -> int:
-        """Return how many slots the buffers have; 0 before the first step, which lays them out."""
+        """Return the number of slots of the buffers; 0 before the first step, which lays them out."""
         return self._state[0].shape[2] if self._generation else 0
 
     @property
@@ -113,11 +113,10 @@ class ReservedSlots(ReservedState):
         return [buffer[:, :, start : stop + time] for buffer in self._state[:-1]]
 
     def open(self, views: Sequence[Tensor], seen: Tensor) -> Self:
-        """Return the past as :meth:`views` of it, with the slots that a chunk fills at their end; this state is not
-        consumed.
+        """Return the past as :meth:`views`, with the slots for the chunk at their end; this state is not consumed.
 
-        A mixer steps it like any reservation, but the operations do not depend on numbers of the host, so they are the
-        same at every length. Its ``retained`` is then the mixer's request.
+        A mixer steps the result like any reservation, but the operations do not depend on numbers of the host, so they
+        are the same at every length. ``retained`` of the result is then the request of the mixer.
         """
         return type(self)(type(self._state)(*views, seen), self._slots, [1], opened=True)
 
@@ -159,7 +158,8 @@ class ReservedSlots(ReservedState):
         return value
 
     def reclaimed(self) -> Self:
-        # Later states wrote behind ``stop``, or into other buffers; one that no step has laid out shares none.
+        # Later states wrote behind ``stop``, or into other buffers. Before the first step there are no buffers to
+        # share.
         self._ticket[0] += 1
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
@@ -268,8 +268,8 @@ _MOST, _BITS, _LEAST = 127, 13, 1e-36
 
 
 class Quantized(NamedTuple):
-    """Keys or values whose past is in 8 bits: ``slots`` [batch, heads, past, width + 3], :func:`packed`. The call's
-    tokens stay in floating point, ``new`` [batch, heads, time, width]. The past does not have a gradient."""
+    """Keys or values whose past has 8 bits a number: ``slots`` [batch, heads, past, width + 3], :func:`packed`. The
+    tokens of the call stay in floating point: ``new`` [batch, heads, time, width]. The past is without a gradient."""
 
     slots: Tensor
     new: Tensor
@@ -281,7 +281,7 @@ class Quantized(NamedTuple):
         return torch.Size((batch, heads, past + self.new.shape[2], self.new.shape[3]))
 
     def made(self) -> Tensor:
-        """Return the keys or values, in the dtype of the new ones."""
+        """Return the keys or values of all slots, in the dtype of ``new``."""
         return torch.cat([unpacked(self.slots, self.new.dtype), self.new], 2)
 
 

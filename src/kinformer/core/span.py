@@ -1,4 +1,4 @@
-"""The part ``span``: how far back a head of softmax attention looks, where this distance is learnt.
+"""The part ``span``: the learnt distance that a head of softmax attention looks back.
 
 A span is a learnt bias of the scores by distance and head, with probability 0 beyond a distance. The mixer cuts its
 pattern and its state to the windows that the weights allow now. Windows are numbers on the host; the mixer reads them
@@ -58,7 +58,7 @@ class Span(nn.Module):
         before = relative.lowest - 1
         tables = {name: getattr(relative, name) for name in ("bias", "keys", "values")}
         tables = {name: _widened(table, before, farthest) for name, table in tables.items() if table is not None}
-        # m exp(s) = exp(s + log m): a soft mask is one more bias by distance.
+        # m exp(s) = exp(s + log m): a soft mask m of the probabilities is a bias log m of the scores.
         tables["bias"] = bias + tables["bias"] if "bias" in tables else bias
         return relative._replace(lowest=1, **tables)
 
@@ -79,12 +79,12 @@ class TokenSpan(nn.Module):
         raise NotImplementedError
 
     def reach(self, z: float) -> int:
-        """Return how many tokens back a query of the span ``z`` looks at most."""
+        """Return the largest distance to a key that a query of the span ``z`` sees."""
         raise NotImplementedError
 
     def log_mask(self, z: Tensor, distance: Tensor) -> Tensor:
-        """Return the logarithm of the soft mask of spans z at a ``distance`` of 1 or more (they broadcast), -inf where
-        it is 0 and 0 where z > distance - 1."""
+        """Return the logarithm of the soft mask of spans z at a ``distance`` of 1 or more (both broadcast): -inf where
+        the mask is 0, and 0 where z > distance - 1."""
         raise NotImplementedError
 
     def cost(self, z: Tensor, valid: Tensor | None) -> Tensor:
@@ -118,7 +118,7 @@ class Following(nn.Module):
 
     @torch.no_grad()  # saves no tensor: a checkpoint counts the saved tensors, and its second pass does not trim
     def trim(self, *values: Tensor) -> None:
-        """Cut the windows to those for the ``values`` of the parameters, whole ones."""
+        """Cut the windows to the spans of ``values``, the full (unsharded) parameters."""
         windows = self.windows_of(*values)
         if windows != self._windows:
             self._windows, self._pattern = windows, self._cut(windows)

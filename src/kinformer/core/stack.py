@@ -81,7 +81,8 @@ BeforeUse = Callable[[Tensor, int], Tensor]
 
 
 class Branch(NamedTuple):
-    """A sublayer without its residual sum, for a stack that adds by itself; a layer returns them by ``branches()``.
+    """A sublayer without its residual sum, for a stack that adds the result itself; ``branches()`` of a layer returns
+    its sublayers.
 
     ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose x
     is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's state; it is ignored where ``mixes`` is
@@ -134,7 +135,7 @@ class StackConfig(Config):
         return self.checkpoint
 
     def check(self, position: nn.Module) -> None:
-        """Refuse a model's ``position`` (``core.parts``) that cannot enter this stack."""
+        """Raise for a model's ``position`` (``core.parts``) that cannot enter this stack."""
 
     def model_class(self, plain: type[M]) -> type[M]:
         """Return the class of a decoder with this stack; ``plain`` is its class with other stacks."""
@@ -182,7 +183,8 @@ class Stack(nn.Module):
     def through(
         self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return outputs [batch, time, dim] of all layers for x [batch, time, dim], and the outputs of ``taps``, uses.
+        """Return the outputs [batch, time, dim] of all layers for x [batch, time, dim], and the outputs of the uses
+        ``taps``.
 
         Override this for another wiring of the layers of decoders and encoders. It must call ``use(layer, before(x,
         number), number)`` exactly once for every use, in the order of ``config.uses``, and must not mix tokens.
@@ -250,7 +252,7 @@ def _run_owning(layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:
 
 
 def units_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the modules of a model that are sharded or compiled one by one: the units of its stack, if it has one."""
+    """Return the units of a model's stack, which an engine shards or compiles one by one; empty without a stack."""
     stack = getattr(model, "stack", None)
     return stack.units if isinstance(stack, Stack) else ()
 
@@ -268,11 +270,11 @@ def sparse_tables(model: HasModules) -> frozenset[Tensor]:
 
 
 def share(layers: nn.ModuleList) -> nn.ModuleList:
-    """Merge the ``shared`` parts in ``layers`` that have equal configs and shapes, and return the merged parts.
+    """Merge the ``shared`` parts in ``layers`` with equal configs and shapes, and return the merged parts.
 
     A shared part of a mixer has the attributes ``shared`` and ``config``; one table of biases for all layers is an
-    example. The layers still call the part, but it is not among their submodules any more: it is saved, counted, moved
-    and sharded once, with the module that stores the returned list.
+    example. The layers still call the part, but it is not a submodule of them any more: the module that stores the
+    returned list saves, counts, moves and shards it once.
     """
     shared: dict[object, nn.Module] = {}
     for owner in list(layers.modules()):
@@ -348,14 +350,14 @@ class HeadConfig(Config):
     per_position: ClassVar[bool] = True
 
     def check(self, dim: int, input: Input) -> None:
-        """Refuse a model of width ``dim`` whose ``input`` has a table that this head, if it is tied, cannot use."""
+        """Raise for a model of width ``dim`` whose ``input`` has a table that this head, if tied, cannot use."""
 
     def build(self, dim: int, input: Input) -> nn.Module:
         raise NotImplementedError
 
 
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:
-    """Refuse an ``input`` whose table is not a matrix [vocab_size, dim], which the tied ``head`` needs."""
+    """Raise for an ``input`` whose table is not a matrix [vocab_size, dim], which the tied ``head`` needs."""
     expected, table = [vocab_size_of(input, head), dim], input.table
     shape = list(table.shape) if isinstance(table, Tensor) else None
     if shape != expected:
@@ -368,7 +370,7 @@ def check_table(head: HeadConfig, dim: int, input: Input) -> None:
 
 
 def vocab_size_of(input: Input, head: HeadConfig) -> int:
-    """Return the number of token ids of ``input`` for a ``head`` that predicts ids; refuse an input without ids."""
+    """Return the number of token ids of ``input`` for a ``head`` that predicts ids; raise for an input without ids."""
     if input.vocab_size is None:
         raise KinformerError(
             f"the head {head.kind!r} predicts token ids, which the input of this model does not know; use the input "

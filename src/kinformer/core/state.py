@@ -1,10 +1,11 @@
 """Generic functions over any state: no function here depends on a mechanism.
 
-Every tensor has the batch axis first. Tensor leaves whose third axis counts right-aligned past slots are named in the
-class attribute ``slots`` of their ``NamedTuple``; invalid slots hold zeros, so states compare on valid slots. Of a
-``NamedTuple``, ``outlives_reset`` says that a new sequence begins with it (a source), ``derived`` (``{"k":
-"hidden_states"}``) from which leaf a mixer recomputes another leaf with fewer slots.
-A leaf named ``aux`` ([batch]) accumulates a target-free side cost; the class attribute ``aux_name`` names it.
+Every tensor has the batch axis first. The class attribute ``slots`` of a ``NamedTuple`` names the tensor leaves whose
+third axis counts right-aligned past slots. Invalid slots hold zeros, so states compare on valid slots.
+``outlives_reset`` marks a ``NamedTuple`` with which new sequences begin too (a source). ``derived``, such as ``{"k":
+"hidden_states"}``, maps a leaf that may have fewer slots to the leaf from which a mixer recomputes it. A leaf named
+``aux`` ([batch]) accumulates a side cost that does not depend on targets; the class attribute ``aux_name`` names the
+cost.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ReservedState:
         raise NotImplementedError
 
     def reclaimed(self) -> ReservedState:
-        """Return this state for use again, whatever was done since; states after it cannot be used any more."""
+        """Return this state for use again, after any later steps; the states of these steps cannot be used any more."""
         raise NotImplementedError
 
     @property
@@ -72,7 +73,7 @@ class ReservedState:
         return self.value()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ReservedState:
-        """Return a new reservation whose tensors are ``function`` of copies of this one's."""
+        """Return a new reservation whose tensors are ``function`` of copies of this state's tensors."""
         raise NotImplementedError
 
     def fork(self) -> ReservedState:
@@ -125,8 +126,8 @@ def reserved_parts(state: State) -> Iterator[ReservedState]:
 
 
 def form(state: State) -> object:
-    """Return what all states of one mixer share: the types, and the sizes of leaves except for rows and past slots.
-    All floating-point types count as one, since mixers convert them."""
+    """Return the structure that all states of one mixer share: the types, and the sizes of leaves except for rows and
+    past slots. All floating-point types count as one type, since mixers convert them."""
     if isinstance(state, Tensor):
         return state.shape[1:], _kind(state)
     if isinstance(state, ReservedState):
@@ -198,8 +199,8 @@ def select_sources(state: State, rows: Tensor) -> State:
 
 
 def repeat_rows(state: State, times: int, sources: bool = True) -> State:
-    """Repeat every row ``times`` times, one after the other: several samples from one prompt; without ``sources`` but
-    for the parts that outlive a reset, whose rows then serve ``times`` neighbours each."""
+    """Repeat every row ``times`` times, one after the other, for several samples from one prompt. Without ``sources``,
+    the parts that outlive a reset are not repeated: each of their rows then serves ``times`` neighbours."""
     if not sources and getattr(state, "outlives_reset", False):
         return state
     if isinstance(state, (Tensor, ReservedState)):
@@ -208,8 +209,8 @@ def repeat_rows(state: State, times: int, sources: bool = True) -> State:
 
 
 def join_rows(states: list[State]) -> State:
-    """Return one state with the rows of ``states``, in order (slots are padded on the left to the longest;
-    derived leaves are empty if one of ``states`` lacks them)."""
+    """Return one state with the rows of ``states``, in order. Slots are padded on the left to the longest; derived
+    leaves are empty if one of ``states`` lacks them."""
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(
@@ -241,8 +242,8 @@ def to(state: State, device: torch.device | str | None = None, dtype: torch.dtyp
 
 
 def renewed(state: State, derived: bool = False) -> State:
-    """Return the state as it outlives a change of the weights: without slots that no row has filled, and unless
-    ``derived`` (the weights are the same, a longer row has left) without leaves ``derived`` by the old ones."""
+    """Return the state without slots that no row has filled. Unless ``derived`` is True, also drop the leaves that were
+    computed by the old weights: after a change of the weights they must be recomputed."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
     slots, made = getattr(state, "slots", ()), () if derived else getattr(state, "derived", ())
@@ -280,7 +281,7 @@ def fork(state: State) -> State:
 
 
 def reclaimed(state: State) -> State:
-    """Return an earlier state for use again: values never change, and the later ones lose their reserved parts."""
+    """Return an earlier state for use again: values never change, and later states lose their reserved parts."""
     return _mapped(state, lambda part: part.reclaimed())
 
 
@@ -338,9 +339,9 @@ def pop_aux(state: State) -> tuple[dict[str, Tensor], State]:
     return costs, walk(state)
 
 
-# The leaves of a state by name and in order, as a graph without Python takes and returns them.
+# The leaves of a state by name and in order, for a graph without Python, which takes and returns them.
 #
-# Leaves that grow keep an open axis of past slots. Those of a window are full from the start: slots are right-aligned,
+# Leaves that grow keep an open axis of past slots. Leaves of a window are full from the start: slots are right-aligned,
 # and slots before a sequence's first token are invalid, like the first slots of a shorter sequence in a batch.
 
 BATCH, PAST = "batch", "past"
@@ -374,7 +375,7 @@ class Leaf:
         return torch.zeros(shape, dtype=getattr(torch, self.dtype))
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has the dtype and all sizes but the open ones."""
+        """Return whether ``tensor`` has the dtype and all sizes except the open axes."""
         sizes = zip(tensor.shape, self.shape, strict=False)
         fits = all(isinstance(expected, str) or size == expected for size, expected in sizes)
         return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
@@ -421,8 +422,8 @@ def leaves_of(model: CausalModel) -> list[Leaf]:
 
 
 def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
-    """Return the leaf with the value ``first`` at the start, ``now`` behind some tokens, and ``then`` behind one
-    more."""
+    """Return the leaf with the value ``first`` at the start, ``now`` after some tokens, and ``then`` after one more
+    token."""
     if bool(first.any()):
         raise KinformerError(f"the state's {name} does not begin with zeros, as the leaves of a graph do.")
     shape: list[int | str] = [BATCH, *now.shape[1:]]

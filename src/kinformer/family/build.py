@@ -19,7 +19,7 @@ PURPOSES = {
     "small": "a model for comparisons at one budget",
     "benchmark": "the shape of timings: 4 layers, dim 256, 4 heads of 64, feed-forward 1024",
 }
-"""What the recipes are for that commands use by themselves."""
+"""The purposes of the recipes that commands choose by default."""
 
 
 def configure(
@@ -62,8 +62,8 @@ def model_config(data: object, place: str = "config") -> ModelConfig:
 def storable(config: ModelConfig) -> dict[str, object]:
     """Return the dict form of a model config for a file, from which :func:`model_config` can read it again.
 
-    Errors: ``KinformerError`` for what could not: a part whose class was given as an object only, so that no name leads
-    to it, and a value that JSON cannot hold.
+    Errors: ``KinformerError`` for a part whose class was given only as an object, so that it cannot be found by a name,
+    and for a value that JSON cannot hold.
     """
     table = kinds()
     for part in parts_in(config):

@@ -61,7 +61,7 @@ SIZES = {"tiny": (32, 2, 2), "small": (256, 4, 4), "benchmark": (256, 4, 4)}
 
 
 class Recipe:
-    """A model config as data: sizes, and what differs from :data:`DECODER`.
+    """A model config as data: sizes, and the differences from :data:`DECODER`.
 
     Later settings replace earlier ones. A setting is one of
 
@@ -189,7 +189,7 @@ def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
 
 
 def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
-    """Give an input of tokens its vocabulary and the special tokens at its end.
+    """Set the vocabulary of an input of tokens, and the special tokens at its end.
 
     ``shared``: the encoder of an encoder-decoder reads by the input of the decoder.
     """

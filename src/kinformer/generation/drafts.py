@@ -33,7 +33,7 @@ from kinformer.runtime.matmul import FEW, few_rows
 # draft guesses the token that it finds most probable, whatever the sampling.
 
 LEAST_MATCH, MOST_MATCH = 3, 64
-"""Tokens of the text's end that must have been there before, and how many are compared."""
+"""The least and the largest number of last tokens that are looked up in the earlier text."""
 
 
 class Draft(Protocol):
@@ -54,8 +54,8 @@ class Draft(Protocol):
 
 
 class NgramDraft:
-    """A draft that looks up the end of the text in the earlier text (prompt look-up) and guesses what followed the last
-    occurrence of its longest part."""
+    """A draft by prompt look-up: it finds the longest end of the text that occurs earlier in the text, and guesses the
+    tokens that followed its last occurrence."""
 
     reads_hidden = False
 

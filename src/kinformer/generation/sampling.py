@@ -27,8 +27,7 @@ from kinformer.runtime.fields import require_types
 _BLOCK = 256
 
 Noted = tuple[tuple[Tensor, ...], Tensor | None]
-"""A snapshot of what was noted: tokens [batch, time] not yet looked at, and which tokens each row has, [batch, vocab]
-bool."""
+"""A snapshot of the noted tokens: recent tokens [batch, time], and a mask [batch, vocab] bool of earlier tokens."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -74,7 +73,7 @@ class Sampling:
 
 
 def sampling_of(options: SamplingOptions) -> Sampling:
-    """Return the keywords of a call as :class:`Sampling`; an unknown one is an error that names the nearest."""
+    """Return the keywords of a call as :class:`Sampling`; the error for an unknown keyword names the nearest."""
     for name in options:
         if name not in SamplingOptions.__annotations__:
             raise KinformerError(
@@ -84,9 +83,10 @@ def sampling_of(options: SamplingOptions) -> Sampling:
 
 
 class UniformStreams:
-    """Numbers from [0, 1) for each row: a function of the seed, its stream's index and how many it drew before.
+    """Random numbers from [0, 1) for each row: a function of the seed, the index of the row's stream and the number of
+    earlier draws.
 
-    They are made 256 at a time.
+    The numbers are made 256 at a time.
     """
 
     def __init__(self, seed: int | None, streams: Sequence[int]) -> None:

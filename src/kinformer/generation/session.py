@@ -471,8 +471,8 @@ class Session:
         self._lengths = [length - count for length, count in zip(self._lengths, counts, strict=True)]
 
     def stream(self, max_new_tokens: int | None = None) -> Iterator[list[int]]:
-        """Yield each step's tokens, one per row, before the next are computed;
-        end with the last row's stop sequence."""
+        """Yield each step's tokens, one per row, before the next step is computed; end when every row has met a stop
+        sequence, or after ``max_new_tokens`` steps."""
         if max_new_tokens is not None:
             self.require(max_new_tokens)
         drawn = 0
@@ -535,7 +535,7 @@ class Session:
             self._history.mark(self._state, self._logits, self._ends, self._pending)
 
     def _return(self) -> None:
-        """Go back to the last mark; the text behind it is to be absorbed again."""
+        """Go back to the last mark; the text after the mark becomes pending again."""
         assert self._history is not None
         mark = self._history.marks[-1]
         self._stepping.abandon()
@@ -577,7 +577,7 @@ class Session:
         self._logits = torch.where(valid.any(dim=1, keepdim=True), logits, before)
 
     def _counts(self, tokens: Tensor, valid: Tensor | None) -> list[int]:
-        """Return how many tokens each row gains; wrong shapes, ids and empty rows are refused here."""
+        """Return the number of new tokens of each row; raise for wrong shapes and ids and for empty rows."""
         if tokens.dim() != 2 or tokens.shape[0] != self.batch or (valid is not None and valid.shape != tokens.shape):
             shapes = f"{tuple(tokens.shape)}" + ("" if valid is None else f" with valid {tuple(valid.shape)}")
             raise KinformerError(f"tokens must be [batch = {self.batch}, time], but have the shape {shapes}.")

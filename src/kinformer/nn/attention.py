@@ -53,7 +53,7 @@ def attention(
     position: the positions of tokens, such as ``"rope"`` or ``AlibiBias()``; pass q and k before any rotation.
     score: the function of a query and a key. A position or score with weights must be a module, built once:
         ``T5Bias().build_heads(dim, heads, head_dim)``, ``BilinearScore().build(heads, head_dim)``.
-    scale: of the products, instead of the score's own head_dim ** -0.5.
+    scale: the factor of the products q . k; None: the score's default, head_dim ** -0.5.
     key_padding_mask: [batch, slots] bool, True where a key is padding.
     dropout_p: the probability with which an attention weight is dropped.
     impl: "auto" chooses by device, dtype and shape; see ``kinformer.kernels.attention``.
@@ -104,7 +104,7 @@ def _placed(
 
 
 def _config(kind: type[C], part: object) -> C:
-    """Return a config of the slot of ``kind`` from one, from its data or from its name."""
+    """Return a config of the slot of ``kind``, from a config, from its data or from its name."""
     if not isinstance(part, kind | str | Mapping):
         raise KinformerError(
             f"{kind.slot}: {part!r} is of the type {type(part).__name__}; give a name, a mapping with its kind, or a "
@@ -114,7 +114,7 @@ def _config(kind: type[C], part: object) -> C:
 
 
 def _pattern(pattern: object) -> Pattern | None:
-    """Return the built pattern of a config, a name or a mapping, or the pattern that it is."""
+    """Return the built pattern of a config, a name or a mapping; a pattern is returned unchanged."""
     if pattern is None or isinstance(pattern, Pattern):
         return pattern
     config = _config(PatternConfig, pattern)
@@ -124,7 +124,7 @@ def _pattern(pattern: object) -> Pattern | None:
 
 
 def _part(config: type[C], module: type[M], part: object, build: Callable[[C], M]) -> M:
-    """Return the module of ``part``; refuse a config that would be built with new weights at every call."""
+    """Return the module of ``part``; raise for a config that would be built with new weights at every call."""
     if isinstance(part, module):
         return part
     named = _config(config, part)

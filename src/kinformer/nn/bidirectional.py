@@ -1,4 +1,4 @@
-"""The plain interface of what encodes a full sequence in both directions: ``y = layer(x)``."""
+"""The plain interface of mixers, layers and stacks of encoders: ``y = layer(x)`` for a full sequence."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class BidirectionalLayer(PlainLayer):
             may stand anywhere; y is 0 there.
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim].
         global_mask: [batch, time] bool, True at tokens that see all others and are seen by all (Longformer, Big Bird).
-        num_global: how many first tokens of x are a global input without positions (ETC).
-        grid: rows and columns of an image whose patches x is, row by row (Swin); padding is refused with it.
+        num_global: the number of first tokens of x that are a global input without positions (ETC).
+        grid: rows and columns of the patches of an image, where x is the patches row by row (Swin); not with padding.
 
         Errors: ``KinformerError`` for shapes and dtypes that do not fit, for global tokens of a mixer without them, and
         for padding of an image.
@@ -104,7 +104,7 @@ class BidirectionalLayer(PlainLayer):
 
 
 def _aligned(valid: Tensor, num_global: int) -> Alignment:
-    """Return the order in which the valid tokens of the global input, and of the long one, come first."""
+    """Return the order in which valid tokens come first, within the global input and within the long input."""
     if not num_global:
         return left_align(valid)
     first, second = left_align(valid[:, :num_global]), left_align(valid[:, num_global:])

@@ -52,7 +52,7 @@ def masked(name: str, *others: object) -> None:
 
 
 class Packing(NamedTuple):
-    """Sequences that stand one after the other in one row of ``time`` tokens: where each begins, and its length."""
+    """Sequences one after the other in one row of ``time`` tokens: the first position and the length of each."""
 
     begins: Tensor
     lengths: Tensor
@@ -62,7 +62,7 @@ class Packing(NamedTuple):
     def of(cls, x: Tensor, cu_seqlens: Tensor) -> Packing:
         """Return the packing of x [1, time, dim] by ``cu_seqlens`` [n + 1] int, which rise from 0 to time.
 
-        Errors: ``KinformerError`` where they do not, and for more than one row.
+        Errors: ``KinformerError`` for numbers that do not rise from 0 to time, and for more than one row.
         """
         if x.shape[0] != 1:
             raise KinformerError(
@@ -122,7 +122,7 @@ class PlainLayer(nn.Module):
 
     @property
     def max_length(self) -> int | None:
-        """Return how many tokens a sequence may have, None for any number."""
+        """Return the largest number of tokens of a sequence, None for any number."""
         return min((mixer.max_length for mixer in self.mixers if mixer.max_length is not None), default=None)
 
     def extra_repr(self) -> str:
@@ -271,7 +271,7 @@ class CausalLayer(PlainLayer):
     def _check(
         self, x: Tensor, state: State, key_padding_mask: Tensor | None, reset: Tensor | None, context: Tensor | None
     ) -> None:
-        """Refuse arguments of other shapes, types or layers."""
+        """Raise for arguments of wrong shapes or types, and for a state of another layer."""
         require_input(x, self.dim)
         for name, mask in (("key_padding_mask", key_padding_mask), ("reset", reset)):
             if mask is not None:

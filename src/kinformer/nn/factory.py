@@ -122,13 +122,13 @@ def stack(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> CausalLayer | Any:
-    """Return several layers of width ``dim`` as one module with the interface of one, applied as ``stack`` says.
+    """Return several layers of width ``dim`` as one module with the interface of one layer, applied by ``stack``.
 
     layers: names of members, configs of layers, or modules that :func:`layer` made with ``block=True``; all causal or
         all bidirectional.
-    stack: "sequential", "reversible", or "universal": one layer again and again, with adaptive computation time if
-        its config says so, as ``{"kind": "universal", "steps": 6, "halting": "act"}``. A reversible stack has two
-        streams, and its y has both, [batch, time, 2 * dim].
+    stack: "sequential", "reversible", or "universal": one layer again and again, with adaptive computation time if its
+        config has ``halting``, as in ``{"kind": "universal", "steps": 6, "halting": "act"}``. A reversible stack has
+        two streams, and its y has both, [batch, time, 2 * dim].
     """
     modules = [
         item if isinstance(item, nn.Module) else layer(item, dim, block=True, device=device, dtype=dtype)
@@ -148,7 +148,7 @@ def stack(
 
 
 class _CausalStack(nn.Module):
-    """A stack under the contract of one layer."""
+    """A stack of causal layers with the interface of one layer."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()

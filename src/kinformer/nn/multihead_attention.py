@@ -17,10 +17,10 @@ HIDES = -1000.0
 
 
 class _NoWeights:
-    """The weights that PyTorch's modules look for before they fuse their own attention.
+    """The weights that PyTorch's modules read before they use their fused attention.
 
     ``torch.nn.TransformerEncoder`` does not fuse a layer whose weights override torch functions. Without this class it
-    would replace a padded batch by a nested tensor, which no mixer takes.
+    would replace a padded batch by a nested tensor, which mixers do not support.
     """
 
     weight = bias = None
@@ -40,7 +40,7 @@ class MultiheadAttention(nn.Module):
 
     in_proj_weight = out_proj = _NoWeights()
     in_proj_bias = None
-    """None, so that ``torch.nn.TransformerEncoderLayer`` calls this module rather than its own fused kernel."""
+    """None, so that ``torch.nn.TransformerEncoderLayer`` calls this module rather than its fused kernel."""
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -149,11 +149,11 @@ class MultiheadAttention(nn.Module):
         key, value: ``query`` itself for self-attention; with ``mixer="cross"`` the other sequence, one for both.
         key_padding_mask: [batch, time] bool, True where a key is padding. With self-attention the same tokens are
             padding as queries: y is 0 there, where ``torch.nn.MultiheadAttention`` gives numbers.
-        attn_mask, is_causal: whether a mixer is causal is its own affair. A causal one takes a causal mask or none; any
-            other takes none.
-        Either mask may be floating-point: 0 shows a key, and -inf or another number of -1,000 or less hides it. No
-            mixer adds other numbers to its scores.
-        need_weights: False, as no weights are computed.
+        attn_mask, is_causal: the mixer determines whether it is causal. A causal mixer accepts a causal mask or None;
+            any other mixer accepts only None.
+        Either mask may be floating-point: 0 shows a key, and -inf or another number of -1,000 or less hides it. Mixers
+            do not add other numbers to their scores.
+        need_weights: must be False, because weights are not computed.
 
         Errors: ``KinformerError`` for masks and keys that the mixer cannot take.
         """
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.Module):
 
 
 def _hidden(name: str, mask: Tensor) -> Tensor:
-    """Return a mask where True hides a key, from such a mask or from one that PyTorch adds to scores."""
+    """Return a mask where True hides a key, from a bool mask or from a mask that PyTorch adds to scores."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():

@@ -1,4 +1,4 @@
-"""What can be done with the state of any layer, whatever its mechanism: a ``NamedTuple`` of tensors, batch first.
+"""Functions on the state of any layer: a ``NamedTuple`` of tensors, batch first.
 
 state = states.to(state, "cuda")                        # another device, or another dtype
 state = states.select_rows(state, torch.tensor([2, 0]))

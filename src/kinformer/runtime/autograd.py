@@ -43,15 +43,15 @@ def without_autocast(kernel: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, under autocast all in its dtype (float64 stays), as torch's own attention does."""
+    """Return the tensors, under autocast all in its dtype (float64 stays), as PyTorch's attention does."""
     dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None or tensors[0].dtype == torch.float64 else tuple(x.to(dtype) for x in tensors)
 
 
 # Derivatives that a kernel does not have raise an error in every call for them.
 #
-# A kernel with a custom backward has first derivatives in reverse mode only. PyTorch would silently drop the others:
-# the part of a second derivative that goes through the kernel, and the tangents of forward mode.
+# A kernel with a custom backward has first derivatives in reverse mode only. PyTorch would silently drop other
+# derivatives: the part of a second derivative that passes through the kernel, and the tangents of forward mode.
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -85,8 +85,8 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
 
 
 class Context(FunctionCtx):
-    """What autograd hands to ``forward`` and ``backward`` of a function: saved tensors, and whatever ``forward``
-    leaves there for ``backward``."""
+    """The context that autograd passes to ``forward`` and ``backward`` of a function: saved tensors, and attributes
+    that ``forward`` sets for ``backward``."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -116,7 +116,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def check_reverse(name: str, *tensors: Tensor | None, remedy: str = REMEDY) -> None:
-    """Refuse tensors with tangents, which the function called ``name`` would drop."""
+    """Raise for tensors with tangents, which the function called ``name`` would drop."""
     if torch.compiler.is_compiling():
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-# Marks on functions for ``torch.compile``, made without loading its compiler.
+# Marks on functions for ``torch.compile`` that do not load the compiler.
 #
-# PyTorch's own decorators load it as soon as they decorate: more than a second, and 70 MB, in every process that
+# PyTorch's decorators load the compiler as soon as they decorate: more than a second, and 70 MB, in every process that
 # builds a model.
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -41,7 +41,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 disabled = torch.compiler.disable(function, reason=reason)
             return (disabled or function)(*args, **kwargs)
 
-        # A graph that meets it before the compiler was asked ends here by these, and says why.
+        # These attributes end a graph here, with the reason, if it meets the function before the compiler is loaded.
         call._torchdynamo_disable = True  # type: ignore[attr-defined]
         call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
         return call
@@ -52,8 +52,8 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def spare_operators(*operators: object) -> None:
     """Let operators of ``torch.library.custom_op`` be called without loading the compiler.
 
-    PyTorch leaves their kernels out of graphs. Its mark loads the compiler at the first call, and then keeps what
-    replaces the kernel in this attribute; a PyTorch without the attribute is as slow as before.
+    PyTorch leaves the kernels of these operators out of graphs. Its mark loads the compiler at the first call, and then
+    stores the replacement of the kernel in this attribute. In a PyTorch without the attribute the compiler is loaded.
     """
     for operator in operators:
         for function in getattr(operator, "_backend_fns", {}).values():
@@ -63,8 +63,8 @@ def spare_operators(*operators: object) -> None:
 
 
 def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
-    """Return the same optimiser as a class whose methods do not load the compiler, which PyTorch's own do at the first
-    call, to leave themselves out of graphs."""
+    """Return the same optimiser as a class whose methods do not load the compiler. PyTorch's methods load it at the
+    first call, to leave themselves out of graphs."""
     methods: dict[str, Callable[..., object]] = {}
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         methods[name] = uncompiled("it is an optimiser's method")(inspect.unwrap(getattr(optimiser, name)))
@@ -73,8 +73,8 @@ def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
 
 
 def constant(function: F) -> F:
-    """Call a function while a graph is captured, and take its result as a constant:
-    ``torch.compiler.assume_constant_result``."""
+    """Mark a function as ``torch.compiler.assume_constant_result`` does: the function is called while a graph is
+    captured, and its result is a constant of the graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

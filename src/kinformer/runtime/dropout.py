@@ -1,7 +1,7 @@
 """Dropout (Srivastava et al. 2014) by 16 random bits an element, on a CPU.
 
-PyTorch's CPU draws a mask one double at a time on one thread: in training steps of small models that took a tenth of
-the time. Here four elements share one draw of 64 bits, so the probability is rounded to a multiple of 2^-16. The scale
+PyTorch's CPU draws a mask one double at a time on one thread, which took a tenth of the time in training steps of small
+models. Here four elements share one draw of 64 bits, so the probability is rounded to a multiple of 2^-16. The scale
 uses the rounded probability, so expectations are exact.
 """
 
@@ -16,7 +16,8 @@ _DRAWS_PER_WORD = 4
 
 
 class Dropout(nn.Dropout):
-    """The module ``nn.Dropout``, elsewhere than on a CPU PyTorch's own. Masks follow PyTorch's global generator."""
+    """The module ``nn.Dropout``; on other devices than a CPU, PyTorch's dropout. Masks follow PyTorch's global
+    generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x of any shape with elements zeroed with probability p and the others multiplied by 1 / (1 - p)."""

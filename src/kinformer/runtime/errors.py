@@ -69,7 +69,7 @@ def _change(match: re.Match[str]) -> str:
 
 @contextmanager
 def as_flags(wanted: bool = True) -> Iterator[None]:
-    """Spell messages for somebody at a command line within the context, or, unless ``wanted``, as Python has them."""
+    """Spell options in messages as flags within the context, or, unless ``wanted``, as Python arguments."""
     token = _AS_FLAGS.set(wanted)
     try:
         yield
@@ -110,7 +110,7 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def require_finite(finite: bool, where: str = "") -> None:
-    """Refuse predictions with NaN or infinity (a model with damaged weights, for example); ``where`` names the
+    """Raise for predictions with NaN or infinity, for example of a model with damaged weights; ``where`` names the
     place."""
     if not finite:
         raise KinformerError(
@@ -135,7 +135,7 @@ def require(option: str, value: float | None, least: float, most: float | None =
 
 
 LARGEST = 2**63
-"""What whole numbers must be below: the integers of tensors."""
+"""The bound of whole numbers, which must fit into the integers of tensors."""
 
 
 def require_below_largest(name: str, value: int) -> None:
@@ -170,7 +170,7 @@ def require_share(option: str, value: float | None, zero: bool = False) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``count`` with its ``noun``, a regular one, which stands in the plural unless the count is 1."""
+    """Return ``count`` with its regular ``noun``, in the plural unless the count is 1."""
     if count != 1:
         noun = re.sub(r"(?<=[^aeou])y$", "ie", re.sub(r"(s|x|ch)$", r"\1e", noun)) + "s"
     return f"{count:,} {noun}"

@@ -30,7 +30,7 @@ DIGEST, METADATA_DIGEST = "kinformer.sha256", "kinformer.metadata.sha256"
 CHECKSUM = "checksum"
 _MOST_READS = 50
 _SAFETENSORS_PARTIAL = ".tmp??????"
-"""What safetensors fills before it renames it to the file that it was asked for."""
+"""The temporary file that safetensors fills and then renames."""
 _BLOCK, _WHOLE_BLOCKS, _SAMPLED_BLOCKS = 1 << 20, 256, 64
 
 
@@ -91,7 +91,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore it from a copy") -> Iterator[None]:
-    """Report any error in the contents of ``path`` inside as one sentence."""
+    """Report any error of the context in the contents of ``path`` as a :class:`KinformerError` of one sentence."""
     try:
         yield
     except (KinformerError, ImportError):  # a broken installation is not the file's fault
@@ -102,8 +102,8 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
 
 
 def require_file(path: Path) -> None:
-    """Refuse a missing file and anything but a regular file before opening it; a FIFO would block its reader for
-    ever."""
+    """Raise for a missing file and for anything except a regular file, before it is opened: a FIFO would block its
+    reader for ever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def require_file(path: Path) -> None:
 
 
 def require_utf8(path: Path) -> None:
-    """Refuse a path for weights that is not UTF-8, because safetensors cannot open it."""
+    """Raise for a path of weights outside UTF-8, because safetensors cannot open it."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -131,20 +131,20 @@ def write_json(path: Path, data: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value in ``path``; a missing or damaged file is one clear sentence."""
+    """Return the JSON value in ``path``; the error for a missing or damaged file is one sentence."""
     require_file(path)
     with reading(path, "is not readable JSON"):
         return parse_json(path.read_bytes())
 
 
 def signed(data: Mapping[str, object]) -> dict[str, object]:
-    """Return ``data`` with the checksum of all its keys as one more."""
+    """Return ``data`` with one more key, the checksum of all other keys."""
     return {**data, CHECKSUM: json_digest(data)}
 
 
 def require_signature(data: object, path: Path, required: bool = False) -> None:
-    """Raise where ``data``, as read from ``path``, is not what :func:`signed` made; a table without a checksum passes
-    unless it is ``required``."""
+    """Raise where ``data``, read from ``path``, does not match its checksum from :func:`signed`; data without a
+    checksum passes unless it is ``required``."""
     if not isinstance(data, dict) or (required and CHECKSUM not in data):
         lacks = "has no checksum" if isinstance(data, dict) else f"is {type(data).__name__}, not a table"
         raise KinformerError(f"{path}: is damaged or by another version (it {lacks}); delete it, or restore a copy.")
@@ -157,7 +157,7 @@ def require_signature(data: object, path: Path, required: bool = False) -> None:
 
 
 def json_digest(data: object) -> str:
-    """Return the sha256 of ``data`` as JSON, whatever the order of its keys."""
+    """Return the sha256 of ``data`` as JSON; it does not depend on the order of keys."""
     plain = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -169,7 +169,7 @@ def sha256_of(path: Path) -> str:
 
 
 def checksum(path: Path) -> str:
-    """Return size and crc32 of a file; of one beyond 256 MiB only 64 blocks of 1 MiB, evenly spread, are read."""
+    """Return size and crc32 of a file; above 256 MiB only 64 blocks of 1 MiB, evenly spread, are read."""
     require_file(path)
     with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -204,10 +204,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of ``path``; a missing, truncated or altered file is one clear sentence.
+    """Return the tensors and the metadata of ``path``; the error for a missing, truncated or altered file is one
+    sentence.
 
-    The library opens a file once for its head and again for its tensors. Where another process puts a new file in its
-    place in between, the file is read again.
+    The library opens a file once for its head and again for its tensors. Where another process replaces the file in
+    between, the file is read again.
     """
     require_utf8(path)
     for _ in range(_MOST_READS - 1):
@@ -226,7 +227,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _identity(place: Path | int) -> tuple[int, ...] | None:
-    """Return a value that differs when another file stands in the place of this one, or when it was written to."""
+    """Return a value that changes when the file is replaced or written to."""
     try:
         status = os.stat(place)
     except (OSError, ValueError):
@@ -251,7 +252,7 @@ def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
-    """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
+    """Copy ``tensors`` into ``model``; the error for different names or shapes is one sentence."""
     require_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tensors, place)
     model.load_state_dict(dict(tensors))
 
@@ -281,15 +282,15 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-# One writer a folder: a lock that the system releases when its process ends, however it ends.
+# One writer a folder: a lock that the system releases when the process ends, also in a crash.
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` for this process, so that no other writes there; readers may read.
+    """Lock ``folder`` for this process; another writer gets an error, and readers may read.
 
-    A missing folder is created, and removed again at the end if it is empty. The lock is one of the folder itself
-    (flock), so it leaves no file behind. A file system without locks gives no protection.
+    A missing folder is created, and removed again at the end if it is empty. The folder itself is locked (flock), so a
+    lock file is not needed. A file system without locks does not protect the folder.
     """
     created = _make(folder)
     handle = os.open(folder, os.O_RDONLY)
@@ -329,8 +330,8 @@ def _make(folder: Path) -> list[Path]:
 
 
 def take(handle: int, wait: bool = False) -> bool:
-    """Lock the open file or folder ``handle`` until it is closed; return False where another
-    process holds it, unless it may ``wait`` for that one."""
+    """Lock the open file or folder ``handle`` until it is closed. Where another process holds the lock, return False,
+    or ``wait`` for it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -53,8 +53,8 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
-    """Skip a model's checks of its arguments within the context: they are its own, such as a token drawn from its
-    logits and the state that it returned."""
+    """Skip a model's checks of its arguments within the context: they come from the model itself, such as a token drawn
+    from its logits, and the state that it returned."""
     before = _trusted.set(True)
     try:
         yield
@@ -63,12 +63,12 @@ def trusted_arguments() -> Iterator[None]:
 
 
 def arguments_trusted() -> bool:
-    """Return whether arguments need no check, as :func:`trusted_arguments` says."""
+    """Return whether arguments are trusted (see :func:`trusted_arguments`)."""
     return not torch.compiler.is_dynamo_compiling() and _trusted.get()
 
 
 def checks_calls() -> bool:
-    """Return whether a module checks its arguments: not while a graph is made of it, nor where they are trusted."""
+    """Return whether a module checks its arguments: not while a graph is captured, and not where they are trusted."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _trusted.get())
 
 

@@ -24,7 +24,7 @@ from kinformer.runtime.processor import emulates_bfloat16
 ONEDNN_FROM = 16**3
 """Multiplications of a product from which on PyTorch asks oneDNN."""
 FEW = 32
-"""Rows below which a product is small whatever its width."""
+"""Number of rows below which a product is small at any width."""
 
 
 _EMULATED = emulates_bfloat16()  # found when imported, not while a graph is captured
@@ -36,7 +36,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     A CPU cannot add up half-precision products into a float32 result. On a CPU float16 is therefore multiplied in
     float32: a score above 65,504 would be infinite. So is bfloat16 where the processor emulates its products, which
     then take 4 to 13 times as long (one thread of an AMD EPYC without AVX-512, 8 to 16 heads, 100 to 2,048 keys).
-    Elsewhere bfloat16 keeps its own products, which are the reason to use it, and its scores are rounded to bfloat16.
+    Elsewhere bfloat16 products stay, which are the reason to use bfloat16, and scores are rounded to bfloat16.
     """
     narrow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and _EMULATED)
     return torch.float32 if narrow and x.device.type == "cpu" else x.dtype
@@ -48,7 +48,8 @@ def _precision() -> str:
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Return whether large products of ``x`` are oneDNN's, and small ones slow; narrow ones always are."""
+    """Return whether oneDNN computes large products of ``x``, so that small products are slow; in half precision it
+    always does."""
     if x.device.type != "cpu" or x.element_size() > 4:
         return False
     return x.element_size() < 4 or _precision() != "highest"
@@ -56,7 +57,7 @@ def by_onednn(x: Tensor) -> bool:
 
 @contextmanager
 def few_rows(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Let products on a CPU take PyTorch's own path within the context, if ``wanted``, for steps of one token.
+    """Let products on a CPU take PyTorch's default path within the context, if ``wanted``, for steps of one token.
 
     All threads share the setting, so only a command's process changes it; a caller's process is not changed.
     """

@@ -28,8 +28,8 @@ def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
 
     Halves of surrogate pairs that stand for bytes in a file name outside UTF-8 pass, unless ``errors`` is "strict".
 
-    Errors: ``ValueError`` for text that is not JSON, nests deeper than ``MOST_DEPTH``, or contains a number of
-    thousands of digits or half of a surrogate pair.
+    Errors: ``ValueError`` for text in another format, text that nests deeper than ``MOST_DEPTH``, a number of thousands
+    of digits, and half of a surrogate pair.
     """
     text = text if isinstance(text, str) else text.decode("utf-8-sig")
     try:
@@ -50,8 +50,7 @@ def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
 
 
 def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: str) -> Any:
-    """Return the value of line ``number`` of a file of JSON lines; the error for a line that is not JSON ends in
-    ``remedy``."""
+    """Return the value of line ``number`` of a file of JSON lines; the error for other text ends in ``remedy``."""
     try:
         return parse_json(line, "strict")
     except ValueError as error:
@@ -97,7 +96,7 @@ def _too_deep() -> ValueError:
 
 
 def parse_count(text: str) -> int:
-    """The whole number that ``text`` spells; k and M are thousands and millions, and 1e9 is written as a float is.
+    """Return the whole number of ``text``: digits, with k or M for thousands or millions, or a form such as 1e9.
 
     Errors: ``ValueError`` for any other text.
     """

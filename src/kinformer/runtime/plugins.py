@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @cache
 def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of each name, in all installed packages; more than one is for the caller to refuse."""
+    """Return the entry points of each name, in all installed packages; the caller must raise for several of a name."""
     from importlib.metadata import entry_points
 
     installed: dict[str, tuple[EntryPoint, ...]] = {}
@@ -44,7 +44,7 @@ def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
 
 
 def load(entry: EntryPoint, what: str) -> Any:
-    """Return the object behind an entry point; ``what`` is its name in messages ("the mixer 'my_mixer'")."""
+    """Return the object of an entry point; ``what`` is its name in messages ("the mixer 'my_mixer'")."""
     try:
         return entry.load()
     except KeyboardInterrupt as error:  # the user's, most likely; the package's, where it comes every time
@@ -113,8 +113,8 @@ class Registry(Mapping[str, T]):
     messages. ``fits(name, installed)`` tells whether an installed object is valid, and ``expected(name)`` describes a
     valid object in words.
 
-    Errors: :class:`KinformerError` for a name with two owners and for an object that is not valid, only when the name
-    is looked up.
+    Errors: :class:`KinformerError` for a name with two owners and for an invalid object, only when the name is looked
+    up.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Registry(Mapping[str, T]):
 
     @classmethod
     def of_records(cls, record: type[T], builtin: Mapping[str, T], group: str) -> Registry[T]:
-        """Return a registry of objects of the class ``record`` that know their own name."""
+        """Return a registry of objects of the class ``record``, which have their name in the attribute ``name``."""
         return cls(
             record.__name__.lower(),
             builtin,

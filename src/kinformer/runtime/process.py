@@ -16,9 +16,9 @@ _set_up = False
 
 
 def begin_process(fast_products: bool = True) -> None:
-    """Set this whole process up to compute; only a command and the processes that it starts may call this.
+    """Set up this whole process for computation; only a command and the processes that it starts may call this.
 
-    ``fast_products``: whether to :func:`use_fast_products`.
+    ``fast_products``: whether to call :func:`use_fast_products`.
     """
     global _set_up
     _set_up = True
@@ -36,10 +36,10 @@ def is_command() -> bool:
 def use_fast_products() -> None:
     """Let float32 products on a CPU take oneDNN's path, which on many CPUs is twice as fast at float32 accuracy.
 
-    PyTorch calls the setting "medium". It holds for all threads of the process, so functions of the package never make
-    it. With AMX it would mean bfloat16, and for a GPU it does too, so it is made only where the processor has no AMX
-    for certain and there is no GPU. A server does not make it: oneDNN keeps a compiled product for every shape, and
-    the batches of a server always have new shapes, so that its memory would grow.
+    PyTorch calls the setting "medium". It holds for all threads of the process, so functions of the package never set
+    it. With AMX and on a GPU the setting means bfloat16, so it is set only where the processor certainly lacks AMX and
+    the machine lacks a GPU. A server does not set it: oneDNN keeps a compiled product for every shape, and the batches
+    of a server always have new shapes, so its memory would grow.
     """
     if platform.machine() in ("x86_64", "AMD64") and not has_amx() and not torch.cuda.is_available():
         torch.set_float32_matmul_precision("medium")
@@ -55,18 +55,18 @@ def flush_subnormals() -> None:
 
 
 _RETAINED, _MAPPED = 512 << 20, 32 << 20
-"""Bytes of free memory that stay with the process; bytes from which on a block is the system's again once it is free,
+"""Bytes of free memory that stay with the process, and bytes from which a block returns to the system when it is freed,
 the most that glibc allows."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""What glibc's mallopt calls them."""
+"""The numbers of both parameters in glibc's mallopt."""
 
 
 def keep_memory() -> None:
-    """Let freed memory stay with this process, which must be our own, as a command's is; Linux with glibc only.
+    """Let freed memory stay with this process, which must be the process of a command; Linux with glibc only.
 
-    Left to itself glibc gives the top of its memory back as soon as a few large tensors are freed, and the next step
-    allocates it again and has the system clear it page by page: training steps then take 2 to 17 % longer (AMD EPYC,
-    two cores, ``benchmarks/kept_memory.py``). The largest resident set grows by up to a quarter.
+    By default glibc returns the top of its memory to the system as soon as a few large tensors are freed. The next step
+    allocates it again, and the system clears it page by page: training steps then take 2 to 17 % longer (AMD EPYC, two
+    cores, ``benchmarks/kept_memory.py``). The largest resident set grows by up to a quarter.
     """
     if sys.platform != "linux":
         return

@@ -67,15 +67,14 @@ class _Nowhere(StringIO):
 
 
 def tolerant(stream: TextIO | None) -> Any:
-    """Return ``stream`` as a :class:`Tolerant` one; None, which Python has for a
-    closed one, as one that goes nowhere."""
+    """Return a :class:`Tolerant` stream over ``stream``; for None, Python's value of a closed stream, over nothing."""
     if isinstance(stream, Tolerant):
         return stream
     return Tolerant(stream or _Nowhere())
 
 
 def abandon(stream: TextIO) -> None:
-    """Send the buffered text and all that follows nowhere."""
+    """Drop the buffered text and all later text."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -42,7 +42,7 @@ class PredictionTable:
             check_table("predictions", self.predictions)
 
     def write_predictions(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Write ``rows``, numbered from 1 as ``item``, where a table is to be written."""
+        """Write ``rows``, numbered from 1 as ``item``, if a file for the table was given."""
         with self.writing_predictions() as write:
             if write is not None:
                 for row in rows:
@@ -60,14 +60,15 @@ class PredictionTable:
 
 
 def check_table(option: str, path: str | Path) -> None:
-    """Refuse a file whose ending is none of :data:`ENDINGS`, or whose folder is missing; ``option`` named it."""
+    """Raise for a file whose ending is not in :data:`ENDINGS`, or whose folder is missing; ``option`` is the option of
+    the file."""
     if Path(path).suffix.lower() not in ENDINGS:
         raise KinformerError(f"{marked(option)} {path}: ends in none of {', '.join(ENDINGS)}; name it so.")
     require_folder_of(option, path)
 
 
 def require_folder_of(option: str, path: str | Path) -> None:
-    """Refuse a file that could not be written, before anything is computed; ``option`` named it."""
+    """Raise for a file that could not be written, before anything is computed; ``option`` is the option of the file."""
     path = Path(path).expanduser()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise KinformerError(f"{marked(option)} {path}: cannot be written; choose a file in a folder with rights.")
@@ -75,11 +76,13 @@ def require_folder_of(option: str, path: str | Path) -> None:
 
 @contextmanager
 def writing_table(path: str | Path) -> Iterator[WriteRow]:
-    """Give a function that writes a row to the file ``path``, whose first row makes the columns of CSV and TSV.
+    """Yield a function that writes a row to the file ``path``; the first row determines the columns of CSV and TSV.
 
-    Rows are in the file as they come, so what was written stays where a later one fails. In CSV and TSV a list of
-    mappings becomes columns of their keys, numbered from the second (``class``, ``probability``, ``class_2``, ...), and
-    any other list JSON. Errors: ``KinformerError`` for another ending, and where the file cannot be written.
+    Each row is written at once, so earlier rows stay in the file where a later row fails. In CSV and TSV, a list of
+    mappings becomes columns of their keys, numbered from the second mapping (``class``, ``probability``, ``class_2``,
+    ...), and any other list becomes JSON.
+
+    Errors: ``KinformerError`` for another ending, and where the file cannot be written.
     """
     path = Path(path).expanduser()
     check_table("out", path)
@@ -138,12 +141,12 @@ def flattened(row: Mapping[str, object]) -> dict[str, object]:
 GZIP = b"\x1f\x8b"
 _ONE_ARRAY = b"\x93NUMPY"
 _LIKELY_RATIO, _SUSPECT = 200, 64 << 20
-"""Text and images are not compressed to less than a two-hundredth; beyond 64 MiB such a file is refused."""
+"""Text and images do not compress to less than a two-hundredth; beyond 64 MiB such a file is an error."""
 _BLOCK = 1 << 20
 
 
 def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
-    """Refuse data compressed far more than data can be: it is made to fill the memory. Sizes are in bytes."""
+    """Raise for data that is compressed far more than real data can be, and would fill the memory. Sizes in bytes."""
     if unpacked > _SUSPECT and unpacked > _LIKELY_RATIO * packed:
         raise KinformerError(
             f"{path}: would unpack to {plural(unpacked, 'byte')} or more, {unpacked // max(packed, 1)} times its "

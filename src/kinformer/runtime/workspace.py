@@ -13,8 +13,8 @@ _RULES: dict[object, Rule] = {}
 
 
 def scratch(operator: OpOverloadPacket) -> Callable[[Rule], Rule]:
-    """Register the bytes that a call of ``operator`` (such as ``torch.ops.kinformer.name``) allocates and frees before
-    it returns, by its own arguments, which have shapes only."""
+    """Register a function of the arguments of ``operator`` (such as ``torch.ops.kinformer.name``) that returns the
+    bytes which a call allocates and frees before it returns. The arguments have shapes only."""
 
     def register(rule: Rule) -> Rule:
         _RULES[operator.default] = rule
@@ -24,6 +24,6 @@ def scratch(operator: OpOverloadPacket) -> Callable[[Rule], Rule]:
 
 
 def scratch_bytes(operator: object, arguments: Iterable[object]) -> int:
-    """Return the temporary bytes of a call; 0 for operators that register none."""
+    """Return the temporary bytes of a call; 0 for an operator without a registered function."""
     rule = _RULES.get(operator)
     return rule(*arguments) if rule else 0

@@ -57,8 +57,8 @@ class Trail:
 class LayerUse:
     """One use of a layer: its ``branches`` read and add to the streams a and b [batch, time, dim] in turns.
 
-    A branch reads b and adds to a, then the two change places. ``context`` is the context of the tokens, ``dtype`` the
-    dtype of the branches' inputs; ``random`` is whether branches may draw random numbers.
+    A branch reads b and adds to a; then a and b change places. ``context`` is the context of the tokens, ``dtype`` the
+    dtype of the branches' inputs. ``random``: whether branches may draw random numbers.
     """
 
     def __init__(self, branches: Sequence[Branch], context: object, dtype: torch.dtype, random: bool) -> None:

@@ -1,17 +1,17 @@
-"""The Universal Transformer (Dehghani et al. 2019): the same layers again and again, a number of steps or until a
+"""The Universal Transformer (Dehghani et al. 2019): the same layers again and again, for a number of steps or until a
 token halts.
 
-A *step* goes once through all layers, whose weights are the same in every step. Every use of a layer has a separate
-state. Without halting this is a stack of ``steps`` times as many tied layers. With halting a token takes steps until it
-halts. Halting depends on the token's own past alone, so chunks of any length give equal results.
+A *step* applies all layers once, with the same weights in every step. Every use of a layer has a separate state.
+Without halting, the stack equals ``steps`` times as many tied layers. With halting, a token takes steps until it halts.
+Halting depends only on the token and its past, so chunks of any length give equal results.
 
-The state of every later step still absorbs a halted token, since later tokens may attend to it there, but nothing else
-is computed for it. With the layer ``decoder`` and softmax attention, only its key and its value are computed; the
-output projection and the feed-forward are computed for running tokens alone, in training too. Attention is left out if
-no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers, and an
-encoder's mixers, are run in full, before a feed-forward of running tokens; other layers are run in full. An encoder
-leaves out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens take
-all steps, with equal results: estimated costs are costs without early halting.
+The state of every later step still absorbs a halted token, since later tokens may attend to it there. Nothing else is
+computed for a halted token: with the layer ``decoder`` and softmax attention, only its key and its value are computed,
+and the output projection and the feed-forward are computed for running tokens alone, in training too. Attention is left
+out if no token of the chunk runs, as in generation; in longer chunks it is computed for all queries. Other mixers, and
+an encoder's mixers, run in full, and then only running tokens enter the feed-forward. Other layers run in full. An
+encoder leaves out a step that no token takes. While a graph is captured, and where tensors are shapes alone, all tokens
+take all steps, with equal results: estimated costs are costs without early halting.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Decided(NamedTuple):
 
 
 class ACT(nn.Module):
-    """Adaptive computation time; ``w`` begins at zero and b at ``bias``, so that at first all tokens take equally many
-    steps.
+    """Adaptive computation time. The weight w begins at zero and b at ``bias``, so that at first all tokens take the
+    same number of steps.
 
     ``halted`` is the treatment of a halted token. With ``copied``, as in the paper, the vector of the token stays
     unchanged, and each later step absorbs it with the step's position signals. With ``evolving``, as in the official
@@ -240,7 +240,7 @@ class Universal(Stack):
             for number in range(step * self.group, (step + 1) * self.group):
                 entered = before(x, number)
                 read = entered if number % self.group == 0 else read
-                # The vector of a halted token does not change, whatever the layer returned for it.
+                # The vector of a halted token does not change: drop the layer's result for it.
                 x = torch.where(self._running(progress), use(number, entered, output_mask), x)
                 if number in taps:
                     tapped.append(x)

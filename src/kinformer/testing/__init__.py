@@ -1,4 +1,4 @@
-"""The contract as an executable battery, for Kinformer's own mixers, models and tasks and for anybody else's.
+"""The contract as an executable battery, for the mixers, models and tasks of Kinformer and of any other package.
 
     from kinformer.testing import verify_mixer
 
@@ -11,12 +11,12 @@ or with one test per check::
     def test_contract(check):
         CHECKS[check](MixerSubject(lambda: MyMixer(dim=16), dim=16))
 
-It runs on PyTorch's default device: under ``with torch.device("cuda"):`` on a GPU.
+The battery runs on PyTorch's default device: under ``with torch.device("cuda"):`` on a GPU.
 
-What of PyTorch's derivatives works is the same for all mixers: first ones in reverse (``backward``, ``autograd.grad``)
-always; those beyond the first and forward mode (``torch.func``'s ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian``,
-``vmap``) where every operation has them, as with ``impl="reference"``. Elsewhere they raise, and the check
-``derivatives`` holds your mixer to that.
+All mixers support first derivatives in reverse mode (``backward``, ``autograd.grad``). Higher derivatives and forward
+mode (``torch.func``'s ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian``, ``vmap``) work where every operation
+supports them, as with ``impl="reference"``. Elsewhere they raise an error, which the check ``derivatives`` requires of
+your mixer too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a name of the battery of tasks, which loads the lab when it is first used."""
+    """Return a name of the battery of tasks; the first use loads the lab."""
     if name not in ("TASK_CHECKS", "TaskSubject", "verify_task"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("kinformer.lab.testing"), name)

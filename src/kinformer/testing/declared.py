@@ -165,7 +165,7 @@ def _skeleton(state: State) -> object:
 
 
 def state_size(subject: MixerSubject) -> None:
-    """Check that measured bytes are the declared ones, at every length and dtype, and grow as ``growth`` says."""
+    """Check that measured bytes equal the declared bytes, at every length and dtype, and grow by ``growth``."""
     lengths = sorted({1, 2, 5, subject.time // 2, subject.time})
     for dtype in (torch.float32, torch.float64):
         module = subject.build(dtype)

@@ -58,7 +58,7 @@ class EncoderSubject(ABC):
 
 
 class EncoderMixerSubject(EncoderSubject):
-    """An :class:`EncoderMixer` of width ``dim``, on plain sequences and on those with global tokens and a global input.
+    """An :class:`EncoderMixer` of width ``dim``, on sequences without and with global tokens and a global input.
 
     ``num_globals``: sizes of the global input; ``impls`` are other makers of the same mixer. ``global_tokens`` False
     leaves out sequences with global tokens in the long input, for a mixer that refuses them.
@@ -234,8 +234,8 @@ CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def padding(subject: EncoderSubject) -> None:
-    """Check that sequences of different lengths in one batch, rubbish in their padding, are
-    as each alone, in values and gradients."""
+    """Check that sequences of different lengths in one batch, with random numbers in their padding, give the values and
+    gradients of each sequence alone."""
     module = subject.build()
     for case in subject.cases():
         together, alone, valid = subject.padded(case)
@@ -326,7 +326,7 @@ def implementations(subject: EncoderMixerSubject) -> None:
 
 
 def gradcheck(subject: EncoderMixerSubject) -> None:
-    """Check that analytic gradients by inputs and weights are the numerical ones."""
+    """Check that analytic gradients by inputs and weights equal numerical gradients."""
     module = subject.build()
     for case in subject.cases():
         agree_gradients(*_as_function(module, case), module, "inputs", f", {case.name}")

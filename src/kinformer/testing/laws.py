@@ -1,4 +1,4 @@
-"""The laws of causal mixers: time and rows, ownership of states, outcomes that are compared."""
+"""The laws of causal mixers: time and rows, ownership of states, and arithmetic."""
 
 from __future__ import annotations
 
@@ -404,8 +404,8 @@ def _ragged_sizes(time: int) -> list[int]:
 
 
 def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
-    """Return masks in which row r has r fewer tokens in one chunk and r more in the next;
-    some rows, and once all rows, have none."""
+    """Return masks in which row r has r fewer tokens in one chunk and r more in the next; in some chunks a row, or
+    every row, is without tokens."""
     row = torch.arange(subject.batch)
     masks = []
     for index, size in enumerate(sizes):
@@ -415,7 +415,8 @@ def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
 
 
 def _reset_positions(subject: Subject) -> list[Tensor]:
-    """Return different positions per row with one row without any; and every row reset at its first token and later."""
+    """Return two masks of resets: different positions per row, with a row without resets; and resets of every row at
+    its first token and later."""
     unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
     for row in range(1, subject.batch):
         unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True
@@ -424,14 +425,14 @@ def _reset_positions(subject: Subject) -> list[Tensor]:
     return [unlike, alike]
 
 
-# The laws of ownership: a value state is never written to, a reserved one has a single owner.
+# The laws of ownership: a value state is never written to, and a reserved state has a single owner.
 
 STEPS = (1, 1, 3, 1, 5, 2)
 
 
 def purity(subject: Subject) -> None:
-    """Check that the same state twice gives the same result; neither state nor
-    inputs nor the module's own tensors change."""
+    """Check that the same state twice gives the same result, and that the state, the inputs and the tensors of the
+    module do not change."""
     for grad in (True, False):
         module = subject.build()
         for kind, start in starts(subject, module):

@@ -1,6 +1,5 @@
-"""The subject of an examination: a mixer or a whole model behind one narrow
-interface, so that each law is written once.
-"""
+"""The subject of an examination: a mixer or a whole model behind one narrow interface, so that each law is written
+once."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class ContractError(AssertionError):
 
 
 class BrokenLawError(AssertionError):
-    """A broken law, before the running check has put its name to it."""
+    """The error of a broken law, before the running check adds its name."""
 
 
 def require(holds: bool, message: str) -> None:
@@ -41,7 +40,7 @@ def require(holds: bool, message: str) -> None:
 
 
 def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    """Check that two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN agrees with nothing."""
+    """Check that two tensors of one shape agree within ``tolerance * max(1, max |want|)``; NaN never agrees."""
     require(got.shape == want.shape, f"{place}: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}.")
     if got.numel() == 0:
         return
@@ -58,8 +57,8 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 def agree_states(place: str, got: object, want: object, tolerance: float = VALUES) -> None:
-    """Check that two states of one structure agree on their valid slots within
-    ``tolerance`` times their largest entry."""
+    """Check that two states of one structure agree on their valid slots within ``tolerance`` times their largest
+    entry."""
     sizes = [float(leaf.detach().double().abs().max()) for leaf in tensors(value(want)) if leaf.numel()]
     gap = difference(got, want)
     limit = tolerance * max([1.0, *sizes])

@@ -32,8 +32,8 @@ from kinformer.testing.subject import ContractError, LayerSubject, MixerSubject,
 
 @dataclass(frozen=True)
 class Check:
-    """A law under its name. ``needs`` are the checks that must hold before this one says anything new:
-    ragged rows are defined by rows alone in chunks of another length, for example."""
+    """A law under its name. ``needs`` are the checks that must pass first, without which this check does not add
+    information: the check of ragged rows, for example, compares with rows alone in chunks of another length."""
 
     name: str
     law: Callable[[Any], None]
@@ -148,14 +148,15 @@ def verify_mixer(
     skip: Mapping[str, str] | None = None,
     impls: Mapping[str, Callable[[], CausalMixer]] | None = None,
 ) -> Report:
-    """Hold the mixer that ``make()`` builds against the whole contract.
+    """Check the mixer that ``make()`` builds against the whole contract.
 
     ``dim`` is the width of its inputs. ``time`` tokens must cross its windows, its segments and the tiles of its
-    kernels more than once (a declared ``retained`` lengthens it by itself). ``impls`` maps names to makers of the same
-    mixer by other implementations; one called ``"reference"`` is the oracle. ``skip`` maps the name of a check to the
-    reason why the mixer lacks that property.
+    kernels more than once (a declared ``retained`` lengthens ``time`` by default). ``impls`` maps names to
+    makers of the same mixer by other implementations; the name ``"reference"`` is the oracle. ``skip`` maps the name of
+    a check to the reason why the mixer lacks the property.
 
-    Returns the report, or raises the :class:`ContractError` of the first failed check, followed by the names of others.
+    Returns the report. Errors: the :class:`ContractError` of the first failed check, with the names of other failed
+    checks.
     """
     skip = dict(skip or {})
     if not impls:
@@ -171,8 +172,8 @@ def verify_model(
     time: int = 23,
     skip: Mapping[str, str] | None = None,
 ) -> Report:
-    """Hold the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
-    the laws at its edge; ``vocab_size`` is how many ids it takes. See :func:`verify_mixer`."""
+    """Check the causal model that ``make()`` builds, ``logits, state = model(tokens, state, valid=, reset=)``, against
+    the laws of models; ``vocab_size`` is its number of ids. See :func:`verify_mixer`."""
     return verdict(examine(MODEL_CHECKS, ModelSubject(make, vocab_size, batch=batch, time=time), skip))
 
 
@@ -184,9 +185,9 @@ def verify_layer(
     time: int = 23,
     skip: Mapping[str, str] | None = None,
 ) -> Report:
-    """Hold the layer that ``make()`` builds against the laws at its edge; see :func:`verify_mixer`.
+    """Check the layer that ``make()`` builds against the laws of layers; see :func:`verify_mixer`.
 
-    It is called as ``y, state = layer(x, state, return_state=True, key_padding_mask=, reset=)``.
+    The layer is called as ``y, state = layer(x, state, return_state=True, key_padding_mask=, reset=)``.
     """
     return verdict(examine(MODEL_CHECKS, LayerSubject(make, dim=dim, batch=batch, time=time), skip))
 
