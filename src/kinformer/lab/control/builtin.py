@@ -56,7 +56,7 @@ class Environment(gymnasium.Env[np.ndarray, int]):
         return self.observe(), reward, terminated, not terminated and self.steps >= self.most_steps, {}
 
     def begin(self, draw: np.random.Generator) -> None:
-        """Begin an episode."""
+        """Start a new episode with random numbers from ``draw``."""
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
