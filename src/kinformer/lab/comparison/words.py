@@ -131,7 +131,8 @@ def costs(comparison: Comparison) -> list[Measure]:
         Measure(f"state {after.replace('after', 'at')}", lambda item: state_at(item, length), size, True,
                 f"Smallest state {after}"),
         *(
-            Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch), "{:,.0f}".format, False,
+            Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch),  # type: ignore[misc]
+                    "{:,.0f}".format, False,
                     f"Fastest to generate, {texts}", " tokens/s")
             for batch, texts in ((1, "one text"), (16, "16 texts"))
         ),
