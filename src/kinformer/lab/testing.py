@@ -1,4 +1,4 @@
-"""The examination of a task: a tiny run of it in a scratch folder, with options that note every read of them."""
+"""The examination of a task: a tiny run of it in a scratch folder, with options that note every read."""
 
 from __future__ import annotations
 
@@ -54,12 +54,11 @@ _COPIES = ("dataclasses", "kinformer.runtime.fields")
 class TaskSubject:
     """A task and the options of its tiny runs.
 
-    ``train`` holds options of ``kinformer.train`` that are added to :data:`TINY` (None removes one), ``evaluate``
-    options of ``kinformer.evaluate``, ``generate`` options of ``lab.runs.options.GenerateOptions`` and ``prompt``,
-    ``predict`` options of ``kinformer.predict`` and ``inputs``. The task's own options stand among the others.
-    ``unread`` maps options that these runs do not reach to the reasons. ``read`` collects the names of the options that
-    were read, by kind. Enter :meth:`open` first. It sets ``device`` to PyTorch's default device; data are read on the
-    CPU."""
+    ``train`` holds options of ``kinformer.train`` in addition to :data:`TINY` (None removes one), ``evaluate`` options
+    of ``kinformer.evaluate``, ``generate`` options of ``lab.runs.options.GenerateOptions`` and ``prompt``, ``predict``
+    options of ``kinformer.predict`` and ``inputs``. The task's own options stand among the others. ``unread`` maps
+    options that these runs do not reach to the reasons. ``read`` collects the names of the options that were read, by
+    kind. Enter :meth:`open` first. It sets ``device`` to PyTorch's default device; data are read on the CPU."""
 
     make: Callable[[], Task]
     member: str
@@ -94,7 +93,7 @@ class TaskSubject:
                 TASKS[self.task.name] = before
 
     def _watch_settings(self) -> None:
-        """Give the task general options that note every read of them."""
+        """Give the task general options that note every read."""
         check, data_module, evaluate = self.task.check, self.task.data_module, self.task.evaluate
         training = _watched(Settings, self.read["training"])
         evaluation = _watched(EvaluationSettings, self.read["evaluation"])
@@ -167,7 +166,8 @@ class TaskSubject:
 
 
 def _watched(options: type, read: set[str]) -> type:
-    """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
+    """Return a subclass of a dataclass of options that adds the name of every field to ``read`` when the field is
+    read."""
     names = {item.name for item in fields(options)}
 
     def look(self: object, name: str) -> object:

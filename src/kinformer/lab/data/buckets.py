@@ -1,4 +1,4 @@
-"""Batches of examples of similar length, with little padding, in an order that is computed and not stored.
+"""Batches of examples of similar length, with little padding, in an order computed without memory.
 
 The order is a pure function of (seed, step), as in the other samplers. Process ``rank`` of ``world`` gets its slice of
 a step's rows.
@@ -34,8 +34,7 @@ class Rows(NamedTuple):
     positions: np.ndarray | None = None
 
     def share(self, rank: int, world: int) -> Rows:
-        """Return a process's rows, the same number for every process; a row that is repeated for this has IGNORED
-        labels."""
+        """Return a process's rows, the same number for every process; rows repeated for this have IGNORED labels."""
         size = -(-len(self.tokens) // world)
         index = np.arange(rank * size, (rank + 1) * size)
         within = np.minimum(index, len(self.tokens) - 1)
@@ -175,6 +174,7 @@ class TokenBatches:
             self._epoch = epoch, np.lexsort((ties, self.widths))
         batch = permute(np.array([number]), self.batches, mix(self.seed, _TOKEN_ORDER, epoch))[0]
         result = self._epoch[1][self.starts[batch] : self.starts[batch + 1]]
+        # Repeats the pairs from the first on, up to a multiple.
         return np.resize(result, -(-len(result) // self.multiple) * self.multiple)
 
 

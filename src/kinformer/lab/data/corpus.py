@@ -35,7 +35,8 @@ from kinformer.lab.data.sampling import RandomWindows, Rows, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 
-# Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each gives its share, in a random order.
+# Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
+# order.
 #
 #     row s:    cycle c = s // 1000,  place p = permutation_c(s mod 1000)
 #     corpus k  whose counts hold p,  its row c * count_k + p - (counts before k)
@@ -89,7 +90,7 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def fingerprint_of_mixture(fingerprints: Sequence[str], counts: Sequence[int]) -> str:
-    """Return what identifies corpora of these ``fingerprints`` mixed by ``counts``."""
+    """Return the fingerprint of corpora of these ``fingerprints``, mixed by ``counts``."""
     text = "\n".join(f"{count}:{fingerprint}" for fingerprint, count in zip(fingerprints, counts, strict=True))
     return f"sha256:{sha256(text.encode()).hexdigest()}"
 

@@ -35,7 +35,7 @@ from kinformer.runtime.files import (
 from kinformer.runtime.parsing import JsonObject, parse_json, parse_json_line
 from kinformer.runtime.progress import note_once
 
-# Formats of data files that are neither text nor plain bytes to learn from, recognised by their first bytes.
+# Formats of data files other than text and plain bytes, recognised by their first bytes.
 
 
 _HEAD = 1 << 16
@@ -72,8 +72,8 @@ _BINARY = {
 
 
 def check_plain(path: Path) -> None:
-    """Refuse a file that is packed, a table, a document, UTF-16 or JSON lines. Other bytes are accepted as data, with a
-    note where they are not text."""
+    """Refuse packed files, tables, documents, UTF-16 and JSON lines. Other bytes are accepted as data, with a note
+    where they are not text."""
     refuse_packed(path)
     head = _head(path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):

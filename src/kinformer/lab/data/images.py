@@ -100,7 +100,7 @@ _NAME = re.compile(r"images?[-.]idx\d[-.]ubyte(\.gz)?$")
 
 
 def is_images(name: str) -> bool:
-    """Return whether this name is that of a file of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
+    """Return whether this is the name of a file of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
     return _NAME.search(name.lower()) is not None
 
 

@@ -28,8 +28,8 @@ SPLITS = ("train", "validation", "test")
 
 
 class RecallRows(NamedTuple):
-    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; how
-    many ``pairs`` int64 [rows] a row has."""
+    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; ``pairs`` int64
+    [rows], the number of pairs of each row."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -38,7 +38,7 @@ class RecallRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """The rows of the task, drawn on demand, of any of ``pairs`` alike often."""
+    """The rows of the task, drawn on demand; a row's number of pairs is drawn uniformly from ``pairs``."""
 
     pairs: tuple[int, ...] = (8,)
     symbols: int = 256

@@ -32,8 +32,8 @@ from kinformer.runtime.tables import read_unpacked
 #
 #     two hundred one, twelve thousand seventy-three      zweihunderteins, zwölftausenddreiundsiebzig
 #
-# A line has ``FEWEST`` to ``MOST`` numbers below a million, of one to six digits, all alike often. German writes a
-# number as one word and its units before its tens, so that words are put together and change places.
+# A line has ``FEWEST`` to ``MOST`` numbers below a million, of one to six digits with equal probability. German writes
+# a number as one word and its units before its tens, so that words are put together and change places.
 
 
 VERSION = "1"
@@ -258,8 +258,8 @@ def open_pairs(
 
     ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Without
     ``languages``, the source is English where English is one side, else the alphabetically first language. Raises
-    :class:`KinformerError` for a missing path, for sides that do not match, and for text that is not UTF-8. Pairs with
-    an empty side are left out, with a note.
+    :class:`KinformerError` for a missing path, for sides that do not match, and for text outside UTF-8. Pairs with an
+    empty side are left out, with a note.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")

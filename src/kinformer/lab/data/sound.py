@@ -168,7 +168,7 @@ def _info(file: wave.Wave_read) -> SoundInfo:
 
 
 def _require_length(path: Path) -> None:
-    """Refuse a WAV that is shorter than its head says; readers of WAV accept it silently."""
+    """Refuse a WAV shorter than its head says; readers of WAV accept it silently."""
     with path.open("rb") as file:
         if file.read(4) != b"RIFF":
             return

@@ -126,7 +126,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``, with U+FFFD where they are no text."""
+        """Return the text of ``tokens``, with U+FFFD in place of invalid text."""
         ...
 
     def spell(self, token: int) -> str:
