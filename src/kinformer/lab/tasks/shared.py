@@ -127,7 +127,7 @@ class Made:
     interrupted: bool = False
 
 
-# Items in batches: the items of a stream that have arrived, and items of similar length.
+# Items in batches: the arrived items of a stream, and items of similar length.
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -268,7 +268,7 @@ def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) 
 
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """Return the run as a policy that remembers as ``task_options`` say, or as it was trained."""
+    """Return the run as a policy that remembers as ``task_options`` say, or as in training."""
     drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
     trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
     steps = longest if trained is None else max(1, trained // PER_STEP)
