@@ -132,7 +132,7 @@ def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
 
 @dataclass
 class ActionSampler:
-    """A rule that draws actions: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
+    """A rule that draws actions with ``temperature``. Its random numbers depend on ``seed``, episode and step alone."""
 
     actions: Discrete | Box
     temperature: float

@@ -203,8 +203,8 @@ class ShortestPath(Environment):
     """The shortest path to one node of a random graph (Chen et al. 2021, section 2, figure 2).
 
     A step costs 1, and the goal ends the episode, so the best return is the negative distance. The graph is the same
-    in all episodes; they begin at any node that has a way to the goal. An action names the next node; the agent stays
-    where there is no edge. Observation: the node, one-hot.
+    in all episodes. An episode begins at any node with a path to the goal. An action names the next node; without an
+    edge to that node the agent stays. Observation: the node, one-hot.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
@@ -237,8 +237,8 @@ class TMaze(Environment):
 
     Only the first cell shows the sign. The corridor ends ``length`` steps later at a junction, which looks the same
     whatever the sign was. The turn that the sign named ends the episode with a reward of 1, the other turn with -1, so
-    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike the paper's
-    maze, this one has no way back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
+    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike in the paper's
+    maze, the agent cannot walk back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
 
     Observation: sign up, sign down, corridor, junction (one of four). Actions: forward, up, down.
     """

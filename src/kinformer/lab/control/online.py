@@ -255,9 +255,10 @@ SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
 
 
 class PolicyShift:
-    """How far the policy has moved from the one that acted: the largest divergence that an update saw.
+    """The distance of the policy from the policy that acted: the largest divergence in an update so far.
 
-    The objective adds divergences, which stay on the device; the rows read the largest before the next batch.
+    The objective adds divergences, which stay on the device; :class:`ControlRows` reads the largest before the next
+    batch.
     """
 
     def __init__(self) -> None:
@@ -278,8 +279,8 @@ class PolicyShift:
 
 
 class ControlRows(DataModule):
-    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are redrawn each time,
-    or until the policy has moved by ``kl_stop`` from the one that acted."""
+    """The rows of rollouts. The model learns ``ppo_epochs`` times from every rollout, in parts of ``batch_size`` rows
+    that are redrawn each time, and stops earlier once the policy has moved by ``kl_stop`` from the acting policy."""
 
     sums, metrics = SUMS, (RETURN,)
 

@@ -43,7 +43,7 @@ without the last (as the library imitation has them); the last two mark the ends
 def read_npz(path: Path) -> Arrays:
     """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
 
-    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds one as a pickle.
+    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds an array as a pickle.
     """
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
@@ -275,7 +275,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
     """Check ``observations``, ``actions``, ``rewards`` and ``starts`` and return them as trajectories; ``place`` names
     them in messages.
 
-    Errors: ``KinformerError`` for unlike lengths, numbers that are not finite, invalid actions, too few episodes.
+    Errors: ``KinformerError`` for unequal lengths, NaN or infinite numbers, invalid actions, too few episodes.
     """
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:

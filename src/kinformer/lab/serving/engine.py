@@ -131,10 +131,10 @@ class Row:
 class Limits(Checked):
     """The bounds of an engine.
 
-    max_streams: rows at a time, a request of n copies being n of them.
-    max_state_bytes: of the state that all rows may come to hold together; None for no bound.
-    max_waiting: requests that wait for their turn; further ones are refused.
-    chunk: tokens of prompts that are absorbed between two steps.
+    max_streams: rows at a time; a request of n copies has n rows.
+    max_state_bytes: the most bytes that the state of all rows together may grow to; None for no bound.
+    max_waiting: requests that wait for their turn; further requests are refused.
+    chunk: tokens of prompts absorbed between two steps.
     """
 
     max_streams: int = 64
@@ -154,7 +154,7 @@ class BusyError(KinformerError):
 
 
 class Admission:
-    """The rows that are admitted; ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
+    """The admitted rows. ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
     ``length`` tokens."""
 
     def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
@@ -163,7 +163,7 @@ class Admission:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are admitted."""
+        """Return the number of admitted rows."""
         return self._lengths.total()
 
     def require_rows(self, prompts: int, copies: int) -> None:
@@ -193,7 +193,7 @@ class Admission:
             )
 
     def fits(self, request: Request) -> bool:
-        """Return whether the request fits beside those that are admitted."""
+        """Return whether the request fits beside the admitted requests."""
         rows, limits = self.rows + request.copies, self.limits
         if limits.max_state_bytes is None or rows > limits.max_streams:
             return rows <= limits.max_streams
@@ -209,13 +209,14 @@ class Admission:
         self._lengths += Counter()  # forget lengths without rows
 
 
-# The rows that are stepped as one batch, and their state.
+# The rows stepped as one batch, and their state.
 
 ROOM = 256
 """Tokens for which a growing state has room; after that many steps it is laid out again."""
 _FAR = 1 << 30
 _UNKNOWN = 0
-"""Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
+"""The number of steps to expect: rows may leave or join at any step, so a recording waits until as many steps were made
+as it costs."""
 
 
 class ContinuedModel(CausalModel, StackedModel, Protocol):
@@ -231,10 +232,10 @@ class Joining(NamedTuple):
 
 
 class Batch:
-    """Rows of ``model`` that are stepped together; rows leave and join between steps.
+    """Rows of ``model`` stepped together; rows leave and join between steps.
 
-    The states of rows of unlike length are right-aligned, so growing states take the slots of the longest row for all.
-    ``tokens`` [rows] int64 are the last of each row, which the next step absorbs.
+    The states of rows of unequal length are right-aligned, so a growing state has as many slots in every row as in the
+    longest. ``tokens`` [rows] int64 are the last token of each row, which the next step absorbs.
     """
 
     def __init__(self, model: CausalModel) -> None:
@@ -281,8 +282,8 @@ def row_bytes(model: ContinuedModel, length: int) -> int:
     """Return the most bytes that the state of a row of up to ``length`` tokens holds in a :class:`Batch` in which no
     row is longer, room included.
 
-    A state that grows takes the slots of its tokens and of :data:`ROOM` more. A window is twice as large as what it
-    retains, and 64 slots, so that it seldom has to be moved to the front of its buffer.
+    A growing state has a slot for each token and :data:`ROOM` more. The buffer of a window has twice the retained slots
+    and 64 more, so that the window seldom has to be moved to the front of its buffer.
     """
     units = [model.stack.units[index] for index in model.stack.order]
     mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
@@ -298,10 +299,10 @@ def _mixer_bytes(declared: Callable[[int], int], length: int) -> int:
     return 2 * limit + 64 * slot
 
 
-# Prompts that are absorbed in chunks, between the steps of others.
+# Prompts absorbed in chunks, between the steps of other requests.
 
 _LEAST = -9999.0
-"""The log-probability of what is impossible, as JSON has no infinite number."""
+"""The log-probability of an impossible token: JSON cannot write -infinity."""
 
 
 class Prefill:
@@ -391,7 +392,7 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are admitted, prompts on their way included."""
+        """Return the number of admitted rows, rows of unfinished prompts included."""
         return self._admission.rows
 
     @property
@@ -440,7 +441,7 @@ class Engine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Take turns until :meth:`close`, waiting while there is nothing to do; requests that are open then fail."""
+        """Take turns until :meth:`close`, and wait while there is nothing to do; open requests then fail."""
         while True:
             with self._changed:
                 idle = not (self._prefills or self._batch.rows)
@@ -516,7 +517,7 @@ class Engine:
         return joining
 
     def _started(self, prefill: Prefill) -> Joining | None:
-        """Return the copies of a complete prompt that go on behind their first token; None where there is none."""
+        """Return the copies of a complete prompt that continue after their first token; None if none continues."""
         request = prefill.request
         logits = prefill.logits()
         require_finite(bool(logits[:1].isfinite().all()))
@@ -536,7 +537,7 @@ class Engine:
         return prefill.joining([rows[index] for index in staying], tokens[staying])
 
     def _step(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
-        """Step the batch without ``leaving`` and with ``joining``; report what is drawn."""
+        """Step the batch without ``leaving`` and with ``joining``; report the drawn tokens."""
         batch = self._batch
         rows = [row for row in batch.rows if row not in leaving] + [row for item in joining for row in item.rows]
         try:
@@ -605,7 +606,7 @@ def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def _failure(error: Exception) -> KinformerError:
-    """Return ``error`` as a sentence for the listeners of what it ended."""
+    """Return ``error`` as a sentence for the listeners of the requests that it ended."""
     if isinstance(error, KinformerError):
         return error
     reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -28,13 +28,13 @@ MOST_NESTED = 1 << 17
 """Lists and objects of a body: Python's JSON reader keeps all other threads waiting, a second for each million."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-"""Fields that do not affect what is generated."""
+"""Fields without effect on the generated text."""
 NEUTRAL: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
     "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
     "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
 }  # fmt: skip
-"""Fields that are not supported, each with the value that requests nothing of it."""
+"""Unsupported fields, each with the one value that requests nothing and is accepted."""
 SHARED = (
     "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stream_options", "stop", "seed",
     "return_token_ids",
@@ -91,8 +91,8 @@ def parse(data: bytes) -> JsonObject:
 
 
 def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
-    """Return what ``fields`` request; only those that are ``supported`` may request anything. ``seed`` is that of a
-    request that names none; None draws one."""
+    """Return the request in ``fields``; only the ``supported`` fields may request anything. ``seed`` is the seed of a
+    request that does not name one; None draws a seed."""
     values = {name: value for name, value in fields.items() if value is not None}
     for name, value in values.items():
         if name in supported or name in IGNORED:

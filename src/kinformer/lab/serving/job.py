@@ -77,7 +77,7 @@ class Job:
             raise
 
     def cancel(self) -> None:
-        """End what is still being continued."""
+        """End the requests that are still open."""
         for request in self._requests:
             self.engine.cancel(request)
 

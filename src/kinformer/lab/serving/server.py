@@ -1,4 +1,4 @@
-"""A server for a trained run: the engine in a thread of its own, HTTP in the caller's."""
+"""A server for a trained run: the engine in a separate thread, HTTP in the caller's thread."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ MOST_BODY = 8 << 20
 BODY_SECONDS = 60
 """Seconds that a client has to send a body."""
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
-"""Tokens that are drawn where a request does not say how many, as OpenAI's completions do; and in a chat."""
+"""The number of tokens drawn for a request that does not give a number: for a completion, as at OpenAI, and for a
+chat."""
 LARGE = 256
 """Tokens from which on a part of a stream is built outside of the event loop."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
@@ -355,7 +356,7 @@ class Server:
         self._http = _Http(config, self.engine.close)
 
     def run(self) -> None:
-        """Answer until :meth:`close`, or a signal in the main thread; then end what is being continued."""
+        """Answer until :meth:`close`, or a signal in the main thread; then end the open requests."""
         self._thread.start()
         try:
             with as_flags(False):  # clients send fields, also where a command started the server

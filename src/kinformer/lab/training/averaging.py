@@ -56,9 +56,9 @@ def mean_weights(
     model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = UNDIVIDED
 ) -> dict[str, Tensor]:
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
-    model's are; tensors that are not floating-point are the model's."""
+    model's weights are. Integer and boolean tensors are copied from the model."""
     weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
-    # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
+    # The sum is in float64, so only the final division rounds noticeably, whatever the number of checkpoints.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
     for step in steps:
         rooms = {name: layouts.room(name, weight, weight) for name, weight in weights_now.items()}

@@ -1,4 +1,4 @@
-"""States that are carried from step to step: one per accumulated part of each process, stored in checkpoints by row."""
+"""States carried from step to step: one per accumulated part of each process, stored in checkpoints by row."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class Carried:
         self.states[part] = states.detach(state)
 
     def divide(self, whole: State, model: Any, group: Group) -> None:
-        """Keep this process's heads of the carried states: ``whole`` is a state of the undivided model, ``model`` this
-        process's part of it. Leaves that have no heads are the same in all parts."""
+        """Keep this process's heads of the carried states.
+
+        ``whole`` is a state of the undivided model, ``model`` this process's part of the model. Leaves without heads
+        are the same in all parts.
+        """
         pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
         for leaf, fewer in pairs:
             dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]

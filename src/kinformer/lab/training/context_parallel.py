@@ -33,7 +33,7 @@ from kinformer.runtime.errors import KinformerError
 # The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
 #
 # composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
-# past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way
+# past       all-gather, or from the neighbours with a window's slots; gradients go back the same way
 # last       broadcast from the last process; the gradient is a sum there
 # exchange   from one process to another, without gradients
 
@@ -73,8 +73,11 @@ class Stretches(Crossing):
 
 
 class _Gathered(torch.autograd.Function):
-    """The ``local`` of all processes [processes, ...]. ``tied`` passes through, so that every process differentiates
-    this, whether or not its outputs depend on what the others sent."""
+    """The ``local`` of all processes [processes, ...].
+
+    ``tied`` passes through unchanged. Every process therefore runs the backward, a collective, even where its outputs
+    do not depend on the tensors that the others sent.
+    """
 
     @staticmethod
     def forward(ctx: Context, local: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
@@ -140,11 +143,12 @@ class _Last(torch.autograd.Function):
         return total if stretches.number == stretches.count - 1 else torch.zeros_like(ctx.form), None, None
 
 
-# States that are handed on from one process to the next: how any causal mixer computes a stretch of a row.
+# States handed from one process to the next: how any causal mixer computes a stretch of a row.
 #
-# By partition invariance the stretches' outputs are those of the row. A process waits for the state of the one before,
-# layer by layer: with many layers all are busy at once, each one a layer behind the one before (as LASP, Sun et al.
-# 2024, arXiv 2404.02882, does with the states of linear attention). Gradients of states go back the same way.
+# By partition invariance the outputs of the stretches equal the outputs of the whole row. In every layer a process
+# waits for the state of the process before it. With many layers all processes are busy at once, each one layer behind
+# the process before it (LASP, Sun et al. 2024, arXiv 2404.02882, does this with the states of linear attention).
+# Gradients of states go back the same way.
 
 Inputs = tuple[Chunk, State, *tuple[object, ...]]
 """The arguments of a causal mixer."""
@@ -206,7 +210,7 @@ def _last(state: State, stretches: Stretches) -> State:
 
 
 def _forms(leaves: list[Tensor]) -> Tensor:
-    """Return the shapes of ``leaves``, [leaves, axes] int64, -1 where there is no axis."""
+    """Return the shapes of ``leaves``, [leaves, axes] int64, padded with -1."""
     rows = [[*leaf.shape, *[-1] * (_AXES - leaf.dim())] for leaf in leaves]
     return torch.tensor(rows, device=leaves[0].device, dtype=torch.int64)
 
@@ -344,7 +348,7 @@ def readers_of(model: Any) -> list[Any]:
 
 
 def mixers_of(stack: Stack) -> list[CausalMixer]:
-    """Return the mixers of the layers, each of which absorbs a chunk after a state."""
+    """Return the causal mixers of ``stack``, without mixers inside other mixers."""
     mixers: dict[CausalMixer, None] = {}
     inner = {
         part
@@ -360,8 +364,8 @@ def mixers_of(stack: Stack) -> list[CausalMixer]:
 
 
 def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
-    """Let ``step`` compute one stretch of its rows, of which the ``processes`` have the others, in place; ``keeps``:
-    whether the states after the rows are wanted."""
+    """Change ``step`` in place so that it computes one stretch of its rows; the other ``processes`` compute the other
+    stretches. ``keeps``: whether the states after the rows are needed."""
     model: Any = step.model
     check_time(model, ring)
     stretches = Stretches(processes, keeps, ring)
@@ -378,7 +382,7 @@ def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps
 
 
 class _Edge:
-    """Hooks between the rows and a model that reads one stretch of them; before an encoder they change nothing."""
+    """Hooks between the rows and a model that reads one stretch of each row; before an encoder they change nothing."""
 
     def __init__(self, model: Any, stretches: Stretches) -> None:
         self.model, self.stretches = model, stretches

@@ -184,8 +184,8 @@ class Group:
         return values.tolist()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function`` on the first process to all of
-        them, or raise its :class:`KinformerError`."""
+        """Return the result of ``function`` on the first process to all processes, or raise its
+        :class:`KinformerError` on all."""
         if self.world == 1:
             return function()
         outcome: list[tuple[list[T], str | None]] = [([], None)]
@@ -201,8 +201,8 @@ class Group:
         return results[0]
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
-        """Return the results of ``function`` on every process, in order of rank, to all of them, or raise the first
-        :class:`KinformerError`."""
+        """Return the results of ``function`` on every process, in order of rank, to all processes, or raise the first
+        :class:`KinformerError` on all."""
         outcome: tuple[list[T], str | None]
         try:
             outcome = [function()], None

@@ -31,15 +31,15 @@ SHARE = "share"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` as it is read
-    ("bits per byte"), SHARE for a share of 1."""
+    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` in words ("bits per byte"), SHARE for a share of
+    1."""
 
     name: str
     unit: str
     lower_is_better: bool = True
 
     def better(self, value: float, than: float) -> bool:
-        """Return whether ``value`` is better than another; a value that is not finite never is."""
+        """Return whether ``value`` is better than another; NaN and infinity are never better."""
         return isfinite(value) and (value < than if self.lower_is_better else value > than)
 
     def text(self, value: float) -> str:
@@ -63,7 +63,7 @@ CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 
 def bits_per_masked(unit: str) -> Metric:
-    """Return the metric of masked tokens, by what a token is: a byte, or a tokenizer's token."""
+    """Return the metric of masked tokens, which depends on the kind of token: a byte, or a tokenizer's token."""
     return Metric(f"bits_per_masked_{unit}", f"bits per masked {unit}")
 
 
@@ -89,10 +89,8 @@ def size(count: float) -> str:
 class Result:
     """The result of a training run, for its caller and its records.
 
-    The result: ``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
-
-    ``validation``: the best one's metrics, such as ``bits_per_byte``; the first is None in a run that was never
-    validated.
+    ``steps``: the steps done of ``total``. ``signal``: the signal that ended the run early, or 0. ``validation``: the
+    metrics of the best validation, such as ``bits_per_byte``; the first is None in a run that was never validated.
     """
 
     steps: int
@@ -145,7 +143,7 @@ class EventFile:
             self._file.close()
 
     def _write(self, event: Event) -> None:
-        """Write an event; where that fails, training goes on without curves, as its metrics stand in another file."""
+        """Write an event. If that fails, training continues without curves; the metrics are also in another file."""
         if self._file.closed:
             return
         try:
@@ -253,7 +251,7 @@ class TrainingProgress:
 
 
 class Silence(TrainingProgress):
-    """The display of processes that are not the first, and of quiet runs: it shows nothing."""
+    """The display of quiet runs and of all processes but the first: it shows nothing."""
 
     def __init__(self) -> None:
         self._bar = None

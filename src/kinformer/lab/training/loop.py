@@ -1,7 +1,7 @@
-"""The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
+"""The training loop: updates, validations and checkpoints, in a folder from which a run can be resumed at any moment.
 
-What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
-All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
+A step depends on the weights, the optimiser's state, the carried states and the step's number alone. A checkpoint
+holds them all, so a run that was killed and resumed ends with the same weights as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ from kinformer.runtime.progress import note
 
 
 class Validation:
-    """The validation on rows of ``data``; where it carries, the state goes on from one batch to the next.
+    """The validation on rows of ``data``. Where ``data`` carries states, a batch begins with the state of the batch
+    before.
 
-    The rows of a batch are spread over the processes, and the result does not depend on how many there are.
+    The rows of a batch are spread over the processes. The result does not depend on the number of processes.
     """
 
     def __init__(self, data: DataModule, group: Group) -> None:
@@ -131,7 +132,7 @@ class Storage:
     def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: JsonObject) -> None:
         """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
 
-        A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
+        A weight of NaN or infinity is an error, and nothing is written. Without best weights, these become the best.
         """
         self.saves.begin(step)
         if not self.group.sharded:
@@ -167,7 +168,7 @@ class Storage:
                 raise self.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {number}")
 
     def diverged(self, what: str) -> KinformerError:
-        """Return the error that ends a run whose numbers are no longer finite: ``what`` says where."""
+        """Return the error that ends a run with NaN or infinite numbers: ``what`` says where they appeared."""
         with suppress(KinformerError):
             self.saves.wait()
         steps = self.checkpoints.steps()
@@ -199,7 +200,7 @@ class Storage:
         part = part_of(tensors, self.group)
         if not self.saves.in_thread:
             return part
-        # What does not lie in rows was put into rows, into memory of its own.
+        # Under a mesh ``part_of`` has already copied sharded tensors, to put their rows in order: no second copy.
         return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
 
     def _require_finite_weights(self, step: int, weights: Tensors) -> None:
@@ -219,7 +220,7 @@ class Storage:
 # One update: rows in, forward and backward in parts, gradients clipped, weights moved.
 
 _FEATURES = 0x46454154
-"""Sets the seeds of random features apart from those of masks."""
+"""Mixed into the seed of random features, which therefore differs from the seed of masks."""
 
 
 class UpdateResult(NamedTuple):
@@ -247,7 +248,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        settings.rows(group.replicas)  # refuses those that cannot be shared
+        settings.rows(group.replicas)  # raises where the replicas cannot share the rows
         self.resampled, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
         self.regularized = modules_of(engine, Regularized)
 
@@ -324,9 +325,10 @@ class Updater:
 
 
 class Window:
-    """The updates since the last reading, whose results stay on the device until the next.
+    """The updates since the last reading. Their results stay on the device until the next reading, so that a step does
+    not wait for the device.
 
-    ``speed``: tokens per second between the last two readings; ``overall``: over all of them, that is ``tokens`` in
+    ``speed``: tokens per second between the last two readings; ``overall``: over all readings, ``tokens`` in
     ``seconds``.
     """
 
@@ -362,12 +364,13 @@ class Window:
 
 
 class Trainer:
-    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    """The trainer of ``model`` on ``data`` for ``objective``. It continues from the newest checkpoint in ``folder`` to
     the end of that checkpoint's stage (``lab.training.stages``), to which ``model`` and ``data`` belong.
 
-    ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``.
-    It is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports
-    nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if None.
+    ``model`` is any module that the objective can call; where the data carries states, it has ``initial_state(batch)``.
+    The trainer changes ``model`` in place; with several processes the model belongs to the trainer from then on.
+    ``quiet``: the trainer reports nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if
+    None.
     """
 
     def __init__(
@@ -552,7 +555,7 @@ class Trainer:
         return int(signal), bool(over), bool(old)
 
     def _report(self, rate: float) -> None:
-        """Report the losses since the last time; a loss that is not finite ends the run."""
+        """Report the losses since the last report; a loss of NaN or infinity ends the run."""
         losses, norms, sums = self.window.read()
         self.storage.require_finite(self.step - len(losses) + 1, losses, norms)
         if not losses:
@@ -569,8 +572,8 @@ class Trainer:
         return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
 
     def _finish(self, measures: bool) -> None:
-        """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
-        that is killed here repeats its last steps and its end."""
+        """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
+        finished. A run that is killed here repeats its last steps and this work."""
         if self.step < self.total:  # the time or the patience is over
             self.course.revise(self.step, self.step)
         self.storage.saves.wait()
@@ -586,7 +589,7 @@ class Trainer:
             self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
 
     def _measure(self, what: str, prefix: str) -> dict[str, float]:
-        """Validate the weights as they are, write them where they are the best, and return their metrics."""
+        """Validate the present weights, write them if they are the best, and return their metrics."""
         means = self.validation(self.engine)
         metrics = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")

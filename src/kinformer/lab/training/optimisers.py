@@ -53,13 +53,13 @@ def scale_(update: Tensor, factor: Tensor) -> Tensor:
 #
 #     X_0 = B / |B|,   A = X X^T,   X <- a X + (b A + c A^2) X,   W <- (1 - lr decay) W - 0.2 sqrt(max(m, n)) lr X
 #
-# PyTorch's optimiser, with the matrices of one shape in one product: those of small models are so small that an
-# operation takes longer to begin than to run: on two threads of an AMD EPYC those of four layers of dim 128 take six
-# tenths of the time (``benchmarks/small_operations.py``). The iterations reach singular values near 1, not 1, so they
-# need no precision: they compute in the type in which the processor is fastest.
+# This is PyTorch's optimiser with the matrices of one shape in one product. An operation on the matrices of a small
+# model takes longer to start than to run. On two threads of an AMD EPYC the update of four layers of dim 128 takes six
+# tenths of PyTorch's time (``benchmarks/small_operations.py``). The iterations reach singular values near 1, not 1, so
+# low precision suffices: they compute in the type in which the processor is fastest.
 
 SMALL = 1 << 18
-"""Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""
+"""The most elements of a matrix that is orthogonalised together with others of its shape; larger ones gain nothing."""
 
 PRECISION = {"AMX": torch.bfloat16, "AVX-512 and bfloat16": torch.bfloat16, "other": torch.float32}
 """The type of the iterations by class of processor. Where bfloat16 is emulated, PyTorch's update, which uses it, takes
@@ -75,7 +75,7 @@ class StackedMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Make one update. Matrices that are sharded over processes are gathered, a shape at a time."""
+        """Make one update. Matrices sharded over processes are gathered, a shape at a time."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             matrices: list[Tensor] = []
@@ -101,7 +101,7 @@ class StackedMuon(Muon):
 
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of ``matrices``, those of one shape and device together where they are small."""
+    """Yield the indices of ``matrices`` in groups: small matrices of one shape and device together, others alone."""
     groups: dict[tuple[torch.Size, torch.device, int | None], list[int]] = {}
     for index, matrix in enumerate(matrices):
         alone = index if matrix.numel() > SMALL else None
@@ -115,7 +115,7 @@ def _precision(device: torch.device) -> torch.dtype:
 
 
 def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return a matrix, or each of a stack [n, rows, columns], with singular values of 0.5 to 1.5 instead of its own."""
+    """Return a matrix, or a stack of matrices [n, rows, columns], with the singular values moved to 0.5 to 1.5."""
     a, b, c = coefficients
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]
@@ -199,8 +199,8 @@ class Lamb(PerParameter):
 def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     """Return the factor of the learning rate of each parameter of ``model`` whose factor is not 1.
 
-    Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter that
-    is used twice (a tied table) moves as its lowest use.
+    Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter with
+    two uses (a tied table) has the factor of its lowest use.
     """
     if decay == 1:
         return {}
@@ -218,8 +218,8 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 
 
 def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
-    """Yield the modules that have a stack, with it, except encoders within an input, which all stand before the first
-    layer."""
+    """Yield every module with a stack, and its stack. Encoders within an input are left out: they count as parts
+    before the first layer."""
     from kinformer.core.stack import Stack
 
     if isinstance(stack := getattr(model, "stack", None), Stack):
@@ -228,7 +228,7 @@ def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
 
 
 def _below(trunk: nn.Module, stack: Stack) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the parts of ``trunk`` that the head reads through layers, and the number of them from the head's side."""
+    """Yield the parts of ``trunk`` that the head reads through layers, and the number of layers up to the head."""
     count = len(stack.layers)
     for number, layer in enumerate(stack.layers):
         yield layer, count - number
@@ -246,13 +246,14 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """The optimiser of all parameters of a model, and of ``extras`` trained with it, made of some of PyTorch's.
+    """The optimiser of all parameters of a model, and of ``extras`` trained with the model, composed of PyTorch's
+    optimisers.
 
-    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
-    the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
-    Tables with sparse gradients have an Adam of their own, whose learning rate is constant and which moves the rows
-    that were looked up (Lample et al. 2019); they do not decay, and are not clipped. With ``layer_decay`` rates fall
-    from the head to the input (``lab.training.optimisers``).
+    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) updates the matrices in
+    the model's layers, at the scale of AdamW's updates, so that one learning rate suits both; AdamW updates the other
+    parameters. A separate Adam with a constant learning rate updates tables with sparse gradients, and only the rows
+    that were looked up (Lample et al. 2019); these tables do not decay and are not clipped. With ``layer_decay``
+    learning rates fall from the head to the input (:func:`rate_factors`).
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Plateau:
 
     @property
     def state(self) -> dict[str, float | None]:
-        """Return what a checkpoint holds."""
+        """Return the numbers of the plateau for a checkpoint."""
         return {"share": self.share, "best": self.best, "bad": self.bad}
 
     def load(self, state: JsonObject, comparable: bool = True) -> None:
@@ -99,10 +99,10 @@ class Plateau:
 
 
 class LearningRate:
-    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` are those of the checkpoint of that step.
+    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` come from the checkpoint of that step.
 
-    With the schedule ``plateau`` it follows ``metric``. A stage that begins a schedule begins at the full rate, and one
-    that changes the model has no best validation yet.
+    With the schedule ``plateau`` the learning rate follows ``metric``. A stage with a new schedule begins at the full
+    rate. A stage that changes the model forgets the best validation.
     """
 
     def __init__(self, settings: Settings, stage: Stage, metric: Metric, numbers: JsonObject, step: int) -> None:
@@ -127,7 +127,7 @@ class LearningRate:
 
     @property
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint holds among its numbers."""
+        """Return the state of the learning rate, for the numbers of a checkpoint."""
         return {"plateau": self.plateau.state} if self.plateau else {}
 
 
@@ -139,7 +139,7 @@ LOOKS = 100
 VALIDATION_SHARE = 0.05
 PROBE_SHARE = 0.01
 FORWARD_SHARE = 0.4
-"""The time of a batch that is only read, as a share of a training step's."""
+"""The time of a forward without a backward, as a share of the time of a training step."""
 EXIT = 0.8
 """Seconds that a process takes to end."""
 
@@ -177,8 +177,9 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
 class Course:
     """The course of a run: how many steps it has in all, and how far it is.
 
-    Where ``total`` is re-estimated, the learning rate goes on from where it is, and the rest of its course is spread
-    over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
+    After a new estimate of ``total`` the learning rate continues from its present value, and the rest of its course is
+    spread over the remaining steps. ``since`` is the step of the last estimate, ``share`` the share of the course
+    that was done then.
     """
 
     total: int
@@ -198,10 +199,10 @@ class Course:
 
 @dataclass
 class Pace:
-    """The times of a run of limited time, by what took them.
+    """The times of a run of limited time, by kind of work.
 
     per_step: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next,
-    and from one checkpoint to the next; 0 where there is none but the last. aside: seconds spent on anything but steps.
+    and from one checkpoint to the next; 0 for the last only. aside: seconds spent on anything but steps.
     """
 
     per_step: float

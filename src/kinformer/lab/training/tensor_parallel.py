@@ -77,10 +77,11 @@ class Cut(NamedTuple):
 class Division:
     """The division of a model into ``parts``, by the names of its parameters and modules.
 
-    ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
-    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided
-    mixers of chunks and states, ``feed_forwards``: the divided modules x -> y, mixers of encoders among them; the sum
-    of their outputs counts. ``vocabulary``: whether the table and the logits are cut.
+    ``cuts``: how each cut tensor is cut. ``partial``: whole tensors of divided modules, whose gradients are sums over
+    the parts. ``added``: biases added after a sum over the parts; each part adds an equal share of the bias.
+    ``mixers``: the divided mixers of chunks and states. ``feed_forwards``: the divided modules x -> y, mixers of
+    encoders included. The outputs of divided modules are summed over the parts. ``vocabulary``: whether the table and
+    the logits are cut.
     """
 
     parts: int
@@ -230,8 +231,8 @@ def _take(
     division: Division,
     part: int,
 ) -> None:
-    """Fill the tensors of a divided ``model`` from those of the ``whole`` one, and record in ``division`` how each was
-    cut."""
+    """Fill the tensors of a divided ``model`` from the tensors of the ``whole`` model, and record in ``division`` how
+    each was cut."""
     inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
     inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
@@ -276,7 +277,7 @@ def _modules(model: DivisibleModel) -> dict[str, nn.Module]:
 
 
 def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
-    """Return the path of a model's head that is a product with a matrix of the vocabulary's rows, and the head."""
+    """Return the path of a model's head and the head, if it multiplies by a matrix with a row for every token."""
     head: object = model.head
     path = "head"
     while not isinstance(head, OutputProduct):
@@ -298,7 +299,7 @@ def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
 
 
 def _vocabulary(model: DivisibleModel) -> set[str]:
-    """Return the names of the tensors whose rows are those of the vocabulary."""
+    """Return the names of the tensors with a row for every token of the vocabulary."""
     product = output_product(model)
     assert product is not None
     path, head = product
@@ -307,8 +308,8 @@ def _vocabulary(model: DivisibleModel) -> set[str]:
 
 
 class VocabularyPart(NamedTuple):
-    """The cross-entropy of logits that are cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no
-    process has all logits of a token.
+    """The cross-entropy of logits cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no process
+    has all logits of a token.
 
         loss = ln sum over parts of sum_v exp(l_v - m) + m - l_target,     m = the largest logit of all parts
 
@@ -332,7 +333,7 @@ class VocabularyPart(NamedTuple):
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.mesh.get_group())
         local = targets - self.begin
         here = (local >= 0) & (local < self.size)
-        # By two indices, of which alone the backward keeps a copy: gather would keep all logits.
+        # Indexing keeps only the two indices for the backward; gather would keep all logits.
         rows = torch.arange(len(logits), device=logits.device)
         wanted = logits[rows, local.clamp(0, self.size - 1)]
         wanted = torch.where(here, wanted - top, wanted.new_zeros(()))
@@ -366,8 +367,8 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
 
 
 class MixerPart(ParallelStyle):
-    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, its state is that of
-    its heads."""
+    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, and its state covers
+    its own heads only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
@@ -414,7 +415,8 @@ class TablePart(ParallelStyle):
 
 
 class LogitsPart(ParallelStyle):
-    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined; losses take them as they are."""
+    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined over the processes for other readers. The
+    loss reads this process's logits without joining."""
 
     def __init__(self, begin: int, size: int) -> None:
         super().__init__()
@@ -466,7 +468,7 @@ class _Local:
 
     def _local(self, parameter: Any, partial: bool, added: bool) -> Tensor:
         local = parameter.to_local()
-        if partial:  # of what every process computes for its heads alone, gradients are parts of a sum
+        if partial:  # every process uses it for its own heads alone: the gradient is the sum over the processes
             local = copied(local, self.mesh)
         return local / self.parts if added else local
 
@@ -477,7 +479,8 @@ def _shared_out(cost: Tensor, parts: int) -> Tensor:
 
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
-    """Make DTensors of all parameters: those of the model cut as ``division`` says, all others the same everywhere."""
+    """Make DTensors of all parameters: the model's parameters are cut as ``division`` says, all others are the same in
+    all processes."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in step.named_modules():
         for key, parameter in list(module._parameters.items()):
