@@ -253,7 +253,8 @@ def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Re
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
-    """Return the part of ``store`` that is the run's training split, entry by entry, and where it begins."""
+    """Return the part of ``store`` that equals the run's training split, entry by entry, and its first entry's
+    number."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:

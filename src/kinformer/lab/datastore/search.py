@@ -265,7 +265,10 @@ def read_index(path: Path, flags: int = 0) -> Any:
 
 
 def read_lists(folder: Path) -> InvertedLists:
-    """Return the record ``lists.json``; lists that are missing, truncated or damaged are one clear sentence."""
+    """Return the record ``lists.json``.
+
+    Errors: ``KinformerError`` for missing, truncated or damaged lists.
+    """
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(

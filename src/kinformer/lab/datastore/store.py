@@ -2,7 +2,7 @@
 
 A folder with ``store.json`` (the record, below), ``keys.bin`` (``entries`` x ``dim``, float16 or float32) and
 ``tokens.bin`` (``entries`` x int32), raw little-endian arrays that are mapped, never loaded. The record counts only
-what is safely on the disk, so both files may be longer than it says, and never shorter.
+flushed entries, so both files may be longer than the record says, and never shorter.
 """
 
 from __future__ import annotations
@@ -145,8 +145,9 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
 class Datastore:
     """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays.
 
-    Errors: ``KinformerError`` for a store that is unfinished, truncated, damaged, or another model's than ``origin``.
-    Sizes are always checked; of the contents up to eight pieces, evenly spread, or all with ``check_all``.
+    Errors: ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than
+    ``origin``. The sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely
+    with ``check_all``.
     """
 
     def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
@@ -228,15 +229,13 @@ def crc32(array: np.ndarray, before: int = 0) -> int:
 
 
 class Writer:
-    """The writer of a datastore: entries are appended, flushed to the disk, and only then counted.
+    """The writer of the datastore in ``folder``, which is created if it does not exist; a context manager.
 
-    A killed build continues from the last flush, and ends with the same bytes as an undisturbed build.
-
-    The writer of the datastore in ``folder``, which is created if it is not there; a context manager.
+    Entries are appended, flushed to the disk, and only then counted. Opening the writer cuts off entries that a killed
+    process wrote but did not count. A killed build therefore continues from the last flush, and ends with the same
+    bytes as an undisturbed build. Only one process may write at a time.
 
     ``FLUSHED``: after how many entries a flush is due.
-
-    Opening cuts off what a killed process had written but not counted. Only one process may write at a time.
     """
 
     FLUSHED = 1 << 16

@@ -47,11 +47,11 @@ FLOAT = 4
 
 
 class PaperStretches(Crossing):
-    """The last of ``count`` stretches. What earlier ones send has the right shape and no meaning.
+    """The last of ``count`` stretches. Tensors from earlier stretches have the right shape and meaningless values.
 
-    ``sent``: the bytes that each process sends in both passes, where slots travel in ``narrow`` bytes a number: on a
-    ring that gathers, each sends everyone's but its own; neighbours send what they have of a window; keys and values
-    that go round are counted where they arrive.
+    ``sent``: the bytes that each process sends in both passes; slots are sent in ``narrow`` bytes a number. In an
+    all-gather on a ring each process sends the tensors of all processes but one. Neighbours send their slots of a
+    window. Keys and values that circulate are counted where they arrive.
     """
 
     def __init__(self, count: int, ring: bool, narrow: int) -> None:
@@ -130,9 +130,9 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 
 
 class Mesh(NamedTuple):
-    """``tensor`` devices share the heads and features of every row, ``context`` groups of devices its time (with
-    ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
-    devices that have other tokens share the weights."""
+    """A mesh of devices. ``tensor`` devices share the heads and features of every row, and ``context`` such groups
+    share its time (with ``ring`` by circulating keys and values). ``replicas`` copies of these devices compute other
+    rows. With the ``strategy`` fsdp, devices with other tokens share the weights."""
 
     tensor: int
     replicas: int
@@ -155,8 +155,8 @@ class Mesh(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``;
-    ``context``: the bytes that each device sends for stretches of time."""
+    """The bytes of a step's collectives. ``all_reduce``, ``all_gather`` and ``reduce_scatter``: of gradients and
+    weights. ``tensor``: of tensor parallelism. ``context``: the bytes that each device sends for stretches of time."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -201,12 +201,12 @@ def sharded_bytes(module: nn.Module, shares: int) -> int:
     return FLOAT * sum(count * width for count, width in rows)
 
 
-# A device's part of a model and of its rows: its memory, what it exchanges and computes, for any number of rows.
+# A device's part of a model and of its rows: its memory, its collectives and its FLOPs, for any number of rows.
 #
 # See :mod:`kinformer.lab.estimation.cluster`.
 
 PREFETCHED = 2
-"""Units whose weights FSDP has whole at a time: the one that computes, and the next."""
+"""Units whose whole weights FSDP holds at a time: the unit that computes, and the next."""
 
 
 class PartConfig:
@@ -245,9 +245,9 @@ class Shared(NamedTuple):
 
 
 class Part:
-    """The work in training of a device that has a share of every row, for any number of rows.
+    """The training work of a device with a share of every row, for any number of rows.
 
-    Errors: ``KinformerError`` where rows of the model cannot be ``shared`` so.
+    Errors: ``KinformerError`` where devices cannot share rows of the model in the way ``shared``.
     """
 
     def __init__(self, config: ModelSpec, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
@@ -269,7 +269,7 @@ class Part:
 
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
-        # Activations and FLOPs are a constant and a number for every row.
+        # Activations and FLOPs are linear in the number of rows, so the estimates of one and two rows suffice.
         one, two = (_amount(item, name) for item in (self._one, self._two))
         return one + (rows - 1) * (two - one)
 
@@ -279,7 +279,7 @@ class Part:
         return [module_bytes(unit) for unit in units_of(self.model)]
 
     def memory(self, mesh: Mesh, rows: int) -> dict[str, int]:
-        """Return the bytes of a device's memory, by what it is for."""
+        """Return the bytes of a device's memory, by purpose."""
         train = self._one.memory["train"]
         shares = mesh.copies if mesh.strategy == "fsdp" else 1
         sharded = sharded_bytes(self.model, shares)
@@ -365,10 +365,13 @@ def _amount(costs: Estimate, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """The cost of a step on ``mesh`` for each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
-    its collectives, and ``seconds`` by what takes them; ``step`` is the time of the whole step. The rows of a replica
-    come in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
-    ``tensor_bytes`` and ``context_bytes`` of rows that are shared."""
+    """The cost of a step on ``mesh`` for each device.
+
+    ``memory`` breaks ``train_bytes`` down. ``payload``: the bytes of the collectives. ``seconds``: the time of each
+    kind of work; ``step``: the time of the whole step. The rows of a replica come in ``accumulate`` parts, as few as
+    memory allows. Each device sends ``data_bytes`` of gradients and weights, and ``tensor_bytes`` and
+    ``context_bytes`` of shared rows.
+    """
 
     mesh: str
     accumulate: int
@@ -386,8 +389,8 @@ class MeshCost:
 
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
-    products reach the share ``efficiency`` of their peak. ``refused``: why no row can be shared, where that is so.
-    ``tensor``: how many devices may share a row, if not all powers of two up to a node."""
+    products reach the share ``efficiency`` of their peak. ``refused``: why devices cannot share a row, or an empty
+    text. ``tensor``: how many devices may share a row; if empty, all powers of two up to a node."""
 
     def __init__(
         self,
@@ -428,7 +431,7 @@ class Cluster:
         return costs
 
     def part(self, shared: Shared) -> Part | None:
-        """Return a device's part of rows that are ``shared`` so; None where they cannot be."""
+        """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)

@@ -93,9 +93,11 @@ def rules_of_thumb(
 
 
 def state_bytes(model: Any, length: int) -> int:
-    """Return the bytes of one row's state in float32 after ``length`` tokens: those that the mixers
-    declare, and the model's counters; a source has as many tokens. 0 for an encoder. Nothing is computed,
-    so the model may be on the meta device."""
+    """Return the bytes of one row's state in float32 after ``length`` tokens; 0 for an encoder.
+
+    The mixers declare their bytes; the model's counters are added. A source also has ``length`` tokens. Nothing is
+    computed, so the model may be on the meta device.
+    """
     if model.config.protocol is WholeModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
@@ -117,7 +119,7 @@ def state_bytes(model: Any, length: int) -> int:
 OPTIMIZERS = ("adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd")
 ADAMS = ("adamw", "adamw-8bit", "radam", "lamb")
 LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
-"""Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
+"""Elements of the smallest tensor with an AdamW state in 8 bits, and elements that share a scale."""
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
@@ -125,8 +127,8 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     SGD with momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in
     tensors of 4,096 elements or more (Dettmers et al. 2022).
 
-    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
-    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
+    Muon has one element a parameter for the layers' matrices and is AdamW for the rest. Adafactor has a row and a
+    column for each matrix. Tables with sparse gradients have a separate Adam, and frozen parameters have no state.
     """
     total, tables = 0, sparse_tables(model)
     inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
@@ -152,16 +154,18 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
 # Costs at any length from runs at short ones: counts are exact quadratics of the length where tiles fall alike.
 
 DIRECT = 2048
-"""Up to this length costs are measured as they are."""
+"""Up to this length costs are measured at the length itself."""
 STEP = 512
 """A multiple of every kernel's tile: lengths that differ by it are cut alike."""
 
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
-    """Return ``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
+    """Return ``measure(length)``; for a long ``length``, from three shorter lengths beyond ``horizon``, the widest
+    window.
 
-    Whether the costs are a quadratic is seen at two further lengths, one of them a horizon beyond the others. Irregular
-    patterns, and segments that are cut differently at every length, fail there and are measured as they are.
+    The costs are extrapolated as a quadratic. Two further lengths, one of them a horizon beyond the others, check the
+    quadratic. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
+    ``length`` itself.
     """
     windows = -(-horizon // STEP)
     start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
@@ -196,10 +200,10 @@ FLOAT = 4
 
 
 class Live(TorchDispatchMode):
-    """The bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
+    """The bytes of the distinct live storages that operations have allocated, without the storages of ``counted``.
 
-    ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts what operators allocate before
-    they return.
+    ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts the temporary buffers of
+    operators.
     """
 
     def __init__(self, counted: Iterable[Tensor], inside: bool = False) -> None:
@@ -218,7 +222,7 @@ class Live(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                continue  # a sparse tensor owns none; its indices and values are tensors of their own
+                continue  # a sparse tensor has no storage; its indices and values are separate tensors
             if tensor.untyped_storage()._cdata not in self._sizes:
                 self._add(tensor.untyped_storage())
         inside = scratch_bytes(func, args) if self._inside else 0
@@ -280,7 +284,7 @@ COUNTED = {
     "flops_backward": "backward",
     "activation_bytes": "saved",
 }
-"""Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
+"""Fields of a :class:`PartCost`, each with its kind of amount in :data:`Costs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,9 +304,9 @@ class PartCost:
 class Estimate:
     """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
 
-    flops_forward: of the forward of a training step, ``flops_step``. flops_inference: of one forward without gradients,
-    where tokens may leave early or halt as if none did. active_parameters: those that one token uses, where experts or
-    a table have more.
+    flops_forward: the FLOPs of a training step's forward. flops_step: the FLOPs of the whole step. flops_inference: the
+    FLOPs of one forward without gradients, as if no token left early or halted. active_parameters: the parameters that
+    one token uses; experts and tables have more.
     """
 
     parameters: int
@@ -323,13 +327,13 @@ def estimate(
     """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
     tokens.
 
-    An encoder, which has no state, is taken to predict every token of sequences without padding; an encoder-decoder to
-    read sources of ``length`` tokens first.
+    The estimate assumes that an encoder predicts every token of sequences without padding, and that an encoder-decoder
+    first reads sources of ``length`` tokens.
 
-    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
-    include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
-    the most bytes alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
-    state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` the
+    activations include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers,
+    activations are the most bytes alive at once, and a step's FLOPs include the recomputation. Inference memory is
+    weights and the state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
 
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
@@ -454,7 +458,7 @@ def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtyp
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
     total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
-    # The stack of ``single`` has no exits, whose rule may read the mean vector of the source.
+    # ``single`` is built without exits, but the rule of an exit may keep the mean vector of the source in the state.
     reads_source = isinstance(model.stack, ExitStack) and model.stack.reads_source
     return total + (batch * config.dim * dtype.itemsize if reads_source else 0)
 
@@ -498,8 +502,8 @@ def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, 
 
 
 def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
-    """Return the rows with one more: the bytes of all layers together, at the highest
-    moment, beyond those of the other parts."""
+    """Return the rows and one more, for recomputed layers: the ``live`` bytes at the peak minus the activations of the
+    other rows."""
     live -= sum(row.activation_bytes for row in rows)
     recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"

@@ -1,9 +1,9 @@
 """The costs of a training step and a forward at inference, part by part, by running them on shapes only, on the meta
 device.
 
-FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
-bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
-its layers; what lies between them is the part ``model`` or ``layers.N``, and the cross-entropy is the part ``loss``.
+PyTorch's ``FlopCounterMode`` counts FLOPs (products and convolutions, not element-wise work). Activations are the bytes
+of the distinct storages that autograd saves, parameters excluded. Parts are the direct children of the model and of its
+layers. Work between the children belongs to the part ``model`` or ``layers.N``; the cross-entropy is the part ``loss``.
 
 Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so that its scores count as saved.
 """
@@ -32,8 +32,7 @@ from kinformer.lab.training import cross_entropy
 from kinformer.runtime.compiling import unallocated
 
 Costs = dict[tuple[str, str], int]
-"""Amounts by what is counted (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by
-part."""
+"""Amounts by kind (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
 
 
 Forward = Callable[[Any, Tensor], tuple[Tensor, State]]
@@ -66,7 +65,7 @@ S = TypeVar("S", bound=ModelSpec)
 
 
 class _Ledger:
-    """The ledger of FLOPs and saved storages, each booked on the part that is at work."""
+    """The ledger of FLOPs and saved storages, each booked on the part that computes at the time."""
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode, direction: str = "forward") -> None:
         self.costs: Costs = defaultdict(int)
@@ -172,7 +171,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def layer_keys(config: ModelSpec) -> list[tuple[int, Config]]:
-    """Return for every layer a key that is equal for layers of equal costs: its width and its config."""
+    """Return a key for every layer, its width and its config; layers with equal keys have equal costs."""
     return list(zip(config.stack.widths(config.dim, len(config.layers)), config.layers, strict=True))
 
 
@@ -187,8 +186,8 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
-    ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
-    imitated CPU tensors, which takes several times longer: keep ``length`` small.
+    ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device does not support autocast, so the step
+    runs on imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
     forward, loss_from = forward_and_loss(pieces)
@@ -202,7 +201,7 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
                 ledger.enter("loss")
                 loss = loss_from(model, made, tokens)
             ledger.begin_backward(loss)
-            if pieces:  # of the three products that it made, two are those of a backward
+            if pieces:  # the forward computed three products, and two belong to the backward (dX and dW)
                 ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
@@ -231,8 +230,8 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
 
 
 def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; of a
-    head that has a likelihood of its own the mean of that."""
+    """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; for a
+    :class:`Likelihood` head, the mean of its negative log-likelihood."""
     if isinstance(model.head, Likelihood):
         return model.head.nats(logits, model.input.predicted(tokens)).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -240,8 +239,8 @@ def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_pieces(model: Model, rows: int) -> bool:
-    """Return whether training on the next of this many tokens makes the logits in pieces, on a CPU; processes that
-    share the vocabulary make their part of them all at once."""
+    """Return whether a training step that predicts ``rows`` tokens makes the logits in pieces, on a CPU. Processes that
+    share the vocabulary make their part of the logits at once."""
     causal = hasattr(model, "head_inputs") and not hasattr(model, "begin")
     return causal and not cross_entropy.divided(model) and cross_entropy.large(model, rows)
 

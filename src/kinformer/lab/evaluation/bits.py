@@ -30,7 +30,8 @@ from kinformer.runtime.errors import KinformerError, plural, require_finite
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of ``context`` tokens, of which the share ``overlap`` was scored before and is context only."""
+    """Windows of ``context`` tokens. Every window but the first begins with the share ``overlap`` of tokens that were
+    scored before and are context only."""
 
     context: int
     overlap: float = 0.0
@@ -102,11 +103,11 @@ class Contexts(NamedTuple):
 def contexts(
     model: CausalModel, stream: EvaluationStream, windows: Windows | None, prefix: Sequence[int] = ()
 ) -> Iterator[Contexts]:
-    """Yield the contexts of all predictions of ``stream``, each of them counted once, in order.
+    """Yield the contexts of all predictions of ``stream``, each counted once, in order.
 
-    ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
-    at least one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window
-    they count as tokens of its context. Their predictions are not counted.
+    ``windows`` None: the state is carried. Otherwise windows are rows of a batch of at most ``stream.length`` tokens,
+    or of one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window the
+    prefix counts as tokens of its context. The predictions of the prefix are not counted.
     """
     device = device_of(model)
     first = torch.tensor([list(prefix)], device=device)
@@ -178,8 +179,8 @@ def measure(
     and changes nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in
     front of the split, or of every window, as prompts of the model begin with them.
 
-    Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
-    that are not finite.
+    Errors: ``KinformerError`` for a vocabulary smaller than the split's, windows beyond the model's positions, and NaN
+    or infinite predictions.
     """
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)

@@ -7,9 +7,9 @@ token t after exactly c tokens of context, the group's best short-context model 
     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))                      the relative loss
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)                  the relative gain, in perplexity
 
-where T are the share r of the tokens with the largest b(c, t): those that a short context does not explain. The length
-grows in steps, c' = c + step, while g_i(c, c') >= 0.01; the RECL of model i is the c at which that first fails. So a
-model cannot look good by being poor at short context, and tokens that are easy without it do not count.
+where T is the share r of the tokens with the largest b(c, t), which a short context explains least. The length grows in
+steps, c' = c + step, while g_i(c, c') >= 0.01; the RECL of model i is the first c where this fails. A model therefore
+cannot look good by being poor at short context, and tokens that are easy with a short context do not count.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def recl(
     contexts: rising; the paper has equal steps.
     hardest: r, the share of tokens that count (the paper: 0.1, 0.5, 1).
 
-    Errors: ``KinformerError`` for contexts that do not rise, fewer than two of them, or a share not in (0, 1].
+    Errors: ``KinformerError`` for fewer than two contexts, contexts that do not rise, or a share outside (0, 1].
     """
     check(contexts, hardest)
     assert losses.shape[1] == len(contexts)
