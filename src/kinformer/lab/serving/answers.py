@@ -19,7 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, where its text begins in the choice's, and its score where one was requested."""
+    """A token, the offset of its text in the text of the choice, and its score if scores were requested."""
 
     token: int
     offset: int
@@ -164,7 +164,7 @@ class Answer:
         self._spellings: dict[int, tuple[str, bool]] = {}
 
     def take(self, piece: Piece) -> None:
-        """Add a piece to its choice."""
+        """Add a piece to the choice that it belongs to."""
         self.texts[piece.choice].append(piece.text)
         self.tokens[piece.choice] += piece.tokens
         self.reasons[piece.choice] = piece.reason

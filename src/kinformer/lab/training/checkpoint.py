@@ -68,7 +68,7 @@ class Checkpoint:
     shards: Shards | None = None
 
     def forms(self, name: str) -> Mapping[str, Tensor]:
-        """Return the tensors of a group, of sharded ones without their data."""
+        """Return the tensors of a group; sharded tensors come without their data."""
         return self.files.get(name, {}) if self.shards is None else self.shards.group(name)
 
     def into(self, name: str, module: nn.Module, place: str) -> None:
@@ -81,7 +81,7 @@ class Checkpoint:
         self.shards.fill(name, tensors)
 
     def read(self, name: str, rooms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of a group: whole, or where the checkpoint is sharded ``rooms`` for them, filled."""
+        """Return the tensors of a group: whole, or, where the checkpoint is sharded, ``rooms`` filled with them."""
         if self.shards is None:
             return self.files.get(name, {})
         self.shards.fill(name, rooms)
@@ -89,9 +89,9 @@ class Checkpoint:
 
 
 REGULAR = "regular"
-"""Among a checkpoint's numbers: whether it was due, and not made for a signal, by the clock or at the end alone. The
-mean at the end is of regular checkpoints, so that a run that was stopped and resumed has the mean of one that was not.
-"""
+"""The name of a checkpoint's number that tells whether the checkpoint was due by its step. Other checkpoints are made
+for a signal, by the clock or at the end. The mean at the end takes regular checkpoints only, so that a run that was
+stopped and resumed has the same mean as an undisturbed run."""
 
 
 class Checkpoints:
@@ -332,7 +332,7 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for all; an error that ends the run already is raised before one of theirs."""
+        """Wait for all saves; an error that already ends the run is raised before an error of a save."""
         with suppress(*[] if kind is None else [Exception]):
             self.wait()
 
@@ -348,7 +348,7 @@ class Saves:
         self._step = step
 
     def add(self, work: Work) -> None:
-        """Do ``work`` after all that was added before."""
+        """Do ``work`` after all earlier work."""
         if self._thread is None:
             self._timed(work, None)
         else:
@@ -395,9 +395,9 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
 
 
 def place_of_best(folder: Path) -> Path:
-    """Return the file of the best weights in a run folder, whether it is there or not, or the folder of their shards.
+    """Return the file of the best weights in a run folder, whether it exists or not, or the folder of their shards.
 
-    Both are there only where a process died between writing one and removing the other: the later one counts.
+    Both exist only where a process died after it wrote one and before it removed the other: the later one counts.
     """
     file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
     if not steps:
@@ -428,7 +428,8 @@ def _sharded(place: Path) -> Checkpoint:
 class Best:
     """The best validation so far, and the file of its weights.
 
-    The first of ``metrics_in_order`` decides; the next one breaks a tie."""
+    The first of ``metrics_in_order`` decides; the next metric breaks a tie.
+    """
 
     def __init__(self, folder: Path, metrics_in_order: Sequence[Metric]) -> None:
         self.folder, self.metrics_in_order = folder, metrics_in_order
@@ -438,7 +439,7 @@ class Best:
             self.metrics, self.step = best
 
     def forget(self, step: int) -> None:
-        """Discard the best validation where it is of ``step`` or before, when the model was another one."""
+        """Discard the best validation if it is from ``step`` or before, when the model was different."""
         if step and self.step is not None and self.step <= step:
             self.metrics = self.step = None
 
@@ -451,7 +452,7 @@ class Best:
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
     def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
-        """Return whether, at ``step``, as many validations as the ``patience`` (0: never) have not beaten the best."""
+        """Return whether at ``step`` the last ``patience`` validations (0: never) were not better than the best."""
         return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:

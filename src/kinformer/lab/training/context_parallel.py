@@ -5,8 +5,8 @@
     encoders' mixers                          gather the keys and values of the row
     cross-attention                           sees the encoded source, which is gathered once
 
-The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those before
-and after the row, the same in all processes.
+The loss of a stretch is a sum over its predictions, divided by the number of predictions in the whole row. The states
+before and after a row are the same in all processes.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def hand_on(mixer: nn.Module, stretches: Stretches) -> None:
 
 
 def _marker() -> Tensor:
-    """Return a scalar that takes a gradient, so that all processes differentiate what goes from one to the next."""
+    """Return a scalar that requires a gradient, so that all processes run the backward of their exchanges."""
     return torch.ones((), requires_grad=torch.is_grad_enabled())
 
 
@@ -191,7 +191,7 @@ def _received(x: Tensor, state: State, stretches: Stretches) -> tuple[Tensor, St
 
 
 def _last(state: State, stretches: Stretches) -> State:
-    """Return the state after the last stretch in all processes, where it is wanted, without gradients."""
+    """Return the state after the last stretch in all processes, without gradients, if it is kept."""
     if not stretches.keeps:
         return state
     leaves = list(tensors(state))
@@ -224,7 +224,8 @@ def _learns(leaf: Tensor) -> bool:
 
 
 class _Sent(torch.autograd.Function):
-    """The leaves of a state, sent to the next process; y passes through, and brings their gradients back."""
+    """The leaves of a state, sent to the next process. y passes through, so that its backward receives the gradients
+    of the leaves."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, marker: Tensor, stretches: Stretches, *leaves: Tensor) -> Tensor:
@@ -274,7 +275,7 @@ class _Received(torch.autograd.Function):
 
 
 def check_time(model: nn.Module, ring: bool) -> None:
-    """Refuse a ``model`` whose rows cannot be shared by time."""
+    """Raise for a ``model`` whose rows cannot be shared by time."""
     config, stack = getattr(model, "config", None), getattr(model, "stack", None)
     if getattr(config, "kind", None) not in ("decoder", "encoder", "encoder_decoder") or not isinstance(stack, Stack):
         raise _unshared(config, "only decoders and encoders of tokens and both in one model can")
@@ -304,7 +305,7 @@ def check_time(model: nn.Module, ring: bool) -> None:
 
 
 def _check_reader(reader: Any, ring: bool) -> None:
-    """Refuse an encoder that needs a whole row at once."""
+    """Raise for an encoder that needs a whole row at once."""
     config, stack = reader.config, reader.stack
     if ring:
         raise KinformerError(
@@ -343,7 +344,7 @@ def crosses(mixer: CausalMixer) -> bool:
 
 
 def readers_of(model: Any) -> list[Any]:
-    """Return the encoder of whole rows that a model is or has."""
+    """Return the encoder of whole rows: the model itself, or its encoder."""
     return {"encoder": [model], "encoder_decoder": [getattr(model, "encoder", None)]}.get(model.config.kind, [])
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kinformer.lab.training.tensor_parallel import VocabularyPart
 
 LOGITS = 1 << 22
-"""Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""
+"""The fewest elements of logits made in pieces, on a CPU: 16 MiB in float32."""
 PIECE, LEAST = 1 << 21, 128
 """Elements of a piece, and its rows at least."""
 _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_entropy of the model's logits for that"
@@ -54,7 +54,7 @@ def of_head(model: Model, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def large(model: Model, rows: int) -> bool:
-    """Return whether the logits of this many ``rows`` are one product, and many."""
+    """Return whether the logits of ``rows`` rows are one product and large enough for pieces."""
     product = _product(model)
     return product is not None and _large(product, rows)
 

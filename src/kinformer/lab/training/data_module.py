@@ -71,9 +71,9 @@ def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: in
 
 
 class Layouts:
-    """Where the parts of a run's tensors lie: tensor parallelism gives every process the rows of its heads, which are
-    not adjacent in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes
-    reads them.
+    """The layout of a run's tensors over processes. Tensor parallelism gives every process the rows of its heads, which
+    are not adjacent in a whole weight. Checkpoints hold the rows of whole weights in order, so that any number of
+    processes can read them.
 
     ``cuts``: the cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``. Without a
     mesh tensors are not cut.
@@ -102,7 +102,7 @@ class Layouts:
         return self._rows(torch.empty(form.shape, dtype=form.dtype))
 
     def placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
+        """Return ``value``, whole or cut into rows, in the layout of ``parameter``, if it has the parameter's shape."""
         cut = self._cut(name)
         if not is_sharded(parameter) and cut and value.shape != parameter.shape:
             return value.index_select(cut.dim, self._local_rows(cut))
@@ -243,7 +243,7 @@ def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objecti
 
 
 class Objective(Protocol):
-    """The protocol of objectives, called once per forward pass with the models and batches that it is made for."""
+    """The protocol of objectives, called once per forward pass with the model and a batch of the task."""
 
     def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
 
@@ -260,7 +260,7 @@ class ObjectiveModule(nn.Module):
 
     Auxiliary losses (sums over positions, one per row), in the state or gathered from an encoder's layers
     (``core.learning``), are added to the loss as means over positions; in training, so are the penalties of regularized
-    parts. ``replicas``: the processes whose gradients are averaged where no engine does it, None where one does.
+    parts. ``replicas``: the processes whose gradients are averaged here, None where an engine averages them.
     """
 
     replicas: distributed.ProcessGroup | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from tensorboard.compat.proto.event_pb2 import Event
 
-# A metric by which a model is evaluated: its name, its unit, and whether less of it is better.
+# A metric of a model: its name, its unit, and whether lower is better.
 
 
 SHARE = "share"
@@ -107,8 +107,8 @@ QUIET_SECONDS = 10.0
 
 
 class EventFile:
-    """A file of TensorBoard events in ``folder`` that begins after step ``resumed``; later points of an earlier file
-    are void.
+    """A file of TensorBoard events in ``folder`` that begins after step ``resumed`` and voids later points of earlier
+    files.
 
     The training thread writes it, and the file stays open. TensorBoard's own writer opens its file by name in a thread,
     which fails loudly when the folder is moved or removed.
@@ -155,8 +155,8 @@ class EventFile:
 
 
 class Log:
-    """The log of a run folder, which records are appended to; a resumed run first drops
-    those beyond the step that it resumes."""
+    """The log of a run folder, to which records are appended. A resumed run first drops the records after the step from
+    which it resumes."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
@@ -221,8 +221,8 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far;
-        the speed is that since it was last shown."""
+        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far.
+        The displayed speed is the speed since the last display."""
         self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:
@@ -233,7 +233,7 @@ class TrainingProgress:
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
-        """Expect this many steps in all from now on."""
+        """Change the expected number of steps to ``total``."""
         self.total = total
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=total)

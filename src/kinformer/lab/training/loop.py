@@ -110,12 +110,11 @@ Tensors = Mapping[str, Tensor]
 
 
 class Storage:
-    """What a trainer writes into its run's folder and reads from it: checkpoints, and the best weights.
+    """The checkpoints and the best weights in a run's ``folder``, for the processes of ``group``.
 
-    The first process writes them whole; where the weights are sharded over processes, all write their parts. With
-    ``async_saves`` a thread beside training writes copies made between two steps: the same files, only later.
-
-    The checkpoints and the best weights in ``folder``, by the first of ``metrics``, of the processes of ``group``.
+    The first of ``metrics`` decides which weights are the best. The first process writes whole tensors; where the
+    weights are sharded over processes, every process writes its part. With ``async_saves`` a thread writes copies while
+    training continues: the same files, only later.
 
     All processes call every method together.
     """
@@ -153,7 +152,7 @@ class Storage:
         self.saves.add(lambda: self.checkpoints.save_sharded(head, parts, self.writers))
 
     def save_best(self, step: int, weights: Tensors) -> None:
-        """Write ``weights``, sharded as the model's are, as the best."""
+        """Write ``weights``, with the sharding of the model's weights, as the best weights."""
         self.saves.begin(step)
         if self.group.sharded:
             self.group.on_all(self._require_home)
@@ -162,7 +161,7 @@ class Storage:
             self._add_best(step, gather(weights.items(), self.group.first))
 
     def require_finite(self, step: int, losses: Sequence[float], norms: Sequence[float]) -> None:
-        """Raise where a loss, or a norm of a gradient, is not finite; the first ones are of ``step``."""
+        """Raise for a loss or a gradient norm of NaN or infinity; the first loss and norm belong to ``step``."""
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step):
             if not (isfinite(loss) and isfinite(norm)):
                 raise self.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {number}")
@@ -209,7 +208,7 @@ class Storage:
             raise self.diverged(f"a weight is no longer finite after step {step}")
 
     def _require_home(self) -> None:
-        """Raise where the folder was moved meanwhile, rather than begin a second one with half a run."""
+        """Raise if the folder was moved during training: writing would begin a second folder with half a run."""
         if self.home is not None and not is_here(self.folder, self.home):
             raise KinformerError(
                 f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
@@ -234,8 +233,7 @@ class UpdateResult(NamedTuple):
 
 
 class Updater:
-    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by
-    ``lab.training.distributed``."""
+    """The updates of the weights in ``engine``, an ``ObjectiveModule`` wrapped by ``lab.training.distributed``."""
 
     def __init__(
         self,
@@ -258,8 +256,8 @@ class Updater:
         self.carried.clear()
 
     def seconds_per_step(self, limit: float) -> float:
-        """Return the seconds of an update, measured for about ``limit`` seconds by updates with learning rate 0 whose
-        effects are then undone."""
+        """Return the seconds of an update, measured for about ``limit`` seconds. The measured updates have the learning
+        rate 0, and their other effects are undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         seconds = seconds_per_step(
             lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
@@ -302,7 +300,7 @@ class Updater:
         return torch.stack([loss.detach(), *means])
 
     def _resample(self, step: int) -> None:
-        """Resample random features, which all processes share; states made with the old ones are dropped."""
+        """Resample random features, which all processes share, and drop states made with the old features."""
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
@@ -359,7 +357,7 @@ class Window:
         return losses, norms.tolist(), metrics
 
     def restart(self) -> None:
-        """Measure time from now on, after something other than a step."""
+        """Restart the clock after work other than a step."""
         self._mark = time.monotonic()
 
 
@@ -517,14 +515,14 @@ class Trainer:
                 break
 
     def _begin_stage(self) -> None:
-        """Report a stage where its first update comes next; the record stands at that update's step."""
+        """Report a stage before its first update; the record has the step of that update."""
         if self.stage.count > 1 and self.step == self.stage.begin:
             self.progress.say(str(self.stage))
             if self.log:
                 self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
-        """Estimate again how many steps the minutes buy; return the step after which to do so next."""
+        """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.revise(self.step, max(self.step, total))
@@ -532,14 +530,14 @@ class Trainer:
         return pace.next_look(self.step, self.total)
 
     def _out_of_patience(self, validate_every: int) -> bool:
-        """Return whether as many validations as the patience were no better than the best one."""
+        """Return whether the last ``patience`` validations were not better than the best."""
         if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
             validations = plural(self.settings.patience, "validation")
             self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
         return ended
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
-        """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
+        """Return the received signal, whether the time is over, and whether to save: the same in all processes."""
         if self.group.world > 1 and self.step % self.settings.log_every:
             return 0, False, False
         limit = 60 * (self.settings.minutes or math.inf) - end
@@ -614,14 +612,14 @@ class Trainer:
         self.saved_at = time.monotonic()
 
     def _pace(self) -> Pace:
-        """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""
+        """Return the pace of the run: how many steps fit in the minutes, and how often to validate and to save."""
         budget = 60 * (self.settings.minutes or 0)
         seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
         per_step = self.group.on_first(lambda: seconds)
         pace = Pace(per_step, FORWARD_SHARE * per_step * self.data.validations)
-        if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
+        if self.step >= self.total:  # a new run, or a finished run with more minutes
             left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
-            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was
+            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # at least one step after a slow start
             self.course = Course(max(1, self.step + more))
         validate_every, checkpoint_every = self.settings.cadences(self.total)
         if self.settings.validate_every is None:

@@ -1,4 +1,5 @@
-"""The base of optimisers that update one parameter tensor after the other."""
+"""The optimisers of training: Muon, LAMB and Adagrad, layer-wise decay, and the optimiser of all a model's
+parameters."""
 
 from __future__ import annotations
 
@@ -133,7 +134,7 @@ def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _factor(gram: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T: every product is one of the short side alone.
+    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T. All products are of the size of the short side.
 
     Each step multiplies X by P = a + b A + c A^2, a symmetric matrix that commutes with A, so A <- P A P and Q <- P Q.
     Squared singular values need float32.
@@ -161,9 +162,8 @@ class Lamb(PerParameter):
         r = m / (sqrt(v) + eps) + weight_decay w
         w <- w - lr |w| / |r| r                                              the factor is 1 where either norm is 0
 
-    So each tensor moves by the same share of its length, which lets large batches take large rates.
-
-    The optimiser; ``betas`` are the decays of the means of gradients and of their squares.
+    Each tensor moves by the same share of its length, so large batches can have large learning rates. ``betas`` are the
+    decays of the means of gradients and of squared gradients.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Lamb(PerParameter):
 # Layer-wise decay of the learning rate (Howard and Ruder 2018, ULMFiT, section 3.2; Bao et al. 2022, BEiT; He et al.
 # 2022, MAE): lower layers, whose features are the most general, move the least.
 #
-#     rate of layer l = rate * decay^(L + 1 - l),   l = 1 .. L;     of what stands before them rate * decay^(L + 1)
+#     rate of layer l = rate * decay^(L + 1 - l),   l = 1 .. L;     of the inputs before them rate * decay^(L + 1)
 #
-# The head, the last norm and what layers share move at the full rate, as in BEiT's code. What merges patches between
-# two stages belongs to the layer before it.
+# The head, the last norm and tensors shared by layers move at the full rate, as in BEiT's code. A module that merges
+# patches between two stages belongs to the layer before it.
 
 
 def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
@@ -336,7 +336,7 @@ class Optimiser:
         return rooms
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
-        """Restore whole tensors of :meth:`tensors`, whatever the number of processes was then and is now."""
+        """Restore whole tensors of :meth:`tensors`; the number of processes may have changed."""
         parameter_names = {name for names in self.names for name in names}
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
@@ -412,7 +412,7 @@ class ClippedAdagrad(PerParameter):
 
         sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps)
 
-    The sum has the gradient as it came; only the step is made shorter. ``clip`` 0 lets any pass. Weight decay is
+    The sum takes the unclipped gradient; only the step is clipped. ``clip`` 0 turns clipping off. Weight decay is
     decoupled, w <- w - lr * weight_decay * w.
     """
 
@@ -423,7 +423,7 @@ class ClippedAdagrad(PerParameter):
         state = self.state[parameter]
         if not state:
             state["sum"] = torch.zeros_like(parameter)
-        # The gradient enters the sum as it came: only the step is clipped.
+        # The unclipped gradient enters the sum, as in the authors' code: only the step is clipped.
         state["sum"].addcmul_(gradient, gradient)
         update = gradient / state["sum"].sqrt().add_(ADAGRAD_EPS)
         if group["clip"]:

@@ -2,15 +2,15 @@
 
     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
 
-A config says what one of N equal parts of it is (``core.division``): usually a config with fewer heads or hidden
-features, whose outputs add up to the output of the whole. The rows of each weight that a part takes follow from the two
-shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that cannot be
-divided raises the reason.
+A config returns one of N equal parts of itself (``core.division``), usually a config with fewer heads or hidden
+features. The outputs of the parts add up to the output of the whole. The rows of each weight that a part takes follow
+from the two shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that
+cannot be divided raises the reason.
 
 The weights of a part become DTensors of the mesh's axis "tp". FSDP can cut them again along another axis, and
-optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors: they
-run as they do in one process, on fewer heads. The rows of a part are not neighbours in the whole weight, so a
-checkpoint gathers one weight at a time into the order of the whole.
+optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors and run
+as in one process, on fewer heads. The rows of a part are not adjacent in the whole weight, so a checkpoint gathers one
+weight at a time into the order of the whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kinformer.runtime.errors import KinformerError
 # mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
 # table, logits         rows of the vocabulary
 #
-# A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
-# Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
-# several things side by side, such as queries, keys and values.
+# ``part`` of a config returns the config of one part, which is built and computes like any module with fewer heads. The
+# rows of a weight that a part takes follow from the shapes of both, and from the ``blocks`` of products that make
+# several tensors side by side, such as queries, keys and values.
 
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
 _ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
@@ -215,7 +215,7 @@ def _parts_of_layer(
 
 
 def _require_local(path: str, module: nn.Module) -> None:
-    """Refuse a divided ``module`` that learns other than by the gradients of its outputs."""
+    """Raise for a divided ``module`` that learns by other means than the gradients of its outputs."""
     for inner in module.modules():
         if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
             what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
@@ -313,8 +313,8 @@ class VocabularyPart(NamedTuple):
 
         loss = ln sum over parts of sum_v exp(l_v - m) + m - l_target,     m = the largest logit of all parts
 
-    The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has; None where nothing is computed
-    (``estimation``).
+    This process of ``mesh`` has the logits of the ``size`` tokens from ``begin`` on. ``mesh`` is None where nothing is
+    computed (``estimation``).
     """
 
     begin: int
@@ -391,7 +391,7 @@ class FeedForwardPart(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
         module.register_forward_hook(lambda _, __, y: summed(y, device_mesh))
-        for loss in modules_of(module, AuxLoss):  # computed by all: its gradient is summed, so each gives a share
+        for loss in modules_of(module, AuxLoss):  # all processes compute it, and gradients are summed: scale by a share
             loss.register_forward_pre_hook(lambda _, inputs: (_shared_out(inputs[0], device_mesh.size()),))
         return module
 
@@ -459,7 +459,7 @@ class _Local:
 
     def enter(self, root: nn.Module, inputs: object) -> None:
         for module, key, partial, added in self.places:
-            # Found before the parameter of this name, which is a DTensor and stays what optimisers see.
+            # Attribute look-up finds this tensor first. Optimisers still see the parameter, a DTensor.
             module.__dict__[key] = self._local(module._parameters[key], partial, added)
 
     def leave(self, root: nn.Module, inputs: object, outputs: object) -> None:
