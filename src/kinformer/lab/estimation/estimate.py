@@ -1,10 +1,10 @@
 """The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
-Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
-from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of every
-token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process. At
-inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone. It may
-compute more, too: exits decide.
+Nothing is computed. One layer of every distinct config runs on shapes only (``parts``), costs of long lengths are
+extrapolated from short lengths, and equal layers are multiplied. A training step is one forward, the cross-entropy of
+every token and one backward; activations are the tensors that autograd saves for the backward. ``peak`` estimates the
+rest of a process. A forward at inference may compute less, because segment memories hold projections and work for
+learning alone is left out. It may also compute more, because exits decide.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.workspace import scratch_bytes
 
-# The rules of thumb of the field for plain decoders, to be printed with what was counted.
+# The rules of thumb of the field for plain decoders, printed beside the counted costs.
 #
 # Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations
 # of B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).
@@ -72,8 +72,8 @@ def rules_of_thumb(
 ) -> RulesOfThumb | None:
     """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
 
-    Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
-    4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).
+    A parameter takes 4 bytes (6 with a bfloat16 copy), its gradient 4, its optimiser state ``optimizer_bytes`` (AdamW
+    8, momentum 4, AdamW in 8 bits 2). A stored number takes 4 bytes (2 in bfloat16).
     """
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
     if heads is None or hasattr(config, "encoder") or not hasattr(config.input, "vocab_size"):
@@ -151,12 +151,13 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     return total
 
 
-# Costs at any length from runs at short ones: counts are exact quadratics of the length where tiles fall alike.
+# Costs at any length from runs at short lengths: counts are exact quadratics of the length for lengths cut into tiles
+# in the same way.
 
 DIRECT = 2048
 """Up to this length costs are measured at the length itself."""
 STEP = 512
-"""A multiple of every kernel's tile: lengths that differ by it are cut alike."""
+"""A multiple of every kernel's tile: lengths that differ by it are cut into tiles in the same way."""
 
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
@@ -192,9 +193,9 @@ def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
 
 # The memory of a training step that recomputes layers: every live tensor is counted while it runs on shapes only.
 #
-# With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it passes on lives until
-# the loss is computed. In the backward one layer at a time is computed again. Memory is highest either where the loss
-# is or in the widest layer's backward.
+# With checkpoints every layer keeps its input; in a reversible stack a layer keeps nothing. The state that a layer
+# passes on lives until the loss is computed. The backward recomputes one layer at a time. Memory peaks either at the
+# loss or in the backward of the widest layer.
 
 FLOAT = 4
 
@@ -243,8 +244,8 @@ def measure_live(
 ) -> Costs:
     """Return the most ``live`` bytes until the ``loss`` exists, and in the ``backward``, which frees the state.
 
-    Arguments as of ``lab.estimation.parts.measure``; ``inside``: with the operators' own temporaries. Weights
-    and their gradients, which exist before, do not count.
+    The arguments are the arguments of ``lab.estimation.parts.measure``; ``inside``: with the operators' temporary
+    buffers. Weights and their gradients do not count, because they exist before the step.
     """
     forward, loss_from = forward_and_loss(pieces)
     model = without_data(config)
@@ -266,11 +267,11 @@ def measure_live(
 
 
 def live_bytes(config: ModelSpec, live: Mapping[str, int], tokens: int, handed: int) -> int:
-    """Return the bytes at the highest moment of a step of the whole model.
+    """Return the bytes at the peak of a step of the whole model.
 
-    live: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
-    handed: the bytes that further layers leave until the loss is computed; checkpointed ones keep their inputs until
-    their backward (the residual stream is float32 also under autocast).
+    live: the peak bytes of the model of distinct layers, until the ``loss`` and in the ``backward``. tokens: batch *
+    length. handed: the bytes that further layers keep until the loss is computed. Further checkpointed layers keep
+    their inputs until their backward (the residual stream is float32 also under autocast).
     """
     inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
     further = FLOAT * tokens * config.dim * inputs
@@ -289,7 +290,7 @@ COUNTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """A row of the table: ``count`` like parts of the model taken together."""
+    """A row of the table: ``count`` equal parts of the model together."""
 
     part: str
     count: int
@@ -409,7 +410,7 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
         costs |= at_length(partial(one, single, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
-    step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
+    step, settled = 64, 320  # from this length on kernels no longer switch to their variants for small calls
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
@@ -423,8 +424,8 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
 
 
 def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
-    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
-    whole model is run, and the first layer of each kind stands for its like."""
+    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so a model with exits
+    runs whole, and the first layer of each kind represents all equal layers."""
     reads_exits = isinstance(config.stack, ExitStack.Config) and config.stack.rule is not None
     single = config if reads_exits else distinct(config)
     costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
@@ -453,7 +454,7 @@ def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) 
 
 
 def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the state, like layers multiplied."""
+    """Return the bytes of the state; equal layers are measured once and multiplied."""
     layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
@@ -464,8 +465,8 @@ def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtyp
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
-    """Return the rows in the order of the model, like layers in one, and at last
-    the rest between the parts and the loss."""
+    """Return the rows in the order of the model, one row for equal layers; the rest between the parts and the loss come
+    last."""
     alike: dict[tuple[int, Config], list[int]] = {}
     keys = layer_keys(config)
     for index, key in enumerate(keys):
@@ -489,8 +490,8 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
 
 
 def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
-    """Return the bytes that layers beyond the first of each kind leave until the loss
-    exists: states, and autocast's copies."""
+    """Return the bytes that layers beyond the first of each kind keep until the loss is computed: states, and
+    autocast's copies."""
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))

@@ -42,7 +42,7 @@ LossFrom = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class ModelSpec(Protocol):
-    """The config of a model (``core.stack.ModelConfig``), or one that stands for it."""
+    """The protocol of a model's config (``core.stack.ModelConfig``) and of its substitutes."""
 
     @property
     def dim(self) -> int: ...
@@ -101,7 +101,7 @@ class _Ledger:
         return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Let nodes of the graph announce from here on which part is at work."""
+        """Begin to book the backward: every node of the graph reports its part when it runs."""
         self._mark([loss])
         self.book()
         self._direction, self._stack = "backward", ["loss"]
@@ -132,7 +132,7 @@ class _Ledger:
         self._stack.pop()
 
     def _mark(self, outputs: Iterable[object]) -> None:
-        """Let the nodes that made ``outputs`` and belong to no part yet announce the part at work when they run."""
+        """Assign the nodes that made ``outputs``, if they do not belong to a part yet, to the part at work."""
         nodes: list[Node | None] = [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
         while nodes:
             node = nodes.pop()
@@ -151,7 +151,7 @@ class _Ledger:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a model by name: its children but the stack, and that one's layers with their children."""
+    """Yield the parts of a model by name: its children except the stack, and the stack's layers with their children."""
     units = units_of(model)
     yield from ((name, child) for name, child in _children(model) if not (units and name == "stack"))
     for index, layer in enumerate(units):
@@ -166,7 +166,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
+        listed = child if isinstance(child, nn.ModuleList) else [child]  # hooks on a ModuleList never run
         yield from ((name, item) for item in listed)
 
 
@@ -222,7 +222,8 @@ def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
-    """Return logits of ``tokens`` and the state after them, None where there is none; a source has as many tokens."""
+    """Return logits of ``tokens`` and the state after them, None for a model without a state; a source has as many
+    tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
     output = model(tokens)
@@ -272,8 +273,8 @@ def without_data(config: ModelSpec) -> Any:
 def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Tensor]:
     """Return a model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
 
-    Imitated tensors give kernels no seed, so that there only dropout modules, whose masks are saved, stay in training
-    mode, and the stack, whose mode decides on checkpoints.
+    Kernels on imitated tensors lack a seed. Under imitation therefore only dropout modules, whose masks are saved, and
+    the stack, whose mode decides on checkpoints, stay in training mode.
     """
     tokens = model.input.example(batch, length, device)
     if device != "meta":

@@ -70,7 +70,7 @@ def peak(
 def interpreter_bytes() -> int:
     """Return the bytes of a training process before its model is built, measured in a separate process (two seconds);
     :data:`INTERPRETER` where the system is not Linux."""
-    folder = str(Path(__file__).parents[2])  # of the package, which need not be installed
+    folder = str(Path(__file__).parents[2])  # the folder of the package, which need not be installed
     code = f"import sys; sys.path.append({folder!r})\n{PROBE}"
     # -P: `python -c` imports from the current folder first, so it would run a file queue.py there.
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)

@@ -26,9 +26,9 @@ from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.matmul import FEW, few_rows
 
 SHARED = 32
-"""Tokens from which on a shared beginning is absorbed by itself; a shorter one costs less in each row."""
+"""The fewest tokens of a shared beginning that is absorbed once; a shorter beginning costs less in each row."""
 _FORKED_BYTES = 1 << 30
-"""Bytes of states that continuations hold at a time, one row at least."""
+"""The most bytes of states that continuations hold at a time, for at least one row."""
 
 Ids = tuple[int, ...]
 HeadInputs = Tensor | tuple[Tensor, ...]
@@ -68,8 +68,8 @@ class _Absorbed(NamedTuple):
 class ContinuationScorer:
     """A scorer of continuations by ``model`` (in eval mode).
 
-    ``length`` is how many tokens the model reads at most, None for any number; of more, it reads the last. At most
-    ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
+    ``length`` is how many tokens the model reads at most, None for any number; of a longer context it reads the end. At
+    most ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ContinuationScorer:
             yield from self._tails(tails, absorbed)
 
     def _batches(self, items: list[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-        """Yield ``items``, the longest first, as many at a time as are computed together."""
+        """Yield batches of ``items`` to compute together, the longest items first."""
         items = sorted(items, key=length, reverse=True)
         start = 0
         while start < len(items):
@@ -173,7 +173,7 @@ class ContinuationScorer:
             start = stop
 
     def _absorb(self, rows: list[_Row], state: State) -> _Absorbed:
-        """Absorb ``rows`` behind ``state``, some tokens of all at a time."""
+        """Absorb ``rows`` after ``state``, some tokens of all rows at a time."""
         device, inputs, lengths = device_of(self.model), [row.inputs for row in rows], [len(row.inputs) for row in rows]
         longest, self.absorbed = max(lengths), self.absorbed + sum(lengths)
         tokens = torch.tensor([ids + (0,) * (longest - len(ids)) for ids in inputs]).to(device)
@@ -222,10 +222,10 @@ def _at(inputs: HeadInputs, rows: Tensor, places: Tensor) -> HeadInputs:
 
 
 def _repeated(state: State, rows: int) -> State:
-    """Return the ``state`` of one row for this many; None stands for new sequences."""
+    """Return the ``state`` of one row repeated for ``rows`` rows; None stands for new sequences."""
     return None if state is None else repeat_rows(state, rows)
 
 
 def _common(left: Ids, right: Ids) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of tokens at the beginning that both share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

@@ -34,7 +34,7 @@ THRESHOLD = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Recl:
-    """The result: ``length`` of one model; ``at_least`` where every step that was measured still gained.
+    """The RECL of one model, ``length``; ``at_least``: whether every measured step still gained.
 
     ``gains``: g_i of each step, from one context to the next.
     """
@@ -54,7 +54,7 @@ def relative_gains(losses: Losses, hardest: float) -> Losses:
         # T: the share r of the tokens with the largest b(c, t)
         chosen = np.argsort(-baseline, kind="stable")[:count]
         relative = np.minimum(baseline, losses[:, step + 1])[:, chosen].mean(axis=1)
-        # g = 1 - exp(f(c, c') - f(c, c)), f(c, c) being the mean of b, as b(c, t) <= l(c, t)
+        # g = 1 - exp(f(c, c') - f(c, c)), where f(c, c) is the mean of b, because b(c, t) <= l(c, t)
         gains[:, step] = 1.0 - np.exp(relative - baseline[chosen].mean())
     return gains
 
@@ -81,7 +81,7 @@ def recl(
 
 
 def check(contexts: Sequence[int], hardest: float) -> None:
-    """Raise a :class:`KinformerError` unless the group can be measured so."""
+    """Raise a :class:`KinformerError` for invalid ``contexts`` or an invalid share ``hardest``."""
     if len(contexts) < 2 or contexts[0] < 1 or any(one >= two for one, two in zip(contexts, contexts[1:])):
         raise KinformerError(
             f"the contexts {', '.join(map(str, contexts))} cannot give an effective context length; name two or more, "
@@ -110,7 +110,7 @@ def context_losses(
 ) -> Losses:
     """Return l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
 
-    A model whose positions end sooner sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
+    A model whose positions end earlier sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
     ``prefix``: ids such as BOS in front of every context.
     """
     losses = np.empty((len(contexts), len(positions)))

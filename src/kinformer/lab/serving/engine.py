@@ -49,15 +49,15 @@ DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
 
 
 class TokenScore(NamedTuple):
-    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with
-    theirs, best first."""
+    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with their
+    log-probabilities, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class Listener(Protocol):
-    """A listener to one request. The engine's thread calls it between steps, so that it must not wait."""
+    """A listener to one request. The engine's thread calls it between steps, so it must not wait."""
 
     def scored(self, scores: list[TokenScore | None]) -> None:
         """Take the score of every token of the prompt; the first has none."""
@@ -72,7 +72,7 @@ class Listener(Protocol):
         ...
 
     def failed(self, error: KinformerError) -> None:
-        """Take the end of what remained of the request, for which the model failed."""
+        """Take the end of the remaining copies of the request, after the model failed."""
         ...
 
 
@@ -150,7 +150,7 @@ class Limits(Checked):
 
 
 class BusyError(KinformerError):
-    """A refusal of a request that may be repeated later, as all rows are taken and enough requests wait."""
+    """The refusal of a request while all rows are taken and enough requests wait; the client may repeat it later."""
 
 
 class Admission:
@@ -167,7 +167,7 @@ class Admission:
         return self._lengths.total()
 
     def require_rows(self, prompts: int, copies: int) -> None:
-        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time."""
+        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time."""
         limits = self.limits
         if copies > limits.max_streams:
             raise KinformerError(
@@ -182,7 +182,7 @@ class Admission:
             )
 
     def require_possible(self, request: Request) -> None:
-        """Raise where the request does not even fit by itself."""
+        """Raise if the request does not fit even without other requests."""
         self.require_rows(1, request.copies)
         limits, needed = self.limits, request.copies * self._row_bytes(request.length)
         if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
@@ -213,7 +213,7 @@ class Admission:
 
 ROOM = 256
 """Tokens for which a growing state has room; after that many steps it is laid out again."""
-_FAR = 1 << 30
+_FAR = 1 << 30  # a length beyond every window: a bounded state no longer grows there
 _UNKNOWN = 0
 """The number of steps to expect: rows may leave or join at any step, so a recording waits until as many steps were made
 as it costs."""
@@ -252,7 +252,7 @@ class Batch:
         return 0 if self._state is None else nbytes(self._state)
 
     def change(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
-        """Let rows leave, and others join behind the rest; lay the state out again where its room is used up."""
+        """Remove the rows ``leaving`` and append the rows ``joining``; enlarge the state's buffers if they are full."""
         grown = self._steps >= ROOM and any(reserved_parts(self._state))
         if not (leaving or joining or grown):
             return
@@ -262,7 +262,7 @@ class Batch:
         if staying:
             state = value(self._stepping.settled(self._state))
             parts.append(select_rows(state, torch.tensor(staying)) if leaving else state)
-        self._state = None  # else it would live beside its successor
+        self._state = None  # frees the old state before the new one is built, else memory holds both
         parts += [value(item.state) for item in joining]
         self.tokens = torch.cat([self.tokens[staying], *(item.tokens for item in joining)])
         self.rows = [self.rows[index] for index in staying] + [row for item in joining for row in item.rows]
@@ -306,7 +306,7 @@ _LEAST = -9999.0
 
 
 class Prefill:
-    """The prompt of one request on its way into a state; copies share it."""
+    """The prompt of one request while it is absorbed into a state, which all copies share."""
 
     def __init__(self, model: CausalModel, request: Request) -> None:
         self.model, self.request = model, request
@@ -369,11 +369,11 @@ class Engine:
     """An engine for ``model``: :meth:`submit` and :meth:`cancel` may be called by any thread, :meth:`turn` by one.
 
     Rows join and leave the batch between steps. A prompt is absorbed in chunks between steps, once for all copies.
-    What a row draws is what ``kinformer.generate`` draws for the same prompt, stream and seed, whatever its
-    neighbours are (up to the rounding of products of other sizes).
+    A row draws the same tokens as ``kinformer.generate`` for the same prompt, stream and seed, whatever the other rows
+    are (up to the rounding of products of other sizes).
 
-    ``counts`` adds up prompt tokens (``prompt``), drawn ones (``drawn``), steps (``steps``), and copies by how they
-    ended: ``stop``, ``length``, ``cancelled``, ``failed``; and requests that were ``refused``.
+    ``counts`` counts prompt tokens (``prompt``), drawn tokens (``drawn``), steps (``steps``), copies by the reason of
+    their end (``stop``, ``length``, ``cancelled``, ``failed``), and ``refused`` requests.
     """
 
     def __init__(self, model: ContinuedModel, limits: Limits | None = None) -> None:
@@ -403,7 +403,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Accept a request; its listener is called from the next turn on.
 
-        Errors: ``KinformerError`` where it can never be served; :class:`BusyError` where too many wait already.
+        Errors: ``KinformerError`` if it can never be served; :class:`BusyError` if too many requests already wait.
         """
         self.check(request)
         with self._changed:
@@ -423,11 +423,12 @@ class Engine:
             self._changed.notify()
 
     def check_rows(self, prompts: int, copies: int) -> None:
-        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time, before anything is built."""
+        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time, before they are
+        built."""
         self._admission.require_rows(prompts, copies)
 
     def check(self, request: Request) -> None:
-        """Raise where the request can never be served."""
+        """Raise if the request can never be served."""
         if len(request.tokens) == 0:
             raise KinformerError("the prompt is empty; give one token or more.")
         require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
@@ -461,7 +462,7 @@ class Engine:
             self._changed.notify()
 
     def turn(self) -> bool:
-        """Admit what fits, absorb a chunk of prompts, and step the batch; return whether anything remains."""
+        """Admit the requests that fit, absorb a chunk of prompts, and step the batch; return whether work remains."""
         with torch.inference_mode():
             self._admit()
             leaving = self._drop_cancelled()
@@ -471,7 +472,8 @@ class Engine:
         return bool(self._batch.rows or self._prefills or self._entered or self._waiting)
 
     def _drop_cancelled(self) -> list[Row]:
-        """Return the rows of the batch whose listeners have left; forget the others at once."""
+        """Return the batch's rows of cancelled requests; remove cancelled requests that are not in the batch at
+        once."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             for request in [item for item in self._waiting if item in cancelled]:
@@ -577,7 +579,7 @@ class Engine:
     def _report(
         self, rows: Sequence[Row], logits: Tensor, tokens: Tensor, broken: Collection[Request] = ()
     ) -> list[Row]:
-        """Report what was drawn to the listeners but of ``broken`` requests; return the rows that end with it."""
+        """Report the drawn tokens to the listeners, except for ``broken`` requests; return the rows that end here."""
         ended = []
         for index, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             request, score = row.request, None

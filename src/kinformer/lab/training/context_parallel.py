@@ -1,7 +1,7 @@
 """Context parallelism: processes share the time of every row, each with one stretch of it.
 
     mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
-    other causal mixers                       hand their state on, layer by layer    (``lab.training.context_parallel``)
+    other causal mixers                       hand their state on, layer by layer
     encoders' mixers                          gather the keys and values of the row
     cross-attention                           sees the encoded source, which is gathered once
 
