@@ -228,7 +228,7 @@ class ShortestPath(Environment):
 FORWARD, UP, DOWN = range(3)
 BUMP = -0.1
 PATIENCE = 3
-"""An episode ends after this multiple of the steps that it needs."""
+"""The limit of an episode's steps, as a multiple of the steps that it needs."""
 
 
 class TMaze(Environment):
@@ -284,7 +284,7 @@ BOUNDS = np.array([2.4, 12 * pi / 180])
 
 
 class MaskedCartPole(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
-    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007): they follow only from earlier
+    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007). The velocities follow only from earlier
     observations. The optimum is 500.
 
     Observation: the cart's place and the pole's angle, each as a share of its bound. Actions: push left, push right.

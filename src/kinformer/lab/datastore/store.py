@@ -54,8 +54,8 @@ _CHECKED_BLOCKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpace:
-    """The space of keys: the model's ``weights`` (a digest), which of its representations the keys are, their width,
-    and the vocabulary of the tokens. Keys compare only within one space."""
+    """The space of keys: the model's ``weights`` (a digest), the ``representation`` that gives the keys, the width
+    ``dim`` of a key, and the vocabulary of the tokens. Only keys of one space can be compared."""
 
     weights: str
     representation: str
@@ -66,7 +66,8 @@ class KeySpace:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredText:
-    """A text in the store: ``source`` names it and how it was read; ``written`` of ``total`` entries."""
+    """A text in the store: ``source`` identifies the text and how it was read; ``written`` of its ``total`` entries are
+    written."""
 
     source: JsonObject
     written: int
@@ -75,8 +76,8 @@ class StoredText:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record: ``blocks`` are (entries up to its end, crc32 of its keys, crc32
-    of its tokens) of every flushed piece."""
+    """The record of a datastore: ``blocks`` are (entries up to its end, crc32 of its keys, crc32 of its tokens) of
+    every flushed piece."""
 
     origin: KeySpace
     dtype: str
@@ -97,7 +98,10 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of a datastore; anything else raises one clear sentence."""
+    """Return the record of the datastore in ``folder``.
+
+    Errors: ``KinformerError`` for a folder without a valid record.
+    """
     place = folder / RECORD
     if not place.exists():
         raise KinformerError(
@@ -118,7 +122,7 @@ def read_record(folder: Path) -> Record:
         ends = [0, *(end for end, _, _ in record.blocks)]
         whole = record.dtype in DTYPES and record.origin.dim > 0 and ends == sorted(set(ends))
         whole = whole and sum(part.written for part in record.parts) == record.entries == data["entries"]
-    except Exception:  # whatever is wrong with it
+    except Exception:  # damaged content can raise any error
         whole = False
     if not whole:
         raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
@@ -126,7 +130,7 @@ def read_record(folder: Path) -> Record:
 
 
 def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
-    """Raise where the store's keys or tokens belong to another space than the model's."""
+    """Raise if the store's keys or tokens belong to another space than the model's."""
     reasons = {
         "weights": "its keys were made by a model with other weights",
         "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
@@ -286,7 +290,8 @@ class Writer:
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, object], total: int) -> int:
-        """Begin to write ``source``, a text of ``total`` entries; return how many entries it has already."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many of its entries are already
+        counted."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -317,7 +322,7 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """Return the entries since the last flush, which a crash would lose."""
+        """Return the number of entries since the last flush, which a crash would lose."""
         return self._pending
 
     def flush(self, state: Sequence[Tensor] = ()) -> None:
@@ -352,7 +357,7 @@ class Writer:
         return self.folder / f"state-{entries}.safetensors"
 
     def close(self) -> None:
-        """Release the folder and its files; entries that were not flushed are not counted."""
+        """Release the folder and its files. Entries since the last flush are not counted."""
         self._resources.close()
 
     def __enter__(self) -> Writer:
@@ -367,7 +372,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class IndexedText:
-    """A text and how it is read; ``identity`` says both, as plain data. ``windows`` None: with the state carried."""
+    """A text and how it is read; ``identity`` holds both as plain data. ``windows`` None: with the state carried."""
 
     splits: Sequence[Split]
     windows: Windows | None
@@ -376,7 +381,7 @@ class IndexedText:
 
     @property
     def entries(self) -> int:
-        """Return the number of entries: one for every token behind another token."""
+        """Return the number of entries: one for every token of a split but the first."""
         return sum(len(split) - 1 for split in self.splits)
 
 
@@ -413,7 +418,8 @@ Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
 def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
     """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
 
-    ``done`` is where an earlier call had come to, and ``leaves`` are the tensors that it gave there.
+    ``done`` is the number of entries that an earlier call yielded, and ``leaves`` are the tensors that came with the
+    last of them.
     """
     first = 0
     for split in text.splits:

@@ -223,7 +223,7 @@ class Live(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                continue  # a sparse tensor has no storage; its indices and values are separate tensors
+                continue  # a sparse tensor does not own a storage; its indices and values are separate tensors
             if tensor.untyped_storage()._cdata not in self._sizes:
                 self._add(tensor.untyped_storage())
         inside = scratch_bytes(func, args) if self._inside else 0

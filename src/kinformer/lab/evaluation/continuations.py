@@ -26,7 +26,7 @@ from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.matmul import FEW, few_rows
 
 SHARED = 32
-"""The fewest tokens of a shared beginning that is absorbed once; a shorter beginning costs less in each row."""
+"""The fewest tokens of a shared beginning to absorb once; a shorter beginning costs less in each row."""
 _FORKED_BYTES = 1 << 30
 """The most bytes of states that continuations hold at a time, for at least one row."""
 

@@ -77,7 +77,7 @@ class Job:
             raise
 
     def cancel(self) -> None:
-        """End the requests that are still open."""
+        """End all open requests of the job."""
         for request in self._requests:
             self.engine.cancel(request)
 

@@ -122,7 +122,7 @@ class Checkpoints:
         return self.folder / f"{_PREFIX}{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write ``checkpoint``, then remove the checkpoints that are too old to keep.
+        """Write ``checkpoint``, then remove all checkpoints but the newest ``keep`` and the regular checkpoints.
 
         A failure leaves the earlier checkpoints unchanged and is reported in one sentence.
         """

@@ -571,7 +571,7 @@ class Trainer:
 
     def _finish(self, measures: bool) -> None:
         """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
-        finished. A run that is killed here repeats its last steps and this work."""
+        finished. A run killed here repeats its last steps and this work."""
         if self.step < self.total:  # the time or the patience is over
             self.course.revise(self.step, self.step)
         self.storage.saves.wait()
