@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from math import pi
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -39,7 +39,7 @@ def fill(picture: np.ndarray, cell: np.ndarray | tuple[int, int], colour: Colour
 class Environment(gymnasium.Env[np.ndarray, int]):
     """An environment whose episodes are truncated after ``most_steps`` steps. ``steps`` counts them."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
     most_steps: int
     optimal: float = 1.0
     steps = 0
@@ -56,7 +56,7 @@ class Environment(gymnasium.Env[np.ndarray, int]):
         return self.observe(), reward, terminated, not terminated and self.steps >= self.most_steps, {}
 
     def begin(self, draw: np.random.Generator) -> None:
-        """Begin an episode."""
+        """Start a new episode with random numbers from ``draw``."""
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
@@ -92,7 +92,7 @@ class KeyToDoor(Environment):
     """
 
     observation_space = Box(-1.0, 1.0, (ROOMS + 3,))
-    action_space = Discrete(len(MOVES))
+    action_space = Discrete(len(MOVES))  # type: ignore[assignment]
     most_steps = ROOMS * ROOM_STEPS
 
     @property
@@ -120,7 +120,7 @@ class KeyToDoor(Environment):
             self.agent = self.starts[room + 1]
         return float(opened and self.has_key), opened
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the three rooms side by side, with the agent in the present one."""
         picture = grid(SIZE, ROOMS * (SIZE + 1) - 1)
         for room in range(ROOMS):
@@ -150,7 +150,7 @@ class PocMemory(Environment):
     """
 
     observation_space = Box(-1.0, 1.0, (3,))
-    action_space = Discrete(2)
+    action_space = Discrete(2)  # type: ignore[assignment]
     most_steps = 32
 
     def begin(self, draw: np.random.Generator) -> None:
@@ -166,7 +166,7 @@ class PocMemory(Environment):
         there = abs(self.place) == PARTS
         return float(np.sign(self.place) * self.good if there else 0.0), there
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the line; its ends are coloured while they are shown."""
         picture = grid(1, 2 * PARTS + 1)
         for end, column in ((-1, 0), (1, 2 * PARTS)):
@@ -207,9 +207,9 @@ class ShortestPath(Environment):
     edge to that node the agent stays. Observation: the node, one-hot.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata: dict[str, Any] = {"render_modes": []}
     observation_space = Box(0.0, 1.0, (NODES,))
-    action_space = Discrete(NODES)
+    action_space = Discrete(NODES)  # type: ignore[assignment]
     most_steps = 20
 
     def begin(self, draw: np.random.Generator) -> None:
@@ -244,7 +244,7 @@ class TMaze(Environment):
     """
 
     observation_space = Box(0.0, 1.0, (4,))
-    action_space = Discrete(3)
+    action_space = Discrete(3)  # type: ignore[assignment]
 
     def __init__(self, length: int = 10) -> None:
         self.length, self.most_steps = length, PATIENCE * (length + 1)
@@ -265,7 +265,7 @@ class TMaze(Environment):
         self.place += 1
         return 0.0, False
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the corridor; the right way at its end is green."""
         picture = grid(3, self.length + 1)
         for column in range(self.length + 1):

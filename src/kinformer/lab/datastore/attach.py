@@ -153,7 +153,7 @@ class AttachedDecoder(StoreDecoder):
         self.train(decoder.training)
 
     @property
-    def decoder(self) -> Decoder:  # type: ignore[override]
+    def decoder(self) -> Decoder:
         return self.keyed.decoder
 
     @property
