@@ -472,8 +472,7 @@ class Engine:
         return bool(self._batch.rows or self._prefills or self._entered or self._waiting)
 
     def _drop_cancelled(self) -> list[Row]:
-        """Return the batch's rows of cancelled requests; remove cancelled requests that are not in the batch at
-        once."""
+        """Return the batch's rows of cancelled requests; remove all other cancelled requests at once."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             for request in [item for item in self._waiting if item in cancelled]:
