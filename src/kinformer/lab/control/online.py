@@ -280,7 +280,7 @@ class PolicyShift:
 
 class ControlRows(DataModule):
     """The rows of rollouts. The model learns ``ppo_epochs`` times from every rollout, in parts of ``batch_size`` rows
-    that are redrawn each time, and stops earlier once the policy has moved by ``kl_stop`` from the acting policy."""
+    redrawn each time, and stops earlier once the policy has moved by ``kl_stop`` from the acting policy."""
 
     sums, metrics = SUMS, (RETURN,)
 

@@ -1,7 +1,7 @@
 """A datastore (Khandelwal et al. 2020, kNN-LM): a model's key of every context, and the token that came next.
 
 A folder with ``store.json`` (the record, below), ``keys.bin`` (``entries`` x ``dim``, float16 or float32) and
-``tokens.bin`` (``entries`` x int32), raw little-endian arrays that are mapped, never loaded. The record counts only
+``tokens.bin`` (``entries`` x int32), raw little-endian arrays, mapped and never loaded. The record counts only
 flushed entries, so both files may be longer than the record says, and never shorter.
 """
 

@@ -128,7 +128,8 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     tensors of 4,096 elements or more (Dettmers et al. 2022).
 
     Muon has one element a parameter for the layers' matrices and is AdamW for the rest. Adafactor has a row and a
-    column for each matrix. Tables with sparse gradients have a separate Adam, and frozen parameters have no state.
+    column for each matrix. Tables with sparse gradients have a separate Adam, and frozen parameters do not have a
+    state.
     """
     total, tables = 0, sparse_tables(model)
     inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
@@ -164,8 +165,8 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
     """Return ``measure(length)``; for a long ``length``, from three shorter lengths beyond ``horizon``, the widest
     window.
 
-    The costs are extrapolated as a quadratic. Two further lengths, one of them a horizon beyond the others, check the
-    quadratic. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
+    The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon beyond
+    the others. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
     ``length`` itself.
     """
     windows = -(-horizon // STEP)

@@ -5,10 +5,9 @@ by 80 MB between otherwise equal machines, so this module starts a process and m
 
 Temporaries: tensors that live for a moment at the widest point of a step, counted in a run on shapes only.
 
-Allocator: freed memory that cannot be used again. glibc cuts a tensor out of a free block that is larger by the
-tensor's alignment. The block of a freed tensor therefore does not fit the next tensor of the same size. Large tensors
-take whole pages of 2 MiB.
-The allocator's share was measured (``benchmarks/estimate_peak.py``) and is the least certain term.
+Allocator: freed memory that cannot be used again. glibc cuts a tensor out of a free block larger by the tensor's
+alignment. The block of a freed tensor therefore does not fit the next tensor of the same size. Large tensors take whole
+pages of 2 MiB. The allocator's share was measured (``benchmarks/estimate_peak.py``) and is the least certain term.
 """
 
 from __future__ import annotations

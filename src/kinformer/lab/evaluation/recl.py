@@ -1,6 +1,6 @@
 r"""Relative effective context length (Dai et al. 2019, Transformer-XL, appendix C).
 
-How far back can a model make use of what it reads, compared with other models? With the losses l_i(c, t) of model i on
+How far back does a model use its context, compared with other models? With the losses l_i(c, t) of model i on
 token t after exactly c tokens of context, the group's best short-context model is everyone's baseline,
 
     b(c, t) = min over i of l_i(c, t)
@@ -9,7 +9,7 @@ token t after exactly c tokens of context, the group's best short-context model 
 
 where T is the share r of the tokens with the largest b(c, t), which a short context explains least. The length grows in
 steps, c' = c + step, while g_i(c, c') >= 0.01; the RECL of model i is the first c where this fails. A model therefore
-cannot look good by being poor at short context, and tokens that are easy with a short context do not count.
+cannot look good by being poor at short context, and tokens with a low loss at short context do not count.
 """
 
 from __future__ import annotations

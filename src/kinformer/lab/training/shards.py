@@ -123,8 +123,7 @@ class Shards:
 
 def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
     """Return this process's part of ``tensors``, sharded or the same in all processes of ``group``, which must call
-    together. A tensor that is the same in all processes goes to the process with the fewest bytes of such tensors so
-    far."""
+    together. An unsharded tensor goes to the process with the fewest bytes of unsharded tensors so far."""
     aliases = group.on_first(lambda: _aliases(tensors))
     rows: dict[str, tuple[Tensor, int]] = {}
     dealt = [0] * group.world
