@@ -203,8 +203,8 @@ class ShortestPath(Environment):
     """The shortest path to one node of a random graph (Chen et al. 2021, section 2, figure 2).
 
     A step costs 1, and the goal ends the episode, so the best return is the negative distance. The graph is the same
-    in all episodes; they begin at any node that has a way to the goal. An action names the next node; the agent stays
-    where there is no edge. Observation: the node, one-hot.
+    in all episodes. An episode begins at any node with a path to the goal. An action names the next node; without an
+    edge to that node the agent stays. Observation: the node, one-hot.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}
@@ -228,7 +228,7 @@ class ShortestPath(Environment):
 FORWARD, UP, DOWN = range(3)
 BUMP = -0.1
 PATIENCE = 3
-"""An episode ends after this multiple of the steps that it needs."""
+"""The limit of an episode's steps, as a multiple of the steps that it needs."""
 
 
 class TMaze(Environment):
@@ -237,8 +237,8 @@ class TMaze(Environment):
 
     Only the first cell shows the sign. The corridor ends ``length`` steps later at a junction, which looks the same
     whatever the sign was. The turn that the sign named ends the episode with a reward of 1, the other turn with -1, so
-    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike the paper's
-    maze, this one has no way back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
+    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike in the paper's
+    maze, the agent cannot walk back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
 
     Observation: sign up, sign down, corridor, junction (one of four). Actions: forward, up, down.
     """
@@ -284,7 +284,7 @@ BOUNDS = np.array([2.4, 12 * pi / 180])
 
 
 class MaskedCartPole(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
-    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007): they follow only from earlier
+    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007). The velocities follow only from earlier
     observations. The optimum is 500.
 
     Observation: the cart's place and the pole's angle, each as a share of its bound. Actions: push left, push right.

@@ -4,7 +4,7 @@
     observations = environments.reset([1, 2, 3, 4])
     observations, rewards, terminated, truncated = environments.step(actions)
 
-A row's episode is a function of its seed and of its actions, whatever happens in the other rows.
+A row's episode depends on its seed and its actions alone, not on the other rows.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Environments:
         return np.asarray(observations, np.float32)
 
     def step(self, actions: np.ndarray) -> Stepped:
-        """Act in every row; actions outside of a box are moved to its edge."""
+        """Act in every row; an action outside of a box is moved to its edge."""
         if isinstance(self.actions, Box):
             space = self._vector.single_action_space
             actions = np.clip(actions, self.actions.low, self.actions.high).reshape(self.count, *space.shape)
@@ -182,7 +182,7 @@ def import_named(env: str | None) -> str | None:
         try:
             with current_folder():
                 import_module(module)
-        except Exception as error:  # whatever the user's module raises
+        except Exception as error:  # the user's module can raise any error
             raise KinformerError(
                 f"`env` {env}: the module {module} cannot be imported ({type(error).__name__}: {error}); mend it, or "
                 "give the name of an environment alone."

@@ -61,7 +61,7 @@ class Rendering(Acting):
 
 
 def require_name(env: object) -> None:
-    """Refuse an environment that is not a name, since runs store the name."""
+    """Raise unless the environment is a name, since runs store the name."""
     if env is not None and not isinstance(env, str):
         kind = env if isinstance(env, type) else type(env)
         raise KinformerError(
