@@ -117,11 +117,12 @@ class ExitRuleConfig(Config):
 
 # Confidence measures with a threshold (CALM, Schuster et al. 2022, sections 3.4 and 3.5).
 #
-# A token leaves by the first exit where its confidence reaches the threshold. At position t it is
+# A token leaves by the first exit where its confidence reaches the threshold. At position t the threshold is
 #
 #     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
 #
-# or lambda itself without a decay. Without thresholds, as before a calibration, no token leaves early.
+# or lambda itself without a decay. Without thresholds, as before a calibration, all tokens take the last exit. The
+# docstring of every rule has the formula too, because the formulas of a model are read from its parts' docstrings.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +177,10 @@ class ThresholdRule(ExitRule):
 
 
 class SoftmaxResponse(ThresholdRule):
-    """Confidence by the exit's head: the ``difference`` of its two highest probabilities, or the ``maximum``."""
+    """Confidence by the exit's head: the ``difference`` of its two highest probabilities, or the ``maximum``.
+
+    threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
@@ -199,7 +203,10 @@ class SoftmaxResponse(ThresholdRule):
 
 
 class Saturation(ThresholdRule):
-    """Confidence by saturation: the cosine of a token's vectors at this exit and at the exit before."""
+    """Confidence by saturation: the cosine of a token's vectors at this exit and at the exit before.
+
+    threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
@@ -216,6 +223,8 @@ class Saturation(ThresholdRule):
 class ExitClassifier(ThresholdRule):
     """Confidence sigmoid(w . h + b), the probability that the last exit would predict the same token; all exits share w
     and b.
+
+        threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
 
     The paper writes it as a softmax over two classes, which is the same function. The loss is the cross-entropy of this
     probability, with equal weights for both answers, averaged over the exits but the last. It trains w and b alone.
@@ -253,7 +262,8 @@ class ExitClassifier(ThresholdRule):
         return self.linear(x)[..., 0].to(state_dtype(x.dtype))
 
 
-# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits.
+# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits. The
+# docstring of every rule repeats its line of this table, because the formulas of a model are read from docstrings.
 #
 #     multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
 #     geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
@@ -329,7 +339,10 @@ class PredictedExit(ExitRule):
 
 
 class Multinomial(PredictedExit):
-    """The multinomial rule: q_t = softmax(W h_t^1 + b), from the first exit's vector."""
+    """The multinomial rule: a learnt distribution over all exits, predicted at the first exit.
+
+    multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig):
@@ -352,7 +365,10 @@ class Multinomial(PredictedExit):
 
 
 class SequenceMultinomial(PredictedExit):
-    """The multinomial rule for decoders over a source: one exit for a whole sequence, from its source's mean."""
+    """The multinomial rule for decoders over a source: one exit for a whole sequence, from its source's mean.
+
+    sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all leave by the arg max
+    """
 
     reads_source = True
 
@@ -381,8 +397,13 @@ class SequenceMultinomial(PredictedExit):
 
 
 class Geometric(ThresholdRule):
-    """The geometric-like rule (Poisson binomial): one w and b for all exits, as in the paper, or with ``per_exit`` one
-    for each exit."""
+    """The geometric-like rule (Poisson binomial): a learnt probability chi of leaving, at every exit.
+
+        geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
+                          a token leaves by the first exit with chi^n >= threshold
+
+    All exits share w and b, as in the paper, or with ``per_exit`` each exit has separate ones.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig, ThresholdConfig):

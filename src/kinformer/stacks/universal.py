@@ -32,16 +32,7 @@ from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 
-# Adaptive computation time of positions (Graves 2016; Dehghani et al. 2019, section 2.2), as in tensor2tensor.
-#
-# With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
-#
-#     p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
-#     basic          out = u y + (1 - u) out                   accumulated     out = out + u y          out begins at 0
-#
-# ``basic`` is the default of the official code, ``accumulated`` Graves' sum. A token that still runs after the last
-# step gets no remainder. The ponder cost of a token is the number of its steps, without a gradient, plus its remainder
-# 1 - h.
+# Halting: the decision of each token after a step, and its progress.
 
 
 class HaltingState(NamedTuple):
@@ -73,8 +64,17 @@ class Decided(NamedTuple):
 
 
 class ACT(nn.Module):
-    """Adaptive computation time. The weight w begins at zero and b at ``bias``, so that at first all tokens take the
-    same number of steps.
+    """Adaptive computation time of positions (Graves 2016; Dehghani et al. 2019, section 2.2), as in tensor2tensor.
+
+    With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
+
+        p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
+        basic          out = u y + (1 - u) out                  accumulated     out = out + u y          out begins at 0
+
+    ``basic`` is the default of the official code, ``accumulated`` is Graves' sum. A token that still runs after the
+    last step does not get a remainder. The ponder cost of a token is the number of its steps, without a gradient, plus
+    its remainder 1 - h. The weight w begins at zero and b at ``bias``, so that at first all tokens take the same number
+    of steps.
 
     ``halted`` is the treatment of a halted token. With ``copied``, as in the paper, the vector of the token stays
     unchanged, and each later step absorbs it with the step's position signals. With ``evolving``, as in the official
