@@ -123,8 +123,8 @@ STD, PROJECTION_STD = 0.02, 0.01
 class AdaptiveSoftmax(nn.Module):
     """Adaptive softmax (Grave et al. 2017, Efficient Softmax Approximation for GPUs), as Transformer-XL has it.
 
-        log p(token of the first cluster) = log softmax([E_0; C] P_0' h + b_0)[token] log p(token of cluster i > 0)
-        = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
+        log p(token of first cluster)   = log softmax([E_0; C] P_0' h + b_0)[token]
+        log p(token of cluster i > 0)   = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
 
     The columns C of the clusters are read from the last column backwards, as in the authors' code, so cluster 1 has the
     last column. The results are log-probabilities, which are also valid logits.

@@ -329,7 +329,13 @@ class _Call(NamedTuple):
 
 
 class Compressive(RecomputesKV, HostDriven, CausalMixer):
-    """Softmax attention over a token's own segment, ``memory`` tokens before that and ``compressed`` older vectors.
+    """Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
+
+        softmax attention over [compressed; memory; own segment so far], distances counted in slots
+        auto-encoding   mean |old - expand(compress(old))|^2
+        attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
+
+    The last two lines are the losses of the compression (``loss``).
 
     Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
     """

@@ -72,18 +72,20 @@ class SeparableConvolution(GridOnly, EncoderMixer):
         return self.down(self.depthwise(x).permute(0, 2, 3, 1).flatten(1, 2))
 
 
-# The separable convolution between steps of a Universal Transformer, for its feed-forward (Dehghani et al. 2019,
-# section 2.1; Chollet 2017; as in tensor2tensor).
-#
-#     y = W_2 C_2 relu(W_1 C_1 x),    (C x)_t = sum_s c_s * x_(t - s),    a weight c_s for every channel
-#
-# C_1 and C_2 are as wide as ``first_kernel`` and ``second_kernel``. In an encoder they look as far back as ahead; in a
-# decoder back alone, and the state holds the last tokens of what enters either. There are zeros beyond both ends.
+# The separable convolution in place of the feed-forward of a Universal Transformer.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeparableTransition(FeedForwardConfig):
-    """The config: kernels are odd numbers of tokens; ``hidden_dim`` is the width between the two convolutions."""
+    """The separable convolution between steps of a Universal Transformer, for its feed-forward (Dehghani et al. 2019,
+    section 2.1; Chollet 2017; as in tensor2tensor).
+
+        y = W_2 C_2 relu(W_1 C_1 x),    (C x)_t = sum_s c_s * x_(t - s),    a weight c_s for every channel
+
+    C_1 and C_2 are as wide as ``first_kernel`` and ``second_kernel``, odd numbers of tokens. In an encoder they look
+    equally far back and ahead. In a decoder they look back only, and the state holds the last inputs of both. Beyond
+    both ends there are zeros. ``hidden_dim`` is the width between the two convolutions.
+    """
 
     kind = "separable_convolution"
     hidden_dim: int | None = None
@@ -168,11 +170,7 @@ class CausalTransition(_Weights, CausalMixer):
         return select_valid(self.down(mixed[:, 0]), valid), ConvolutionState(first, second)
 
 
-# RWKV's channel mixing: a feed-forward with squared ReLU behind a token shift (Peng et al. 2025, RWKV-7, section 4).
-#
-#     x' = x_t + mu * (x_(t-1) - x_t),    y = W_v relu(W_k x')^2
-#
-# with a mu for every channel. The token before the first one is zero. The state holds the last token. Decoders alone.
+# RWKV's channel mixing.
 
 SHIFT = 0.0625
 """How mu begins: 1 - (channel / dim)^p, as in a middle layer of the authors' models."""
@@ -180,7 +178,14 @@ SHIFT = 0.0625
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelMix(FeedForwardConfig):
-    """The config; neither product has a bias."""
+    """RWKV's channel mixing: a feed-forward with squared ReLU after a token shift (Peng et al. 2025, RWKV-7, section
+    4), for decoders.
+
+        x' = x_t + mu * (x_(t-1) - x_t),    y = W_v relu(W_k x')^2
+
+    Every channel has a mu. The token before the first token is zero. The state holds the last token. Both products are
+    without a bias.
+    """
 
     kind = "channel_mix"
     hidden_dim: int | None = None

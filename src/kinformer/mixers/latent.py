@@ -1,15 +1,4 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19).
-
-    c = rms(W_dkv x),   k^R = rotate(W_kr x)             the memory of a token, shared by all heads
-    k_h = [W_uk,h c; k^R],   v_h = W_uv,h c
-    q_h = [W_uq,h c^Q; rotate(W_qr,h c^Q)],   c^Q = rms(W_dq x), or x itself
-    y = W_o [softmax(q_h k_h^T / sqrt(head_dim + rotary_dim)) v_h]_h
-
-A chunk has two forms. ``expanded`` makes the keys and values of every slot. ``absorbed`` moves W_uk to the query and
-W_uv behind the sum, so that it is attention with one head of keys, the memory itself:
-
-    q_h . k_h = (W_uk,h^T q^C_h) . c + q^R_h . k^R,       sum_s p_s W_uv,h c_s = W_uv,h sum_s p_s c_s
-"""
+"""Mixers that cache one vector of every token for all heads: latent attention, and the single head of SHA-RNN."""
 
 from __future__ import annotations
 
@@ -51,8 +40,19 @@ FORMS = ("auto", "expanded", "absorbed")
 
 
 class LatentAttention(TokenMemory):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim]; its memory has ``latent_dim + rotary_dim`` numbers a
-    token.
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, arXiv 2405.04434, section 2.1, equations 9 to 19).
+
+        c = rms(W_dkv x),   k^R = rotate(W_kr x)             the memory of a token, shared by all heads
+        k_h = [W_uk,h c; k^R],   v_h = W_uv,h c
+        q_h = [W_uq,h c^Q; rotate(W_qr,h c^Q)],   c^Q = rms(W_dq x), or x itself
+        y = W_o [softmax(q_h k_h^T / sqrt(head_dim + rotary_dim)) v_h]_h
+
+    A chunk has two forms. ``expanded`` makes the keys and values of every slot. ``absorbed`` moves W_uk to the query
+    and W_uv behind the sum, so that it is attention with one head of keys, the memory itself:
+
+        q_h . k_h = (W_uk,h^T q^C_h) . c + q^R_h . k^R,       sum_s p_s W_uv,h c_s = W_uv,h sum_s p_s c_s
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]; its memory has ``latent_dim + rotary_dim`` numbers a token.
 
     ``head_dim`` (dim / num_heads by default) is the width of a key without its rotary part, ``value_dim`` (``head_dim``
     by default) the width of a value. ``rotary_dim`` (``head_dim`` / 2 by default) features of a key are common to all
