@@ -150,9 +150,8 @@ class Machine(Checked):
             raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
             device = torch.device(self.device)
-            if (
-                device.type != "cuda"
-            ):  # on CUDA the check would create a context, also in a process that only starts workers
+            # On CUDA this check would create a context, also in a process that only starts others.
+            if device.type != "cuda":
                 torch.empty(0, device=device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
