@@ -257,7 +257,7 @@ def _first_within(
 ) -> tuple[tuple[float, ...], float, Exited | None]:
     """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte.
 
-    Each draw is measured with real early exits, because the search itself neglects an effect of them (see
+    Each draw is measured with real early exits, because the search neglects one effect (see
     ``lab.calibration.search``).
     """
     for draw in draws:

@@ -211,7 +211,7 @@ class Predict(PredictOptions, Printing):
     """Print a JSON object for every item, one on a line."""
 
     def run(self) -> int:
-        """Predict, and write every prediction as soon as it is computed."""
+        """Predict, and write every prediction without delay."""
         from kinformer.lab.runs.inference import predictions
         from kinformer.runtime.tables import check_table, writing_table
 
@@ -248,7 +248,7 @@ class Embed(EmbedOptions, Printing):
     """Print a JSON object for every item, one on a line, as without `out`."""
 
     def run(self) -> int:
-        """Embed the items, and write every vector as soon as it is computed."""
+        """Embed the items, and write every vector without delay."""
         from kinformer.lab.runs.files import check_vectors, writing_vectors
         from kinformer.lab.runs.inference import embeddings
 

@@ -104,7 +104,7 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
 
 
 def set_threads(threads: int | None, processes: int, device: str) -> None:
-    """Set the CPU threads of a process that is one of ``processes``, for training and for timing a step."""
+    """Set the CPU threads of one process among ``processes``, for training and for timing a step."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":

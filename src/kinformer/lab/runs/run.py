@@ -109,7 +109,7 @@ _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", i
 def read_config(place: Path) -> JsonObject:
     """Return the table in the file ``place``.
 
-    Errors: ``KinformerError`` for a file that is not the config of a run, for a missing key, and for a value of a wrong
+    Errors: ``KinformerError`` for a file other than the config of a run, for a missing key, and for a value of a wrong
     type.
     """
     folder = place.parent
@@ -389,7 +389,7 @@ def creating(folder: Path) -> Iterator[None]:
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder that is not empty."""
+    """Refuse a folder with any contents."""
     if (folder / CONFIG).exists():
         raise KinformerError(
             f"`out` {folder}: holds a run already; add `resume` to continue it, or give another folder."
