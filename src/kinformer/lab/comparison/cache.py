@@ -29,7 +29,7 @@ class Cache:
         self.folder = folder
 
     def path(self, kind: str, key: str) -> Path:
-        """Return the file of a value."""
+        """Return the path of the file that holds a value."""
         return self.folder / f"{kind}-{key}.json"
 
     def get(self, kind: str, key: str) -> Any | None:

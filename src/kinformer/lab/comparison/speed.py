@@ -96,6 +96,7 @@ class Peak:
         if self.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.device)
         elif sys.platform == "linux":
+            # 5 resets VmHWM, the peak of the resident memory, to the present size (proc(5)).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     @property

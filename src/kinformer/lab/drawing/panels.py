@@ -29,7 +29,7 @@ from kinformer.runtime.errors import plural
 
 
 class CountedTokens(Protocol):
-    """A built global input."""
+    """The module of a global input, which counts its tokens."""
 
     def count(self, sentences: Tensor | None, time: int) -> int:
         """Return the number of global tokens for a long input of ``time`` tokens."""
@@ -507,6 +507,7 @@ def influence_panel(
     tokens, cells = _extent(mixer) if length is None else grid(length, ())
     generator = torch.Generator().manual_seed(0)
     x, other = torch.randn(2, tokens * cells, dim, generator=generator, dtype=torch.float64)
+    # In float64 a change by rounding is far below ROUNDING, and a true influence is above it.
     mixer = deepcopy(mixer).double().eval()
     before, columns = _outputs(mixer, x[None]), []
     for keys in torch.arange(cells).split(max(1, AT_ONCE // len(x))):

@@ -248,7 +248,9 @@ def _choice_panel(chosen: Tensor, facts: dict[str, Any], place: str) -> PatternP
     per_cell = -(-blocks // MOST_CELLS)
     cells, index = -(-blocks // per_cell), torch.arange(time)
     seen = torch.zeros(cells * per_cell * size, cells * per_cell + 1, dtype=torch.float64)  # keys, by query and block
+    # A missing choice, -1, goes into the additional last column, which is dropped below.
     seen[:time].scatter_(1, torch.where(chosen < 0, cells * per_cell, chosen), float(size))
+    # A query sees its own block only up to itself.
     seen[index, index // size] = (index % size + 1).double()
     pairs = seen[:, :-1].view(cells, per_cell * size, cells, per_cell).sum((1, 3))
     always = [f"{facts[name]} {name}" for name in ("first", "near") if facts.get(name)]

@@ -120,6 +120,7 @@ def continued(
                 f"a task draws up to {drawing.max_new_tokens} tokens, which leaves no room for a prompt in a context "
                 f"of {length}; give a larger `context`, or the task a smaller max_gen_toks."
             )
+        # A batch has prompts of similar lengths, so that little of it is padding.
         numbers.sort(key=lambda number: len(prompts[number].tokens), reverse=True)
         for start in range(0, len(numbers), rows or ROWS):
             batch = numbers[start : start + (rows or ROWS)]

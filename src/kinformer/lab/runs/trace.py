@@ -82,6 +82,7 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
     outputs = observers.call(mixer, inputs)
     values = torch.cat([part for _, part in sorted(observers.values.items())], 2)
     buckets = observers.buckets[0][0].cpu() if observers.buckets else None
+    # With zeros as values, the outputs are the part that does not depend on the values.
     observers.first = -1
     constant = observers.call(mixer, inputs)
     columns = []
