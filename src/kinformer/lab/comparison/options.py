@@ -117,7 +117,7 @@ class CompareOptions(LearningOptions):
 
     @property
     def row_length(self) -> int:
-        """The tokens of a row; :func:`comparison.plan.with_length` sets ``length`` first."""
+        """The tokens of a row; ``with_length`` sets ``length`` first."""
         assert self.length is not None
         return self.length
 
