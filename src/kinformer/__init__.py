@@ -75,7 +75,7 @@ def _kinds() -> Kinds:
 
 
 kind_table.find = _kinds
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "bench",
     "build",

@@ -99,7 +99,7 @@ class Sentences(GlobalInput):
         return self.table.weight[None].expand(batch, count, -1)
 
 
-PARTS = {
+PARTS: dict[str, type[Config]] = {
     "ExtraTokens": ExtraTokens.Config,
     "Sentences": Sentences.Config,
 }

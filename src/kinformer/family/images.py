@@ -10,7 +10,7 @@ from kinformer.family.record import Member
 # ViT: an encoder of patches of images.
 
 
-def _patches(size: int, patch: int, **more: object) -> dict[str, Any]:
+def _patches(size: int, patch: int, **more: Any) -> dict[str, Any]:
     return part("patches", size=[size, size], patch=patch, **more)
 
 
@@ -257,7 +257,7 @@ Level = tuple[tuple[int, int, int], int]
 
 
 def _hipt(
-    patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2, **more: object
+    patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2, **more: Any
 ) -> Recipe:
     """Return the recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest
     encoder."""

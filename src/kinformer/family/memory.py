@@ -243,7 +243,9 @@ SPALM = Member(
     use_when="a datastore is at hand while you train, and a gate should decide when to use it",
     avoid_when="training is brief: mixing neighbours in, as `knn-lm` does, gained more",
     recipes={
-        name: TRANSFORMER_XL.recipes[name].but(head=part("spalm", bias=True))
+        name: TRANSFORMER_XL.recipes[name].but(  # type: ignore[attr-defined]
+            head=part("spalm", bias=True)
+        )
         for name in ("tiny", "small", "benchmark", "paper")
     },
 )

@@ -11,7 +11,7 @@ from kinformer.family.kinds import BUILTIN
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
 
-Settings = Mapping[str, Any]
+Settings = dict[str, Any]
 
 DECODER: Settings = {
     "kind": "decoder",
@@ -74,13 +74,13 @@ class Recipe:
     Mixers without ``num_heads`` get the recipe's. An encoder-decoder is made by :func:`translating`.
     """
 
-    def __init__(self, dim: int, depth: int, num_heads: int, *settings: Settings, **more: object) -> None:
+    def __init__(self, dim: int, depth: int, num_heads: int, *settings: Settings, **more: Any) -> None:
         self.dim, self.depth, self.num_heads = dim, depth, num_heads
         self.settings: dict[str, Any] = {}
         for changes in (DECODER, *settings, more):
             self.settings |= changes
 
-    def but(self, *settings: Settings, **more: object) -> Recipe:
+    def but(self, *settings: Settings, **more: Any) -> Recipe:
         """Return this recipe with further settings."""
         return Recipe(self.dim, self.depth, self.num_heads, self.settings, *settings, **more)
 
@@ -126,12 +126,12 @@ class Recipe:
         return layer | {"mixer": with_heads(layer["mixer"])} | ({"further_mixers": further} if further else {})
 
 
-def part(kind: str, **settings: object) -> dict[str, Any]:
+def part(kind: str, **settings: Any) -> dict[str, Any]:
     """Return the data of a part, its ``kind`` and its settings."""
     return {"kind": kind, **settings}
 
 
-def sizes(*settings: Settings, **more: object) -> dict[str, Recipe]:
+def sizes(*settings: Settings, **more: Any) -> dict[str, Recipe]:
     """Return the recipes of :data:`SIZES` with these settings."""
     return {name: Recipe(*size, *settings, **more) for name, size in SIZES.items()}
 
@@ -224,7 +224,7 @@ def _set(node: Any, keys: list[str], value: object) -> Any:
 # How the papers train their recipes.
 
 
-def noam(dim: int, warmup: int = 4000, **more: object) -> Settings:
+def noam(dim: int, warmup: int = 4000, **more: Any) -> Settings:
     """Return the training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5,
     step warmup^-1.5); ``more`` are further options."""
     return {

@@ -363,7 +363,7 @@ class EncoderDecoder(Architecture):
         """Return the table of ids of each side; the decoder's table is also the output matrix."""
         import torch
 
-        groups = {"": (SHARED, SOURCE, TARGET, OUTPUT)}
+        groups: dict[str, tuple[str, ...]] = {"": (SHARED, SOURCE, TARGET, OUTPUT)}
         if model["encoder"].get("input") is not None:
             groups = {"encoder.": (SHARED, SOURCE), "": (TARGET, OUTPUT)}
         weights = {}

@@ -1,4 +1,4 @@
-"""The examination of a task: a tiny run of it in a scratch folder, with options that note every read of them."""
+"""The examination of a task: a tiny run of it in a scratch folder, with options that note every read."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ TINY = {
     "validate_every": 2,
 }
 _COPIES = ("dataclasses", "kinformer.runtime.fields")
-"""Modules that read every field of options, to store or to check them; that is no use."""
+"""Modules that read every field of options to store or check it; such a read does not count as a use."""
 
 
 @dataclass
 class TaskSubject:
     """A task and the options of its tiny runs.
 
-    ``train`` are options of ``kinformer.train`` beside those of :data:`TINY` (None leaves one of these out),
-    ``evaluate`` those of ``kinformer.evaluate``, ``generate`` those of ``lab.runs.options.GenerateOptions`` with
-    ``prompt``, ``predict`` those of ``kinformer.predict`` with ``inputs``; the task's own options stand among them.
-    ``unread`` are options that these do not reach, with the reasons. ``read`` notes which were, by kind. :meth:`open`
-    it first: ``device`` is then PyTorch's default one, and data are read on the CPU."""
+    ``train`` holds options of ``kinformer.train`` in addition to :data:`TINY` (None removes one), ``evaluate`` options
+    of ``kinformer.evaluate``, ``generate`` options of ``lab.runs.options.GenerateOptions`` and ``prompt``, ``predict``
+    options of ``kinformer.predict`` and ``inputs``. The task's own options stand among the others. ``unread`` maps
+    options that these runs do not reach to the reasons. ``read`` collects the names of the options that were read, by
+    kind. Enter :meth:`open` first. It sets ``device`` to PyTorch's default device; data are read on the CPU."""
 
     make: Callable[[], Task]
     member: str
@@ -93,7 +93,7 @@ class TaskSubject:
                 TASKS[self.task.name] = before
 
     def _watch_settings(self) -> None:
-        """Give the task general options that note every read of them."""
+        """Give the task general options that note every read."""
         check, data_module, evaluate = self.task.check, self.task.data_module, self.task.evaluate
         training = _watched(Settings, self.read["training"])
         evaluation = _watched(EvaluationSettings, self.read["evaluation"])
@@ -166,7 +166,8 @@ class TaskSubject:
 
 
 def _watched(options: type, read: set[str]) -> type:
-    """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
+    """Return a subclass of a dataclass of options that adds the name of every field to ``read`` when the field is
+    read."""
     names = {item.name for item in fields(options)}
 
     def look(self: object, name: str) -> object:
@@ -177,7 +178,7 @@ def _watched(options: type, read: set[str]) -> type:
     def initialise(self: object, **values: object) -> None:
         before = set(read)
         options.__init__(self, **values)  # type: ignore[misc]
-        read.intersection_update(before)  # a check of values is no use of them
+        read.intersection_update(before)  # a check of values does not use them
 
     watched = {"__getattribute__": look, "__init__": initialise, "__module__": options.__module__}
     return type(options.__name__, (options,), watched | {"__qualname__": options.__qualname__})
@@ -219,8 +220,7 @@ def rows(subject: TaskSubject) -> None:
 
 
 def objective(subject: TaskSubject) -> None:
-    """Check that every objective returns a float32 loss with a graph and detached sums,
-    those that the rows report among them."""
+    """Check that every objective returns a float32 loss with a graph, and detached sums with all sums of the rows."""
     data, run = subject.rows(), subject.run
     torch.manual_seed(0)
     model = run.build().train()
@@ -245,7 +245,7 @@ def validation(subject: TaskSubject) -> None:
 
 
 def resume(subject: TaskSubject) -> None:
-    """Check that a run that was stopped and resumed ends with the weights of one that was not."""
+    """Check that a stopped and resumed run ends with the same weights as an uninterrupted run."""
     from kinformer.runtime.files import load_tensors
 
     whole, again = (
@@ -300,7 +300,7 @@ def predict(subject: TaskSubject) -> None:
 
 def options(subject: TaskSubject) -> None:
     """Check that training, evaluation, generation and prediction read every option that the task declares, and every
-    general one that it does not refuse."""
+    general option that it does not refuse."""
     _ = subject.run, subject.rows(), subject.evaluation
     generate(subject)
     predict(subject)
@@ -381,14 +381,14 @@ def verify_task(
     unread: Mapping[str, str] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> Report:
-    """Hold the task that ``make()`` returns against what the trainer and the command line rely on, by tiny runs.
+    """Check by tiny runs that the task of ``make()`` does all that the trainer and the command line rely on.
 
     The recipe tiny of ``member`` is trained. ``train``, ``evaluate``, ``generate`` and ``predict`` are options by name,
-    the task's own among them: those of ``kinformer.train`` (``{"data": ..., "set": ...}``; None leaves out a default of
-    the battery, such as the length), of ``kinformer.evaluate``, of ``kinformer generate`` with ``prompt``, and of
-    ``kinformer.predict`` with ``inputs``, a list of unlike items or a path. ``unread`` maps an option that these runs
-    do not look at to the reason, such as "is for several runs". ``skip`` maps the name of a check to the reason why the
-    task lacks that property.
+    the task's own options included: options of ``kinformer.train`` (``{"data": ..., "set": ...}``; None removes a
+    default of the battery, such as the length), of ``kinformer.evaluate``, of ``kinformer generate`` with ``prompt``,
+    and of ``kinformer.predict`` with ``inputs``, a list of different items or a path. ``unread`` maps an option that
+    these runs do not read to the reason, such as "is for several runs". ``skip`` maps the name of a check to the reason
+    why the task lacks that property.
 
     Returns the report, or raises the :class:`ContractError` of the first failed check; see
     :func:`kinformer.testing.verify_mixer`.

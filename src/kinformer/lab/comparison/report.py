@@ -184,7 +184,8 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     ]
     learning = [
         chart(f"by-{key}", f"Against {title}", title, unit,
-              lambda item, of=of, text=text: labelled(_mean_curve(item, of), text), by_rank, log, 2, note=note)
+              lambda item, of=of, text=text: labelled(_mean_curve(item, of), text),  # type: ignore[misc]
+              by_rank, log, 2, note=note)
         for key, title, of, text, log in axes
     ]  # fmt: skip
 
@@ -199,7 +200,7 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     ]  # fmt: skip
     quality = [
         chart(f"quality-{key}", title, x, f"{unit}, test",
-              lambda item, of=of, text=text: labelled(_at_cost(item, of), text), by_rank, joined=False,
+              lambda item, of=of, text=text: labelled(_at_cost(item, of), text), by_rank, joined=False,  # type: ignore[misc]
               note=f"{corner} {'right' if key == 'speed' else 'left'} is better.")
         for key, title, x, of, text in costs
     ]  # fmt: skip
@@ -411,10 +412,10 @@ def page(comparison: Comparison) -> str:
 def _rows(comparison: Comparison) -> Iterator[tuple[EntrantRecord, list[tuple[str, str, bool]]]]:
     """Yield every entrant with its cells: the text, the value to sort by, and whether it is the best of the column."""
     table = columns(comparison)
-    best = []
+    best: list[float | None] = []
     for column in table:
-        values = [value for entrant in comparison.entrants if (value := column.value(entrant)) is not None]
-        best.append((min if column.less else max)(values) if column.less is not None and values else None)
+        all_values = [value for entrant in comparison.entrants if (value := column.value(entrant)) is not None]
+        best.append((min if column.less else max)(all_values) if column.less is not None and all_values else None)
     for entrant in ordered(comparison):
         values = [column.value(entrant) for column in table]
         yield (

@@ -96,11 +96,11 @@ def differences(comparison: Comparison) -> list[Difference]:
     best, *others = comparison.finished
     tests = [welch(entrant.values, best.values) for entrant in others]
     together = iter(holm([test.p for test in tests if test is not None]))
-    found = []
+    rows = []
     for entrant, test in zip(others, tests, strict=True):
         ps = (None, None) if test is None else (test.p, next(together))
-        found.append(Difference(entrant.name, mean_of(entrant) - mean_of(best), *ps))
-    return found
+        rows.append(Difference(entrant.name, mean_of(entrant) - mean_of(best), *ps))
+    return rows
 
 
 # The costs of an entrant as a table of measures, for the columns and for the sentences of the report.
@@ -144,7 +144,8 @@ def costs(comparison: Comparison) -> list[Measure]:
         Measure(f"state {after.replace('after', 'at')}", lambda item: state_at(item, length), size, True,
                 f"Smallest state {after}"),
         *(
-            Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch), "{:,.0f}".format, False,
+            Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch),  # type: ignore[misc]
+                    "{:,.0f}".format, False,
                     f"Fastest to generate, {texts}", " tokens/s")
             for batch, texts in ((1, "one text"), (16, "16 texts"))
         ),
@@ -182,8 +183,8 @@ def _memory(count: float) -> str:
 
 def common_length(comparison: Comparison) -> int:
     """Return the most tokens after which the size of the state is known for all entrants; 0 if unknown."""
-    known = [{int(length) for length in item.state_bytes} for item in comparison.entrants if item.state_bytes]
-    return max(set.intersection(*known), default=0) if known else 0
+    lengths = [{int(length) for length in item.state_bytes} for item in comparison.entrants if item.state_bytes]
+    return max(set.intersection(*lengths), default=0) if lengths else 0
 
 
 def state_at(entrant: EntrantRecord, length: int) -> int | None:
@@ -296,7 +297,11 @@ def summary(comparison: Comparison) -> list[str]:
         return ["No member could be trained; the reasons stand below."]
     metric, best = comparison.deciding, comparison.finished[0]
     off, floor = spread(best), _floor(comparison)
-    seeds = "one seed" if off is None else f"mean of {len(best.values)} seeds, standard deviation {shown(metric, off)}"
+    seeds = (
+        "one seed"
+        if off is None
+        else f"mean of {plural(len(best.values), 'seed')}, standard deviation {shown(metric, off)}"
+    )
     sentences = [
         *_significance(comparison),
         f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({seeds}).",

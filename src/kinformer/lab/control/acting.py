@@ -55,19 +55,19 @@ def entropy(predicted: Tensor, space: Discrete | Box) -> Tensor:
 
 
 WAVE = 64
-"""How many episodes are acted in side by side."""
+"""The number of episodes played side by side."""
 _ROOM = 512
-"""Positions for which the state of an episode has room at first."""
+"""Positions for which the buffers of an episode's state have room at first."""
 MEASURED_SEEDS = 1 << 20
 """The first seed of measured episodes."""
 NORMAL_95 = 1.96
 
 
 class Policy(Protocol):
-    """Chooses actions in rows of episodes that began together."""
+    """The protocol of a policy, which chooses actions in rows of episodes that began together."""
 
     def begin(self, episodes: np.ndarray) -> None:
-        """Begin new episodes, of these numbers."""
+        """Begin new episodes with the numbers ``episodes``."""
         ...
 
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
@@ -80,8 +80,8 @@ class Policy(Protocol):
 
 
 class Rollouts(NamedTuple):
-    """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best return that
-    each allowed (NaN where it is unknown)."""
+    """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best possible
+    return of each episode (NaN if unknown)."""
 
     returns: np.ndarray
     lengths: np.ndarray
@@ -94,9 +94,10 @@ class Rollouts(NamedTuple):
 
 
 class Summary(TypedDict):
-    """The summary of this many ``episodes``, for JSON: the ``mean`` of their returns, half the width of its 95 %
-    ``confidence`` interval, their deviation ``std``, the mean of their ``steps``; and where the best return is known,
-    its mean and the share of episodes that got it."""
+    """The summary of ``episodes`` episodes, for JSON: the ``mean`` of the returns, half the width of its 95 %
+    ``confidence`` interval, the standard deviation ``std`` of the returns, and the mean number of ``steps``. If the
+    best possible return is known, ``optimal`` is its mean and ``optimal_share`` the share of episodes that reached
+    it."""
 
     episodes: int
     mean: float
@@ -110,13 +111,14 @@ class Summary(TypedDict):
 def draw(
     predicted: Tensor, actions: Discrete | Box, temperature: float, uniforms: Callable[[int], np.ndarray]
 ) -> np.ndarray:
-    """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; ``uniforms(n)`` gives n numbers for each
-    row, [rows, n]. Normal ones may lie outside of their box."""
+    """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; ``uniforms(n)`` returns n numbers for each
+    row, [rows, n]. Continuous actions may lie outside of their box."""
     result = predicted.double().cpu().numpy()
     if isinstance(actions, Discrete):
         if temperature == 0:
             return result.argmax(-1)
-        return (result / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)  # Gumbel's
+        # Gumbel-max: argmax(logits / T - log(-log u)) draws from softmax(logits / T).
+        return (result / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)
     mean = result[:, : actions.dim]
     if result.shape[1] > actions.dim and temperature:
         u = uniforms(2 * actions.dim)
@@ -126,13 +128,13 @@ def draw(
 
 
 def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
-    """Return ``actions`` as the environment takes them: those outside of a box are moved to its edge."""
+    """Return ``actions`` clipped to their space: an action outside of a box is moved to its edge."""
     return actions if isinstance(space, Discrete) else np.clip(actions, space.low, space.high).astype(np.float32)
 
 
 @dataclass
 class ActionSampler:
-    """A rule that draws actions: by ``temperature``, from numbers that are functions of ``seed``, episode and step."""
+    """A rule that draws actions with ``temperature``. Its random numbers depend on ``seed``, episode and step alone."""
 
     actions: Discrete | Box
     temperature: float
@@ -153,10 +155,10 @@ class ActionSampler:
 
 
 class Agent:
-    """``model`` in eval mode as a policy. ``window``: how many positions it reads again at every step; None carries the
-    state instead.
+    """A policy by ``model`` in eval mode. ``window``: how many positions the model reads again at every step; None
+    carries the state instead.
 
-    A subclass makes a step's new positions in ``positions``.
+    A subclass makes a step's new positions in :meth:`positions`.
     """
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, window: int | None) -> None:
@@ -177,7 +179,7 @@ class Agent:
         self._settle()
         self.episodes, self.timestep = episodes, 0
         self.state, self.past = None, None
-        if self._stepping.recorded != (len(episodes) == 1):  # of several rows some end before others
+        if self._stepping.recorded != (len(episodes) == 1):  # rows end at different steps, so only one row is recorded
             self._stepping = Steps(self.model, _ROOM, recorded=len(episodes) == 1)
 
     def _settle(self) -> None:
@@ -223,8 +225,8 @@ class Agent:
 def rollouts(
     policy: Policy, env: str, target: float | None, episodes: int, seed: int, progress: ProgressCallback | None = None
 ) -> Rollouts:
-    """Play ``episodes`` of the environment ``env``, in which the policy aims at the return ``target`` (None: the best
-    that each allows); episode i begins by the seed ``seed + i``."""
+    """Play ``episodes`` episodes of the environment ``env``. The policy aims at the return ``target`` (None: the best
+    possible return of each episode). Episode i has the seed ``seed + i``."""
     parts = []
     for first in range(0, episodes, WAVE):
         environment = Environments(env, min(WAVE, episodes - first), autoreset=True)
@@ -259,7 +261,7 @@ def _wave(policy: Policy, environment: Environments, target: float | None, first
 
 
 def returns_to_get(environment: Environments, target: float | None) -> np.ndarray:
-    """Return the target returns [rows]: ``target``, or for None the best that each row's episode allows."""
+    """Return the target returns [rows]: ``target``, or for None the best possible return of each row's episode."""
     if target is not None:
         return np.full(environment.count, float(target))
     if environment.optimal is None:
@@ -294,8 +296,8 @@ def summary(rollouts_: Rollouts) -> Summary:
 
 
 def cells(facts: Summary) -> list[str]:
-    """Return a summary as cells of a table: return, its confidence, steps and, where it is known, how many were
-    optimal."""
+    """Return a summary as cells of a table: return, its confidence, steps and, if known, the share of optimal
+    episodes."""
     shown = [f"{facts['mean']:.2f}", f"± {facts['confidence']:.2f}", f"{facts['steps']:.1f}"]
     return [*shown, f"{facts['optimal_share']:.1%}"] if "optimal_share" in facts else shown
 
@@ -330,7 +332,7 @@ class Episode(NamedTuple):
 
 
 def check_picture(render: str | None) -> None:
-    """Refuse a name that does not end in .gif."""
+    """Raise unless the name ends in .gif."""
     if render is not None and Path(render).suffix.lower() != ".gif":
         raise KinformerError(f"`render` {render}: is drawn as a GIF; give a name that ends in .gif.")
 
@@ -343,8 +345,8 @@ def play(
     render: str | None,
     write: Callable[[str], None] | None,
 ) -> Episode:
-    """Play the episode of the first row of ``environment``, which begins with ``observations``. A policy that takes a
-    return aims at ``target_returns``. Every step goes to ``write`` at once, and all are drawn to the file
+    """Play the episode of the first row of ``environment``, which begins with ``observations``. A policy with a target
+    return aims at ``target_returns``. Every step is passed to ``write`` at once, and the episode is drawn to the file
     ``render``."""
     started_at = time.perf_counter()
     frames: list[np.ndarray] = []

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from math import pi
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -39,7 +39,7 @@ def fill(picture: np.ndarray, cell: np.ndarray | tuple[int, int], colour: Colour
 class Environment(gymnasium.Env[np.ndarray, int]):
     """An environment whose episodes are truncated after ``most_steps`` steps. ``steps`` counts them."""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"]}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
     most_steps: int
     optimal: float = 1.0
     steps = 0
@@ -56,7 +56,7 @@ class Environment(gymnasium.Env[np.ndarray, int]):
         return self.observe(), reward, terminated, not terminated and self.steps >= self.most_steps, {}
 
     def begin(self, draw: np.random.Generator) -> None:
-        """Begin an episode."""
+        """Start a new episode with random numbers from ``draw``."""
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
@@ -92,7 +92,7 @@ class KeyToDoor(Environment):
     """
 
     observation_space = Box(-1.0, 1.0, (ROOMS + 3,))
-    action_space = Discrete(len(MOVES))
+    action_space = Discrete(len(MOVES))  # type: ignore[assignment]
     most_steps = ROOMS * ROOM_STEPS
 
     @property
@@ -120,7 +120,7 @@ class KeyToDoor(Environment):
             self.agent = self.starts[room + 1]
         return float(opened and self.has_key), opened
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the three rooms side by side, with the agent in the present one."""
         picture = grid(SIZE, ROOMS * (SIZE + 1) - 1)
         for room in range(ROOMS):
@@ -150,7 +150,7 @@ class PocMemory(Environment):
     """
 
     observation_space = Box(-1.0, 1.0, (3,))
-    action_space = Discrete(2)
+    action_space = Discrete(2)  # type: ignore[assignment]
     most_steps = 32
 
     def begin(self, draw: np.random.Generator) -> None:
@@ -166,7 +166,7 @@ class PocMemory(Environment):
         there = abs(self.place) == PARTS
         return float(np.sign(self.place) * self.good if there else 0.0), there
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the line; its ends are coloured while they are shown."""
         picture = grid(1, 2 * PARTS + 1)
         for end, column in ((-1, 0), (1, 2 * PARTS)):
@@ -203,13 +203,13 @@ class ShortestPath(Environment):
     """The shortest path to one node of a random graph (Chen et al. 2021, section 2, figure 2).
 
     A step costs 1, and the goal ends the episode, so the best return is the negative distance. The graph is the same
-    in all episodes; they begin at any node that has a way to the goal. An action names the next node; the agent stays
-    where there is no edge. Observation: the node, one-hot.
+    in all episodes. An episode begins at any node with a path to the goal. An action names the next node; without an
+    edge to that node the agent stays. Observation: the node, one-hot.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
+    metadata: dict[str, Any] = {"render_modes": []}
     observation_space = Box(0.0, 1.0, (NODES,))
-    action_space = Discrete(NODES)
+    action_space = Discrete(NODES)  # type: ignore[assignment]
     most_steps = 20
 
     def begin(self, draw: np.random.Generator) -> None:
@@ -228,7 +228,7 @@ class ShortestPath(Environment):
 FORWARD, UP, DOWN = range(3)
 BUMP = -0.1
 PATIENCE = 3
-"""An episode ends after this multiple of the steps that it needs."""
+"""The limit of an episode's steps, as a multiple of the steps that it needs."""
 
 
 class TMaze(Environment):
@@ -237,14 +237,14 @@ class TMaze(Environment):
 
     Only the first cell shows the sign. The corridor ends ``length`` steps later at a junction, which looks the same
     whatever the sign was. The turn that the sign named ends the episode with a reward of 1, the other turn with -1, so
-    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike the paper's
-    maze, this one has no way back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
+    an agent without memory gets 0 on average. A turn elsewhere leads into a wall and costs 0.1. Unlike in the paper's
+    maze, the agent cannot walk back. ``t-maze:30`` has a corridor of 30 steps. The optimum is 1.
 
     Observation: sign up, sign down, corridor, junction (one of four). Actions: forward, up, down.
     """
 
     observation_space = Box(0.0, 1.0, (4,))
-    action_space = Discrete(3)
+    action_space = Discrete(3)  # type: ignore[assignment]
 
     def __init__(self, length: int = 10) -> None:
         self.length, self.most_steps = length, PATIENCE * (length + 1)
@@ -265,7 +265,7 @@ class TMaze(Environment):
         self.place += 1
         return 0.0, False
 
-    def render(self) -> np.ndarray:  # type: ignore[override]
+    def render(self) -> np.ndarray:
         """Return a picture of the corridor; the right way at its end is green."""
         picture = grid(3, self.length + 1)
         for column in range(self.length + 1):
@@ -284,7 +284,7 @@ BOUNDS = np.array([2.4, 12 * pi / 180])
 
 
 class MaskedCartPole(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
-    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007): they follow only from earlier
+    """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007). The velocities follow only from earlier
     observations. The optimum is 500.
 
     Observation: the cart's place and the pole's angle, each as a share of its bound. Actions: push left, push right.

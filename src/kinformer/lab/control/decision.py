@@ -31,8 +31,9 @@ _ROWS = 0x524F5753
 
 
 class StepsBatch(NamedTuple):
-    """``values`` [rows, 3 * steps, width] float32, three positions a step (see ``inputs.signals``); ``actions`` [rows,
-    steps] int64 or [rows, steps, dim] float32; ``real`` [rows, steps] bool: where an episode has not ended yet."""
+    """A batch of steps: ``values`` [rows, 3 * steps, width] float32, three positions a step (see ``inputs.signals``);
+    ``actions`` [rows, steps] int64 or [rows, steps, dim] float32; ``real`` [rows, steps] bool: whether the episode has
+    not ended yet."""
 
     values: Tensor
     actions: Tensor
@@ -52,8 +53,8 @@ class StepsBatch(NamedTuple):
 def rows_of(
     trajectories: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int
 ) -> StepsBatch:
-    """Return a batch of ``steps`` steps of the ``episodes`` [rows] from step ``first`` [rows] of each on, or of as many
-    as there are."""
+    """Return a batch of ``steps`` steps of the ``episodes`` [rows], from step ``first`` [rows] of each on; shorter
+    episodes are padded."""
     offset = first[:, None] + np.arange(steps)
     real = offset < trajectories.lengths[episodes][:, None]
     index = np.where(real, trajectories.starts[episodes][:, None] + offset, 0)
@@ -76,9 +77,9 @@ def rows_of(
 
 
 class TrajectoryRows(DataModule):
-    """Windows of episodes: these are drawn by their length (and return), and in each a window that slides over both its
-    ends and is then pushed back into it, so that no step is rarer than another. Validation goes through the episodes of
-    its split."""
+    """Windows of episodes. Episodes are drawn by their length (and return), and a window is drawn in each. The window
+    may begin before the episode or end after it, and is then moved inside, so that steps at both ends are not rarer
+    than others. Validation reads the episodes of its split from beginning to end."""
 
     def __init__(self, data: TrajectoryData, settings: Settings, config: ModelConfig) -> None:
         self.trajectories, self.settings, self.action_dim = data.trajectories, settings, data.actions.dim
@@ -94,7 +95,8 @@ class TrajectoryRows(DataModule):
         self.held_out = self._windows("validation")
 
     def _windows(self, split: str) -> np.ndarray:
-        """Return the windows of a split [windows, 2]: episode and first step, side by side without overlap."""
+        """Return the windows of a split [windows, 2]: episode and first step. The windows of an episode follow one
+        another without overlap."""
         return np.array(
             [
                 (episode, first)
@@ -138,16 +140,16 @@ class TrajectoryRows(DataModule):
 
 
 def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
-    """Return how often each of ``episodes`` is drawn: by its length, and by e to the ``power`` times the place of its
-    return between the worst (0) and the best (1)."""
+    """Return the weight with which each of ``episodes`` is drawn: its length times e to the ``power`` times the place
+    of its return between the worst (0) and the best (1)."""
     returns, lengths = trajectories.returns[episodes], trajectories.lengths[episodes].astype(np.float64)
     span = returns.max() - returns.min()
     return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
 
 
 class ActionLoss:
-    """The loss of actions, each predicted at the position of its state: cross-entropy of discrete ones, the mean
-    squared error of continuous ones, or the negative logarithm of their density."""
+    """The loss of actions, each predicted at the position of its state: the cross-entropy of discrete actions; the mean
+    squared error of continuous actions, or the negative logarithm of their density."""
 
     reads_hidden = True
 
@@ -177,11 +179,10 @@ def predictions(model: CausalModel, batch: StepsBatch, state: State = None) -> t
 
 
 class TrajectoryAgent(Agent):
-    """A model of trajectories as a policy: it absorbs the action before, the return still to get, and the state,
-    three positions a step (Chen et al. 2021, algorithm 1).
+    """A policy by a model of trajectories. At every step the model absorbs three positions: the previous action, the
+    return still to get, and the environment's state (Chen et al. 2021, algorithm 1).
 
-    A model of trajectories that acts. ``context``: how many steps it reads again at every step; None carries the
-    state instead.
+    ``context``: how many steps the model reads again at every step; None carries the state instead.
     """
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
@@ -238,9 +239,8 @@ WIDTH, ROWS, RATE = 128, 256, 1e-3
 
 class Clone:
     """Behaviour cloning (Pomerleau 1988): a small network predicts the actions of the data from the state alone,
-    whatever return they led to. It is trained when an agent is measured, on the same episodes.
-
-    A policy: two hidden layers of 128 over normalised states.
+    whatever return they led to. The network has two hidden layers of 128 over normalised states. It is trained on the
+    same episodes when an agent is measured.
     """
 
     def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:

@@ -4,7 +4,7 @@
     observations = environments.reset([1, 2, 3, 4])
     observations, rewards, terminated, truncated = environments.step(actions)
 
-A row's episode is a function of its seed and of its actions, whatever happens in the other rows.
+A row's episode depends on its seed and its actions alone, not on the other rows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Environments:
             raise KinformerError(f"`env_processes` {processes}: must be 0 to {count}, the number of `environments`.")
         self.name, self.count, self.processes = name, count, processes
         create = partial(_create, name, render)
-        with _variables_kept():
+        with _preserving_variables():
             first = create()
         self.most_steps: int = _limit(first) or ENDLESS
         self.actions = _actions(first.action_space, name)
@@ -118,7 +118,7 @@ class Environments:
         return np.asarray(observations, np.float32)
 
     def step(self, actions: np.ndarray) -> Stepped:
-        """Act in every row; actions outside of a box are moved to its edge."""
+        """Act in every row; an action outside of a box is moved to its edge."""
         if isinstance(self.actions, Box):
             space = self._vector.single_action_space
             actions = np.clip(actions, self.actions.low, self.actions.high).reshape(self.count, *space.shape)
@@ -129,7 +129,7 @@ class Environments:
     def render(self) -> np.ndarray:
         """Return a picture of the first row, [height, width, 3] uint8."""
         try:
-            with _variables_kept():
+            with _preserving_variables():
                 picture = self._vector.envs[0].render()
         except _gymnasium(self.name).error.Error as error:
             raise KinformerError(f"`env` {self.name}: cannot be drawn ({error}); leave `render` out.") from None
@@ -161,7 +161,7 @@ class Environments:
 
 
 @contextmanager
-def _variables_kept() -> Iterator[None]:
+def _preserving_variables() -> Iterator[None]:
     """Keep pygame, which gymnasium and MiniGrid load, from printing a banner; remove the variables that they add."""
     before = set(os.environ)
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
@@ -182,7 +182,7 @@ def import_named(env: str | None) -> str | None:
         try:
             with current_folder():
                 import_module(module)
-        except Exception as error:  # whatever the user's module raises
+        except Exception as error:  # the user's module can raise any error
             raise KinformerError(
                 f"`env` {env}: the module {module} cannot be imported ({type(error).__name__}: {error}); mend it, or "
                 "give the name of an environment alone."
@@ -241,8 +241,8 @@ def _create_registered(name: str, render: bool) -> Any:
         raise KinformerError(f"`env` {name}: is an environment of {package}; pip install {package} gets it.") from None
     module, colon, item = name.rpartition(":")  # gymnasium would import the module of any name
     entry = getattr(sys.modules.get(module), item, None) if colon else None
-    known = isinstance(entry, type) and issubclass(entry, gymnasium.Env)
-    spec = gymnasium.envs.registration.EnvSpec(item, entry_point=entry) if known else item
+    is_class = isinstance(entry, type) and issubclass(entry, gymnasium.Env)
+    spec = gymnasium.envs.registration.EnvSpec(item, entry_point=entry) if is_class else item
     try:
         created = gymnasium.make(spec)  # many classes take no render_mode
         if render and "rgb_array" in created.metadata.get("render_modes", ()):

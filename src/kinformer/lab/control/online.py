@@ -27,11 +27,8 @@ from kinformer.runtime.matmul import few_rows
 
 
 class ControlAgent(Agent):
-    """A model of observations as a policy.
-
-    A model of observations that acts. ``context``: how many steps it reads again at every step; None carries the
-    state instead.
-    """
+    """A policy by a model of observations. ``context``: how many steps the model reads again at every step; None
+    carries the state instead."""
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, context)
@@ -47,22 +44,24 @@ class ControlAgent(Agent):
         return predicted[:, :-1]
 
 
-# Acting for training: rollouts of a model that learns, in rows of an environment that never end.
+# Acting for training: rollouts of a model that learns, in rows of an environment. A row begins a new episode after
+# each.
 #
-# A row's episodes are functions of the run's seed, the row's number, the episode's number and the actions. So a
-# stopped run continues by repeating the actions of the episodes that had not ended.
+# An episode depends on the run's seed, the row's number, the episode's number and the actions alone. A resumed run
+# therefore repeats the actions of its unfinished episodes, and continues there.
 
 RECENT = 100
-"""How many of the last episodes the reported mean return is over."""
+"""The number of last episodes in the reported mean return."""
 _APART = 1 << 40
-"""Seeds of training's episodes lie beyond those in which an agent is measured."""
+"""The first seed of training's episodes, beyond the seeds of measured episodes."""
 _EPISODES = 0x45504953
 
 
 class Rollout(NamedTuple):
-    """``observations`` [rows, time, features]; ``begun`` [rows, time] bool: this step is an episode's first;
-    ``actions`` [rows, time] int64 or [rows, time, dim], not clipped; ``log_densities``, ``advantages`` (of mean
-    0 and deviation 1) and ``returns`` (the value's targets) [rows, time]; ``state``: the model's before the first step.
+    """A rollout: ``observations`` [rows, time, features]; ``begun`` [rows, time] bool: whether the step is an episode's
+    first; ``actions`` [rows, time] int64 or [rows, time, dim], not clipped; ``log_densities``, ``advantages`` (with
+    mean 0 and deviation 1) and ``returns`` (the targets of the value) [rows, time]; ``state``: the model's state before
+    the first step.
     """
 
     observations: Tensor
@@ -92,7 +91,8 @@ class Transition(NamedTuple):
 
 
 class Actor:
-    """``time`` steps a rollout in each of the environment's rows; a row that ended begins another episode."""
+    """The actor of training: a rollout has ``time`` steps in each row of the environment. A row whose episode ended
+    begins another episode."""
 
     def __init__(self, data: ControlData, time: int, seed: int) -> None:
         self.data, self.options, self.time, self.seed = data, data.options, time, seed
@@ -114,7 +114,7 @@ class Actor:
         return self.acted * len(self.rows)
 
     def rollout(self, model: CausalModel) -> Rollout:
-        """Return the next steps of ``model`` acting; it is left in training mode."""
+        """Return a rollout of ``model``, which is left in training mode."""
         if self.state is None:
             self.state = model.initial_state(len(self.rows))
         self.state = first = states.renewed(states.pop_aux(self.state)[1])
@@ -159,8 +159,8 @@ class Actor:
     def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
         """Repeat the actions ``done`` of every row (``lengths`` actions) from the beginning of its episode.
 
-        All rows reach the present together: a row with fewer actions begins its episode later. Until then it takes
-        any actions, and begins again wherever they end an episode.
+        All rows reach the present at the same step, so a row with fewer actions begins its episode later. Before that
+        it takes arbitrary actions, and begins again whenever they end an episode.
         """
         self.episodes -= 1
         self.observations = self._begin(np.ones(len(self.rows), bool))
@@ -206,7 +206,7 @@ class Actor:
         self.acted, self.returns = self.acted + 1, self.returns + rewards
         for row in self.rows:
             self.done[row].append(drawn[row])
-        if truncated.any():  # the episode had not ended: the model's value stands for the rewards to come
+        if truncated.any():  # the limit of steps cut the episode: the model's value replaces the rewards to come
             rewards = rewards + self.options.discount * truncated * self._values(model, observations)
         self.begun = ended = terminated | truncated
         if ended.any():
@@ -245,8 +245,8 @@ def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothin
     return result
 
 
-# Rows of control: parts of the last rollout, again and again, until the model acts again; and the objective of
-# proximal policy optimisation (Schulman et al. 2017) over them.
+# Rows of control: the model learns from parts of the last rollout several times, then acts again. The objective is
+# proximal policy optimisation (Schulman et al. 2017).
 
 VALIDATED = 64
 """Episodes of a validation."""
@@ -255,9 +255,10 @@ SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
 
 
 class PolicyShift:
-    """How far the policy has moved from the one that acted: the largest divergence that an update saw.
+    """The distance of the policy from the policy that acted: the largest divergence in an update so far.
 
-    The objective adds divergences, which stay on the device; the rows read the largest before the next batch.
+    The objective adds divergences, which stay on the device; :class:`ControlRows` reads the largest before the next
+    batch.
     """
 
     def __init__(self) -> None:
@@ -278,8 +279,8 @@ class PolicyShift:
 
 
 class ControlRows(DataModule):
-    """Every rollout is learnt from ``ppo_epochs`` times, in parts of ``batch_size`` rows that are redrawn each time,
-    or until the policy has moved by ``kl_stop`` from the one that acted."""
+    """The rows of rollouts. The model learns ``ppo_epochs`` times from every rollout, in parts of ``batch_size`` rows
+    redrawn each time, and stops earlier once the policy has moved by ``kl_stop`` from the acting policy."""
 
     sums, metrics = SUMS, (RETURN,)
 
@@ -354,8 +355,9 @@ class ControlRows(DataModule):
 
 
 class PolicyLoss:
-    """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, where r is the density of an action over
-    that at which it was drawn, A its advantage, V the value, R the return and H the policy's entropy; means over steps.
+    """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, the mean over steps. r is the density of
+    an action divided by its density when it was drawn, A its advantage, V the value, R the return, and H the policy's
+    entropy.
 
     The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``.
     """

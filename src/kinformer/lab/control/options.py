@@ -61,12 +61,12 @@ class Rendering(Acting):
 
 
 def require_name(env: object) -> None:
-    """Refuse an environment that is not a name, since runs store the name."""
+    """Raise unless the environment is a name, since runs store the name."""
     if env is not None and not isinstance(env, str):
-        given = env if isinstance(env, type) else type(env)
+        kind = env if isinstance(env, type) else type(env)
         raise KinformerError(
-            f"`env` {given.__name__}: is {'a class' if given is env else 'an object'}, but runs store a name; give the "
-            f"module and the class, as in {given.__module__}:{given.__name__}."
+            f"`env` {kind.__name__}: is {'a class' if kind is env else 'an object'}, but runs store a name; give the "
+            f"module and the class, as in {kind.__module__}:{kind.__name__}."
         )
 
 

@@ -1,10 +1,10 @@
-"""Trajectories: observations, actions and rewards of the episodes of one environment, and which are held out.
+"""Trajectories: observations, actions and rewards of the episodes of one environment, and the held-out episodes.
 
     rewards   r_0 r_1 r_2 | r_3 r_4     episodes follow one another; starts = 0, 3, 5
     returns to go: for every step the sum of its reward and of all later rewards of the episode, without a discount
 
-They are read from .npz files without pickles, from folders of such files, from Minari's data sets, or made here
-(``lab.control.trajectories``).
+Trajectories are read from .npz files without pickles, from folders of such files, or from Minari's data sets. Random
+walks in the library's environments are made here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kinformer.lab.data.sampling import permute
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.tables import read_arrays
 
-# Files of trajectories: .npz without pickles, by the names that collections use, folders, and Minari.
+# Files of trajectories: .npz without pickles, with the array names of common collections; folders; and Minari.
 
 Arrays = dict[str, np.ndarray]
 NAMES = {
@@ -36,14 +36,14 @@ NAMES = {
     "terminations": ("terminals", "terminations", "terminated", "dones"),
     "truncations": ("timeouts", "truncations", "truncated"),
 }
-"""The names of the arrays by their meaning. ``ends``: one past the last step of every episode; ``splits``: the same
-without the last (as the library imitation has them); the last two mark the ends among all steps."""
+"""The names of the arrays by their meaning. ``ends``: one past the last step of every episode. ``splits``: the same
+without the last episode (as in the library imitation). ``terminations`` and ``truncations`` mark the last steps."""
 
 
 def read_npz(path: Path) -> Arrays:
     """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
 
-    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds one as a pickle.
+    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds an array as a pickle.
     """
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
@@ -67,7 +67,7 @@ def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
 
 
 def _cut(arrays: Arrays, place: str) -> Arrays:
-    """Return the arrays with the starts of episodes, and without the observation behind each episode's last step."""
+    """Return the arrays with the starts of episodes, and without the observation after each episode's last step."""
     steps = len(arrays["rewards"])
     ends = _ends(arrays, steps, place)
     starts = np.concatenate([[0], ends]).astype(np.int64)
@@ -225,8 +225,8 @@ class Trajectories:
 
     @cached_property
     def splits(self) -> Mapping[str, np.ndarray]:
-        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 %, drawn by the episode's number
-        alone; with ``holdout`` that share is validation and test at once."""
+        """The numbers of the episodes of "train", "validation" and "test": 90, 5 and 5 %. An episode's split depends on
+        its number and the number of episodes alone. With ``holdout``, this share is both validation and test."""
         order = permute(np.arange(self.episodes), self.episodes, _SHUFFLED)
         shares = SHARES if self.holdout is None else {"validation": self.holdout}
         parts, taken = {}, 0
@@ -257,15 +257,15 @@ class Trajectories:
 
     @cached_property
     def normalisation(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation [features] of the training split's observations; 1 for what never changes."""
+        """Mean and standard deviation [features] of the training split's observations; the deviation of a constant
+        feature is 1."""
         seen = self.observations[self.steps_of(self.splits["train"])].astype(np.float64)
         std = seen.std(0)
         return seen.mean(0), np.where(std < SMALLEST_STD, 1.0, std)
 
     @cached_property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least and the greatest of each number of continuous actions, [dim], kept apart where they are
-        equal."""
+        """Return the lower and upper bounds [dim] of continuous actions; equal bounds are moved apart by 1 each."""
         low, high = self.actions.min(0).astype(np.float64), self.actions.max(0).astype(np.float64)
         same = high - low < SMALLEST_STD
         return np.where(same, low - 1, low), np.where(same, high + 1, high)
@@ -275,7 +275,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
     """Check ``observations``, ``actions``, ``rewards`` and ``starts`` and return them as trajectories; ``place`` names
     them in messages.
 
-    Errors: ``KinformerError`` for unlike lengths, numbers that are not finite, invalid actions, too few episodes.
+    Errors: ``KinformerError`` for unequal lengths, NaN or infinite numbers, invalid actions, too few episodes.
     """
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:
@@ -315,14 +315,14 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
 
 
 def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Return whether observations of ``shape`` are intensities, which take a byte each."""
+    """Return whether observations of ``shape`` are images, whose intensities take a byte each."""
     return len(shape) == 3 and observations.dtype == np.uint8
 
 
 def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
     if values.dtype.kind not in "biuf":
         raise KinformerError(f"{place}: {what} are of the type {values.dtype}, but must be numbers.")
-    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite there
+    with np.errstate(over="ignore"):  # numbers beyond the range of float32 become infinite
         bad = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1).astype(np.float32)).all(1))
     if len(bad):
         worst = values.reshape(len(values), -1)[bad[0]]
@@ -333,7 +333,7 @@ def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:
-    """Return whole numbers as discrete actions, others as continuous ones."""
+    """Return whole numbers as discrete actions, other numbers as continuous actions."""
     if actions.dtype.kind in "biu" and actions.size == len(actions):
         least, most = int(actions.min()), int(actions.max())
         if least < 0 or most >= MOST_ACTIONS:
@@ -359,12 +359,12 @@ def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
 
 # Trajectories that need no file: random walks in environments that come with the library.
 #
-# In ``key-to-door`` every action is drawn; in ``shortest-path`` an edge of the present node is (Chen et al. 2021,
-# section 2). A walk is a function of its number and the seed.
+# A walk in ``key-to-door`` draws every action; a walk in ``shortest-path`` draws an edge of the present node (Chen et
+# al. 2021, section 2). A walk depends on its number and the seed alone.
 
 MADE = ("key-to-door", "shortest-path")
 _APART = 1 << 40
-"""Seeds of training's episodes lie beyond those in which an agent is measured."""
+"""The first seed of training's episodes, beyond the seeds of measured episodes."""
 
 
 def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
@@ -397,7 +397,7 @@ def random_walks(name: str, count: int, seed: int, holdout: float | None = None)
     return trajectories(arrays, f"{name}-{count}-{seed}", name, holdout)
 
 
-# Trajectories to learn from, with the environment that they are of.
+# Trajectories to learn from, with their environment.
 
 OUTSIDE = 1e-4
 """How far beyond its box an action may lie, by rounding."""
@@ -405,8 +405,8 @@ OUTSIDE = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class TrajectoryData:
-    """Trajectories of an environment with these ``actions``; ``env`` is its name, None where it is unknown;
-    ``made`` says whether they are random walks of the library's own."""
+    """Trajectories of an environment with the space ``actions``; ``env`` is its name, None if unknown. ``made``:
+    whether the trajectories are the library's random walks."""
 
     trajectories: Trajectories
     env: str | None
@@ -432,8 +432,10 @@ class TrajectoryData:
 
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_user: bool = False) -> TrajectoryData:
-    """Return the trajectories that ``spec`` names; trajectories of another environment than the options name
-    are an error. ``by_user``: the user gives the environment's name in this call."""
+    """Return the trajectories that ``spec`` names. ``by_user``: the user gives the environment's name in this call.
+
+    Errors: ``KinformerError`` for trajectories of another environment than ``options`` name.
+    """
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
@@ -458,7 +460,7 @@ def _space_of(trajectories: Trajectories) -> Discrete | Box:
 
 
 def check_environment(environment: Environments, state_dim: int, discrete: bool, place: str) -> None:
-    """Refuse an environment of other observations or another kind of actions than ``place`` has."""
+    """Raise for an environment with other observations or another kind of actions than ``place`` has."""
     if environment.observation_dim != state_dim:
         raise KinformerError(
             f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')}, but "
@@ -473,7 +475,7 @@ def check_environment(environment: Environments, state_dim: int, discrete: bool,
 
 
 def check_actions(trajectories: Trajectories, environment: Environments, place: str) -> None:
-    """Refuse actions that the environment does not know."""
+    """Raise for actions that the environment does not accept."""
     space = environment.actions
     if isinstance(space, Discrete):
         if trajectories.action_dim > max(2, space.n):

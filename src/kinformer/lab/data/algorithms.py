@@ -6,7 +6,7 @@
     parity     0110=0.          bits; the answer is whether their sum is odd
 
 A row is one problem and its answer. Every token of the answer is predicted, the end "." too, so that the model also
-predicts an answer's length. The number of digits is drawn from a range, all alike often; the digits are uniform.
+predicts an answer's length. The number of digits is drawn uniformly from a range, and so are the digits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PLUS, EQUALS, END = (SYMBOLS.index(symbol) for symbol in "+=.")
 
 
 class AlgorithmRows(NamedTuple):
-    """Some problems: ``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is predicted; how many
-    ``digits`` int64 [rows] a problem has (an addition: each of its numbers); ``valid`` bool [rows, width]."""
+    """Some problems: ``tokens`` and ``labels`` int64 [rows, width], IGNORED where nothing is predicted; ``digits``
+    int64 [rows], the digits of each problem (in an addition, of each number); ``valid`` bool [rows, width]."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -46,8 +46,8 @@ class _Algorithm(NamedTuple):
 
 
 def _sum(digits: np.ndarray) -> np.ndarray:
-    """Return the sums of numbers [count, 2, n], the lowest digit first, with a digit more
-    only where one is carried (else END)."""
+    """Return the sums of numbers [count, 2, n], the lowest digit first; the last of n + 1 digits is END without a
+    carry."""
     count, _, length = digits.shape
     answer, carry = np.full((count, length + 1), END, np.int64), np.zeros(count, np.int64)
     for place in range(length):
@@ -58,8 +58,8 @@ def _sum(digits: np.ndarray) -> np.ndarray:
 
 
 def carried(tokens: np.ndarray, digits: int) -> np.ndarray:
-    """Return how many places the carry has come that arrives at each place of an answer, 0 where none does: int64
-    [rows, digits + 2], of the additions ``tokens`` [rows, width] of numbers of this many ``digits``."""
+    """Return for each place of an answer how many places the arriving carry has come, 0 without a carry: int64 [rows,
+    digits + 2], for the additions ``tokens`` [rows, width] of numbers with ``digits`` digits."""
     totals = tokens[:, :digits] + tokens[:, digits + 1 : 2 * digits + 1]
     come = np.zeros((len(tokens), digits + 2), np.int64)
     for place in range(digits):
@@ -100,7 +100,7 @@ class AlgorithmData:
         return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
 
     def width(self, digits: int | None = None) -> int:
-        """Return how many tokens a row has at most, of problems of this many digits."""
+        """Return the most tokens of a row, for problems of this many digits."""
         digits, numbers = digits or self.most, ALGORITHMS[self.algorithm].numbers
         answer = {"addition": digits + 1, "parity": 1}.get(self.algorithm, digits)
         return numbers * (digits + 1) + answer

@@ -1,6 +1,7 @@
-"""Batches of examples of like length, so that there is little padding, in an order that needs no memory.
+"""Batches of examples of similar length, with little padding, in an order computed without memory.
 
-Like the other samplers a pure function of (seed, step); process ``rank`` of ``world`` gets its slice of a step's rows.
+The order is a pure function of (seed, step), as in the other samplers. Process ``rank`` of ``world`` gets its slice of
+a step's rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Rows(NamedTuple):
     positions: np.ndarray | None = None
 
     def share(self, rank: int, world: int) -> Rows:
-        """Return a process's rows: as many for each, so that a row may be there twice, its labels ignored."""
+        """Return a process's rows, the same number for every process; rows repeated for this have IGNORED labels."""
         size = -(-len(self.tokens) // world)
         index = np.arange(rank * size, (rank + 1) * size)
         within = np.minimum(index, len(self.tokens) - 1)
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class BosEos(NamedTuple):
-    """The tokens that begin and end every row, as a model expects them; None is no token."""
+    """The tokens that begin and end every row, as a model expects them; None stands for no token."""
 
     bos: int | None = None
     eos: int | None = None
@@ -143,14 +144,14 @@ _TIES, _TOKEN_ORDER = 8, 9
 
 
 class TokenBatches:
-    """Batches of pairs by tokens: pairs of like length together, as many as fit into a number of tokens.
+    """Batches of pairs of similar length, as many as fit into a number of tokens.
 
-    Like the other samplers a pure function of (seed, step). Pairs are sorted by the longer of their sides; where a
-    batch ends depends on the lengths alone, which pairs of one length share a batch on the epoch, and the order of
-    batches too.
+    The batches are a pure function of (seed, step), as in the other samplers. Pairs are sorted by the longer of their
+    sides. Where a batch ends depends on the lengths alone. The order of pairs of one length and the order of the
+    batches depend on the epoch.
 
-    The batches: ``widths`` [pairs] tokens, at most ``tokens`` of rows x width in a batch,
-    whose rows are a multiple of ``multiple``.
+    ``widths`` [pairs] are the tokens of the pairs. A batch has rows x width <= ``tokens``, and a multiple of
+    ``multiple`` rows.
     """
 
     def __init__(self, widths: Sequence[int] | np.ndarray, tokens: int, seed: int, multiple: int = 1) -> None:
@@ -165,14 +166,15 @@ class TokenBatches:
         return len(self.starts) - 1
 
     def indices(self, step: int) -> np.ndarray:
-        """Return the pairs of batch number ``step``, int64; a last one that is no
-        multiple is filled up with its first."""
+        """Return the pairs of batch number ``step``, int64; the last batch is filled up to a multiple with its first
+        pairs."""
         epoch, number = divmod(step, self.batches)
         if self._epoch[0] != epoch:
             ties = mix(self.seed, _TIES, epoch, np.arange(len(self.widths)))
             self._epoch = epoch, np.lexsort((ties, self.widths))
         batch = permute(np.array([number]), self.batches, mix(self.seed, _TOKEN_ORDER, epoch))[0]
         result = self._epoch[1][self.starts[batch] : self.starts[batch + 1]]
+        # Repeats the pairs from the first on, up to a multiple.
         return np.resize(result, -(-len(result) // self.multiple) * self.multiple)
 
 

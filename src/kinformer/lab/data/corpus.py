@@ -35,7 +35,8 @@ from kinformer.lab.data.sampling import RandomWindows, Rows, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 
-# Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each gives its share, in a random order.
+# Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
+# order.
 #
 #     row s:    cycle c = s // 1000,  place p = permutation_c(s mod 1000)
 #     corpus k  whose counts hold p,  its row c * count_k + p - (counts before k)
@@ -57,7 +58,7 @@ class Mixture:
     counts: tuple[int, ...]
 
     def held_out(self, tokens: int) -> Split:
-        """Return some ``tokens`` tokens of the validation splits, of each its share."""
+        """Return about ``tokens`` tokens of the validation splits, from each corpus its share."""
         shares = zip(self.parts, self.counts, strict=True)
         return joined([part["validation"].take(max(2, tokens * count // CYCLE)) for part, count in shares])
 
@@ -89,7 +90,7 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def fingerprint_of_mixture(fingerprints: Sequence[str], counts: Sequence[int]) -> str:
-    """Return what identifies corpora of these ``fingerprints`` mixed by ``counts``."""
+    """Return the fingerprint of corpora of these ``fingerprints``, mixed by ``counts``."""
     text = "\n".join(f"{count}:{fingerprint}" for fingerprint, count in zip(fingerprints, counts, strict=True))
     return f"sha256:{sha256(text.encode()).hexdigest()}"
 
@@ -165,7 +166,7 @@ class Corpus:
     mixture: Mixture | None = None
 
     def held_out(self, tokens: int) -> Split:
-        """Return some ``tokens`` tokens of the validation split, of a mixture those of every corpus by its weight."""
+        """Return about ``tokens`` tokens of the validation split, in a mixture from each corpus by its weight."""
         return self.splits["validation"].take(tokens) if self.mixture is None else self.mixture.held_out(tokens)
 
     def require_single(self, what: str) -> None:
@@ -199,10 +200,10 @@ def open_corpus(
     folder of that name), or a folder of token shards (``lab/data/packed.py``), which are read where they are; or
     several of these with weights, as ``web=0.7,code=0.3`` (``lab/data/corpus.py``).
 
-    About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` holds out the last tenth
-    instead, which is then validation and test at once. See :func:`kinformer.lab.data.corpus.partition`.
-    ``cache`` is the folder for token ids, written once per corpus and tokenizer; ``~/.cache/kinformer`` if not given.
-    Raises :class:`KinformerError` for a path that is missing, unreadable, empty or not data.
+    About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` instead holds out the last tenth, as validation and
+    test at once. See :func:`kinformer.lab.data.corpus.partition`. ``cache`` is the folder for token ids, written once
+    per corpus and tokenizer; ``~/.cache/kinformer`` if not given. Raises :class:`KinformerError` for a missing,
+    unreadable or empty path, and for a path without data.
     """
     if weights := mixture_of(spec):
         return _mixed(weights, cache, tokenizer, holdout)
@@ -308,7 +309,7 @@ def _close(parts: Sequence[Sequence[Extent]], shares: Sequence[float]) -> bool:
 def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
     """Return files, in the order of their names' hashes, that fill each held-out part to its share of the bytes."""
     total = sum(file.size for file in files)
-    # Hashes of names: an order that is random, but the same on every machine and with further files.
+    # Hashes of names give a random order, which is the same on every machine and with further files.
     waiting = sorted(files, key=lambda file: sha256(file.name.encode("utf-8", "surrogateescape")).digest())
     held_out = []
     for share in shares[1:]:
@@ -340,7 +341,7 @@ def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[l
 
 
 def _character_start(file: SourceFile, position: int) -> int:
-    """Return the first position from ``position`` on, at most 3 bytes later, that is not inside a UTF-8 character."""
+    """Return the first position from ``position`` on, at most 3 bytes later, outside of any UTF-8 character."""
     size = min(3, file.size - position)
     following = Extents([Extent(file.path, position, size)]).read(0, size)
     inside = len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))

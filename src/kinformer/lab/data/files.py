@@ -35,7 +35,7 @@ from kinformer.runtime.files import (
 from kinformer.runtime.parsing import JsonObject, parse_json, parse_json_line
 from kinformer.runtime.progress import note_once
 
-# The format of a data file by its first bytes, where that is neither text nor bytes to learn from as they are.
+# Formats of data files other than text and plain bytes, recognised by their first bytes.
 
 
 _HEAD = 1 << 16
@@ -72,8 +72,8 @@ _BINARY = {
 
 
 def check_plain(path: Path) -> None:
-    """Refuse a file that is packed, a table, a document, UTF-16 or JSON lines. Other bytes are data as they are;
-    a note says so of those that are no text."""
+    """Refuse packed files, tables, documents, UTF-16 and JSON lines. Other bytes are accepted as data, with a note
+    where they are not text."""
     refuse_packed(path)
     head = _head(path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
@@ -98,13 +98,13 @@ def check_plain(path: Path) -> None:
 
 
 def refuse_packed(path: Path) -> None:
-    """Refuse a file whose text stands in it packed: archives, tables and documents."""
+    """Refuse a file that stores its text packed: archives, tables and documents."""
     if (packed := _packed(_head(path))) is not None:
         raise KinformerError(f"{path}: is {packed[0]}; {packed[1]}.")
 
 
 def plain_bytes(path: Path) -> bytes:
-    """Return the bytes of a regular file; one whose text stands in it packed is refused."""
+    """Return the bytes of a regular file; refuse a file that stores its text packed."""
     require_file(path)
     refuse_packed(path)
     with reading_corpus(path):
@@ -228,7 +228,7 @@ def _fields_of_array(head: bytes) -> list[str] | None:
     return list(row)
 
 
-# Folders of arrays that are written once, whole or not at all, and then mapped into memory from there.
+# Folders of arrays. A folder is written once, whole or not at all, and its arrays are then mapped into memory.
 
 _ABOUT = "about.json"
 
@@ -325,10 +325,10 @@ def reading_corpus(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` whole or not at all: into a temporary neighbour that is renamed at the end.
+    """Write ``path`` whole or not at all, by renaming a temporary file beside it at the end.
 
-    Processes may race. Each holds a lock on its neighbour, so that :func:`remove_abandoned` recognises those of dead
-    ones.
+    Processes may race. Each holds a lock on its temporary file, so that :func:`remove_abandoned` recognises the files
+    of dead processes.
     """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
@@ -400,8 +400,8 @@ def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
 def stdlib_files() -> list[SourceFile]:
     """Return the sources of the Python standard library, sorted by relative name.
 
-    Left out are its tests, installed packages, and what a build generates (``_sysconfigdata*``, ``config-*``), so
-    that the same version of Python gives the same corpus on every machine.
+    Its tests, installed packages and the files that a build generates (``_sysconfigdata*``, ``config-*``) are left out,
+    so that the same version of Python gives the same corpus on every machine.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = _walk(
@@ -491,7 +491,7 @@ class Extents:
         return b"".join(self._pieces_between(start, stop))
 
     def head(self, size: int) -> Extents:
-        """Return the first ``size`` bytes as a run of its own."""
+        """Return the first ``size`` bytes as another run."""
         pieces = [
             piece._replace(size=min(piece.size, size - int(begin)))
             for piece, begin in zip(self.pieces, self.starts, strict=False)
@@ -502,7 +502,7 @@ class Extents:
         return part
 
     def tail(self, start: int) -> Extents:
-        """Return the bytes from ``start`` on as a run of its own."""
+        """Return the bytes from ``start`` on as another run."""
         pieces = [
             piece._replace(offset=piece.offset + cut, size=piece.size - cut)
             for piece, begin in zip(self.pieces, self.starts, strict=False)

@@ -56,7 +56,7 @@ SPLITS = {
 
 
 class Part(NamedTuple):
-    """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, of grey ones, [height, width];
+    """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, for grey images, [height, width];
     ``labels`` are names of classes; ``keys()`` are bytes that identify images, whose hashes say which are held out."""
 
     images: np.ndarray | Sequence[np.ndarray]
@@ -83,7 +83,7 @@ def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
 
 
 def hash_order(keys: Sequence[bytes]) -> np.ndarray:
-    """Return indices in the order of the keys' hashes, int64: a shuffle that is the same on every machine."""
+    """Return indices in the order of the keys' hashes, int64: the same shuffle on every machine."""
     hashes = [blake2b(key, digest_size=16).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)
 
@@ -100,7 +100,7 @@ _NAME = re.compile(r"images?[-.]idx\d[-.]ubyte(\.gz)?$")
 
 
 def is_images(name: str) -> bool:
-    """Return whether a file of this name is one of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
+    """Return whether this is the name of a file of images in the IDX format (``train-images-idx3-ubyte.gz``)."""
     return _NAME.search(name.lower()) is not None
 
 
@@ -143,7 +143,7 @@ def read_idx_file(path: Path) -> ImageSet:
 
 
 def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
-    """Return the images in a folder that has the IDX files ``files``, a file a split, recognised by their names."""
+    """Return the images of ``folder`` from the IDX files ``files``, one file a split, recognised by their names."""
     by_split: dict[str, Path] = {}
     for path in files:
         split = _split_of(path.name.lower())
@@ -191,8 +191,8 @@ def _part(path: Path) -> Part:
 
 
 def labels_beside(path: Path) -> Path | None:
-    """Return the file of labels that belongs to the images ``path``:
-    ``train-labels-idx1-ubyte.gz`` for those of MNIST."""
+    """Return the file of labels for the images ``path``, such as ``train-labels-idx1-ubyte.gz`` of MNIST; None if
+    missing."""
     start = path.name.lower().rindex("image")
     rest = re.sub("(?i)idx[0-9]", "idx1", re.sub("(?i)^image", "label", path.name[start:])).removesuffix(".gz")
     names = (f"{path.name[:start]}{rest}", f"{path.name[:start]}{rest}.gz")
@@ -274,7 +274,8 @@ _BLOCK = 1 << 20
 def require_rows(path: Path) -> None:
     """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass.
 
-    Errors: ``KinformerError`` for such a file; ``ValueError`` or ``zlib.error`` for what is no PNG behind its head.
+    Errors: ``KinformerError`` for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format
+    after its head.
     """
     with path.open("rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
@@ -398,7 +399,7 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
 
 
 class Pictures(Sequence[np.ndarray]):
-    """Pictures that are decoded on demand, uint8 of ``shape`` (height, width, channels)."""
+    """Pictures, decoded on demand, uint8 of ``shape`` (height, width, channels)."""
 
     def __init__(self, files: Sequence[SourceFile], shape: tuple[int, int, int]) -> None:
         self.files, self.shape = files, shape
@@ -411,7 +412,7 @@ class Pictures(Sequence[np.ndarray]):
 
 
 def read_head(path: Path) -> Head:
-    """Return the head of ``path``, without its pixels; a file that is no picture is one sentence."""
+    """Return the head of ``path``, without its pixels. Errors: ``KinformerError`` for a file without a picture."""
     Image = require_pillow(path)
     require_file(path)
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
@@ -470,8 +471,8 @@ def write_png(path: Path, pixels: np.ndarray) -> None:
 
 
 class _decoding:  # noqa: N801 (used as a function)
-    """Report Pillow's errors about a damaged file, or what a file is instead of a picture, as one sentence; its
-    warnings of size are errors."""
+    """Report Pillow's errors about a damaged file as one sentence, or name the content of a file without a picture.
+    Pillow's warnings of size are errors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -535,7 +536,7 @@ def _check_sizes(folder: Path, files: Sequence[SourceFile], heads: Sequence[Head
 
 
 def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
-    """Return what is changed or left out, as parts of sentences."""
+    """Return notes on changed and omitted pictures, as parts of sentences."""
     grey = sum(head.mode in _GREY | _DEEP for head in heads)
     counted = {
         "with transparency, laid over white": sum(head.transparent for head in heads),
@@ -553,12 +554,12 @@ def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
 
 # Baselines of images by counting, which a model of images must beat.
 #
-# ``histogram``: how often each intensity stands at a place, over the training images. ``neighbours``: how often it
-# stands behind its four neighbours that are known in raster order (left, upper left, upper, upper right, of the same
-# channel), in twelve steps each, nought beyond the edge; of later channels the one before at the same place instead of
-# the upper left. Where a smaller image is known, whose pixels are the means of blocks, that of the block stands in
-# place of the upper right. Counts begin with shares of the level above: those of a place with the shares of all
-# places, those of a context with the shares of its channel, and these with even ones.
+# ``histogram``: how often each intensity occurs at a place, over the training images. ``neighbours``: how often it
+# occurs after its four neighbours that raster order knows (left, upper left, upper, upper right, of the same channel),
+# each in twelve steps, 0 beyond the edge. In later channels, the previous channel at the same place replaces the upper
+# left. Where a smaller image is known, whose pixels are the means of blocks, the mean of the block replaces the upper
+# right. Counts begin with the shares of the level above: counts of a place with the shares of all places, counts of a
+# context with the shares of its channel, and counts of a channel with equal shares.
 
 LEVELS, STEPS = 256, 12
 _AT_ONCE, _MOST_TRAINED = 512, 60_000
@@ -574,8 +575,8 @@ def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
 
 
 def floor_over_source(train: np.ndarray, held_out: np.ndarray, factor: int) -> float:
-    """Return bits per dimension of ``held_out`` as :func:`floors` counts ``neighbours``, where images that are
-    ``factor`` times smaller, the means of blocks of pixels, are known."""
+    """Return bits per dimension of ``held_out`` as :func:`floors` counts ``neighbours``, where images ``factor`` times
+    smaller (means of blocks of pixels) are known."""
     return _neighbours(train[:_MOST_TRAINED], held_out, factor)
 
 
@@ -668,7 +669,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Named images in three splits, the same on every run; ``notes`` say what was changed of them or left out."""
+    """Named images in three splits, the same on every run; ``notes`` describe changed and omitted images."""
 
     name: str
     version: str
@@ -693,7 +694,7 @@ class ImageData:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the names of the classes, none where images have no labels."""
+        """Return the names of the classes; empty for images without labels."""
         return self.train.classes
 
     @property
@@ -722,7 +723,7 @@ def read_images(
     Missing splits are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000); ``holdout=0.1``
     holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of whatever sizes, and
     takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given. Raises
-    :class:`KinformerError` for a path that is missing and for images that are damaged or of unlike sizes.
+    :class:`KinformerError` for a missing path, and for damaged images or images of different sizes.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
@@ -762,7 +763,7 @@ def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | Non
 
 
 def _files(path: Path) -> list[SourceFile]:
-    """Return the files that decide what is read of ``path``."""
+    """Return the files that the images of ``path`` are read from."""
     if path.is_dir():
         return folder_files(path, empty=True)
     labels = labels_beside(path) if is_images(path.name) else None
@@ -805,7 +806,8 @@ def _ordered(labels: set[str]) -> list[str]:
 
 
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
-    """Return of each split where its images stand, and which it has; missing splits come out of the training images."""
+    """Return for each split the part that holds its images, and their indices in it; missing splits come out of the
+    training images."""
     train = hash_order(parts["train"].keys())
     usual = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW
     count = math.ceil((usual if holdout is None else holdout) * len(train))

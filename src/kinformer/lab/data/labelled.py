@@ -3,10 +3,10 @@
     reviews/good/1.txt          reviews.tsv:  good<TAB>A fine film.         reviews.jsonl:  {"text": ..., "label": ...}
     reviews/bad/2.txt                         bad<TAB>Never again.
 
-A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or what
-``text_field`` and ``label_field`` say, beside any others (see ``lab.data.labelled``). ``train``, ``val`` and ``test``
-may come separately, as folders of folders or as files of a folder (``train.tsv``). A missing one is held out of the
-rest, 5 % each, by a hash of the text.
+A table's columns are label and text, unless its first line names them: ``label``, and ``text`` or ``sentence``, or the
+names ``text_field`` and ``label_field``, beside any other columns. ``train``, ``val`` and ``test`` may come separately,
+as folders of folders or as files of a folder (``train.tsv``). A missing one is held out of the rest, 5 % each, by a
+hash of the text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kinformer.runtime.fields import require_path
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 
-# Examples with labels, stored on disk as arrays that are mapped into memory: written once, read from there.
+# Examples with labels, stored once on disk as arrays and mapped into memory.
 
 SCHEMA = 4
 
@@ -164,7 +164,7 @@ class Columns(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The bytes of a text and the name of its label (None without one); ``number`` is that of its line."""
+    """The bytes of a text, the name of its label (None without a label), and the ``number`` of its line."""
 
     number: int
     text: bytes
@@ -172,7 +172,8 @@ class Row(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """In which cells text and label stand, of how many; the names in the first line, None where it is a row."""
+    """The cells that hold text and label, the number of cells, and the names in the first line (None where that line is
+    a row)."""
 
     text: int
     label: int | None
@@ -181,7 +182,7 @@ class _Order(NamedTuple):
 
 
 def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of a table that is read from ``stream`` line by line; ``place`` names it in messages.
+    """Yield the rows of a table, reading ``stream`` line by line; ``place`` names the table in messages.
 
     Errors: ``KinformerError`` for a row that lacks the text (or, where ``columns.labelled``, the label).
     """
@@ -207,8 +208,8 @@ def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
 
 
 def lines_of(stream: Iterable[bytes], place: str = "") -> Iterator[bytes]:
-    """Yield the lines without their ends and without a byte order mark; beside the end of a line, a carriage return
-    alone is one. ``place`` names the stream where it is refused because it is UTF-16."""
+    """Yield the lines without their ends and without a byte order mark; a carriage return alone also ends a line.
+    ``place`` names the stream where it is refused because it is UTF-16."""
     for number, line in enumerate(stream):
         if not number:
             line = _without_mark(line, place)
@@ -249,7 +250,7 @@ def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[byt
 
 
 def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
-    """Rows of CSV, whose quoted cells may hold line ends; bytes that are not UTF-8 pass as they are."""
+    """Yield the rows of CSV, whose quoted cells may hold line ends; bytes outside UTF-8 pass unchanged."""
     lines = (
         (line if number else _without_mark(line, place)).decode("utf-8", "surrogateescape")
         for number, line in enumerate(stream)
@@ -430,7 +431,7 @@ T = TypeVar("T")
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """``items``, read one by one as they are taken; ``total`` of them, None where they come from a stream."""
+    """``items``, each read when it is taken, and their number ``total``, None for a stream."""
 
     items: Iterator[T]
     total: int | None
@@ -444,15 +445,15 @@ def read_texts(
     check: Check | None = None,
 ) -> Inputs[TextItem]:
     """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
-    of texts; only the first ``limit`` of them.
+    of texts; at most the first ``limit`` texts.
 
-    format: how the rows of a file are written; None goes by its ending, and reads lines where that says nothing.
-    check: a function that raises for a text that the task cannot read; by default for an empty one.
+    format: how the rows of a file are written; None follows the file's ending, and reads lines where the ending is
+    unknown. check: a function that raises for a text that the task cannot read; by default for an empty text.
 
     A file is read twice, so that every error in it is reported before anything is computed.
 
-    Errors: ``KinformerError`` for a source that is missing or empty, a text that is empty or not UTF-8, and a row that
-    lacks a column, each with its file and line.
+    Errors: ``KinformerError`` for a missing or empty source, a text that is empty or not UTF-8, and a row that lacks a
+    column, each with its file and line.
     """
     check = check or refuse_empty
     if not isinstance(source, str | Path):
@@ -484,7 +485,7 @@ def refuse_empty(item: TextItem) -> None:
 
 
 def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | None, check: Check) -> Inputs[TextItem]:
-    """Return the items of ``read()``, which is called twice: to check all of them, and to yield them."""
+    """Return the items of ``read()``, which is called twice: first to check all items, then to yield them."""
     count = sum(1 for _ in _some(_checked(read(), check), place, limit))
     return Inputs(_some(read(), place, limit), count)
 
@@ -550,7 +551,7 @@ def _decoded(text: bytes, place: str) -> str:
 HELD_OUT = 0.05
 _TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _BATCH = 1 << 17
-"""Bytes of texts that are looked at together: their ids take eight times as much until they are narrowed."""
+"""Bytes of texts that are encoded together: their ids take eight times as much memory until they are narrowed."""
 
 
 class Example(NamedTuple):
@@ -561,9 +562,8 @@ class Example(NamedTuple):
 
 
 class Texts:
-    """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels`` counts the classes in
-    the order of ``names``, which several collections may share. ``order`` (None: all of them) says
-    which texts there are, and in what order."""
+    """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels[i]`` is the number of its class in ``names``,
+    which several collections may share. ``order`` selects and orders the texts of this collection (None: all)."""
 
     def __init__(self, names: dict[str, int]) -> None:
         self.names, self.order = names, None
@@ -630,11 +630,11 @@ def open_labelled(
 ) -> Labelled:
     """Return the labelled data at the path ``spec``, as ids of ``tokenizer`` (bytes if None).
 
-    ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these have other
-    names than the usual ones. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation
-    and test at once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
+    ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these do not have
+    the usual names. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at
+    once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
 
-    Raises :class:`KinformerError` for a path that is missing or holds no labelled examples.
+    Raises :class:`KinformerError` for a missing path, and for a path without labelled examples.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")

@@ -3,10 +3,11 @@
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]    ->  5
 
 A node is a digit, or an operator of 2 to 10 nodes: the least, the greatest, the median (its half cut off) or the sum
-modulo 10. With probability 1/4 a node is an operator, the tenth node below each other never. An operator costs two
-tokens, its name and "]". Trees of more than 500 and fewer than 2000 tokens are used, or within other bounds, each once.
+modulo 10. A node is an operator with probability 1/4; a node of the tenth level is always a digit. An operator costs
+two tokens, its name and "]". Trees of more than 500 and fewer than 2000 tokens are used, or within other bounds, each
+once.
 
-0 and 9 are the values of some 17 % of all trees each, so 17 % correct is what guessing has.
+Some 17 % of all trees have the value 0, and some 17 % the value 9, so guessing reaches 17 % correct.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _ROOTS = 1 << 13
 
 
 def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, cache: Path | None = None) -> Labelled:
-    """Return ``number`` trees to train on, and for each of validation and test ``HELD_OUT``, or an eighth if that is
-    less.
+    """Return ``number`` trees to train on, and ``HELD_OUT`` or an eighth, whichever is less, for each of validation and
+    test.
 
-    They are drawn once and stored in ``cache`` (``~/.cache/kinformer`` if None).
+    The trees are drawn once and stored in ``cache`` (``~/.cache/kinformer`` if None).
     """
     if number < 8:
         raise KinformerError(f"`examples` {number}: ListOps needs 8 or more.")
@@ -72,7 +73,7 @@ class Level(NamedTuple):
 def examples(number: int, seed: int, bounds: tuple[int, int] = BOUNDS) -> tuple[list[np.ndarray], np.ndarray]:
     """Return ``number`` trees as ids of ``SYMBOLS`` (uint8 [tokens] each), and their values int64 [number].
 
-    The same seed gives the same trees; more of them begin with those of fewer.
+    The same seed gives the same trees, and a smaller ``number`` gives the first trees of a larger one.
     """
     trees: list[np.ndarray] = []
     values: list[int] = []
@@ -98,8 +99,7 @@ def _stream(seed: int, least: int, most: int) -> Iterator[tuple[np.ndarray, int]
 
 
 def _grow(draw: np.random.Generator, most: int) -> list[Level]:
-    """Return the levels of many trees. A tree that gets too long is drawn no
-    further, and its missing nodes are no digits."""
+    """Return the levels of many trees. The last operators of a tree that gets too long have arity 0."""
     root = np.arange(_ROOTS)
     tokens = np.zeros(_ROOTS, np.int64)
     levels = []
@@ -108,7 +108,7 @@ def _grow(draw: np.random.Generator, most: int) -> list[Level]:
         symbol = np.where(operator, draw.integers(MIN, END, len(root)), draw.integers(0, 10, len(root)))
         arity = np.where(operator, draw.integers(FEWEST, MANY + 1, len(root)), 0)
         np.add.at(tokens, root, np.where(operator, 2, 1))
-        # A tree that is too long already is dropped, so its operators need no children.
+        # A tree beyond the limit is dropped later, so its operators get no children.
         arity[tokens[root] >= most] = 0
         levels.append(Level(symbol, arity, root))
         root = np.repeat(root, arity)
@@ -167,9 +167,9 @@ def spell(tree: np.ndarray) -> str:
 
 
 def read(text: str, place: str) -> np.ndarray:
-    """Return the ids of a tree that is written as :func:`spell` writes it, uint8 [tokens].
+    """Return the ids of a tree in the spelling of :func:`spell`, uint8 [tokens].
 
-    Errors: ``KinformerError`` that names the ``place`` for an empty text and what is no symbol.
+    Errors: ``KinformerError``, which names the ``place``, for an empty text and for a word outside ``SYMBOLS``.
     """
     words = text.split()
     if not words:

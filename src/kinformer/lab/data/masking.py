@@ -1,7 +1,7 @@
 """Masking some tokens of a text for a model to predict (Devlin et al. 2019, BERT, section 3.1).
 
-Of every row the share ``share`` of the tokens is chosen. Of these 80 % become the mask token, 10 % another token drawn
-at random, and 10 % stay as they are. With whole words, what belongs to one word is chosen together.
+The share ``share`` of the tokens of every row is chosen. 80 % of the chosen tokens become the mask token, 10 % become
+another token drawn at random, and 10 % stay unchanged. With whole words, the tokens of one word are chosen together.
 
 All draws are hashes of a key that the caller gives for each row: they do not depend on the other rows of a batch.
 """
@@ -29,7 +29,7 @@ WORD, BLANK = 1, 2
 class Words:
     """The beginnings and ends of tokens, by id: WORD (letters, digits), BLANK or 0 (all else), uint8 [vocab_size].
 
-    A token continues the word of the one before it where that ends with what it begins with.
+    A token continues the word of the previous token where that token ends with the kind that this token begins with.
     """
 
     first: np.ndarray
@@ -53,7 +53,7 @@ class Words:
         return cls(first, np.array([_kind(piece[-1:]) & WORD for piece in pieces], np.uint8))
 
     def joined(self, tokens: np.ndarray) -> np.ndarray:
-        """Return whether each of ``tokens`` [n] belongs to the word of the one before it; bool [n]."""
+        """Return whether each of ``tokens`` [n] belongs to the word of the previous token; bool [n]."""
         together = self.last[tokens[:-1]] & self.first[tokens[1:]]
         return np.concatenate([[False], together != 0])
 
@@ -78,7 +78,7 @@ class Masking:
     def choose(self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the positions of the chosen tokens, rising, then -1: int64 [rows, most].
 
-        ``tokens`` int64 [rows, time], of which the first ``lengths`` [rows] count; ``keys`` uint64 [rows].
+        ``tokens`` int64 [rows, time]; the first ``lengths`` [rows] tokens of each row count; ``keys`` uint64 [rows].
         """
         draws = mix(keys[:, None], _CHOICE, np.arange(tokens.shape[1]))
         draws[np.arange(tokens.shape[1]) >= lengths[:, None]] = np.iinfo(np.uint64).max
@@ -95,8 +95,8 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ``tokens`` with some masked, the positions of these and their
-        labels; 0 and IGNORED where they are fewer."""
+        """Return ``tokens`` with some masked, the masked positions, and their labels; rows with fewer masks are padded
+        with 0 and IGNORED."""
         lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
         positions = self.choose(tokens, keys, lengths)
         chosen = positions >= 0
@@ -118,7 +118,7 @@ def ordinary(vocab_size: int, special: set[int]) -> np.ndarray:
 
 
 def _whole(joined: np.ndarray, draw: np.ndarray, count: int) -> np.ndarray:
-    """Return tokens of words in random order, without those that would make it more than ``count``."""
+    """Return the tokens of whole words in random order, without the words that would exceed ``count`` tokens."""
     starts = np.flatnonzero(~joined)
     sizes = np.diff(np.append(starts, len(joined)))
     order = np.argsort(draw[starts], kind="stable")
@@ -144,18 +144,18 @@ _TRAINING, _EVALUATION = 6, 7
 
 
 class MaskedRows(NamedTuple):
-    """The rows as a model sees them, and for every masked token the one before
-    it in the text, -1 if none: [rows, n]."""
+    """The rows as a model sees them, and for every masked token the previous token of the text, -1 if none: [rows,
+    n]."""
 
     rows: Rows
     before: np.ndarray
 
 
 class MaskedText:
-    """The windows of ``split`` that are ``length`` tokens with BOS and EOS; all draws follow from ``seed``.
+    """The windows of ``split``, ``length`` tokens long with BOS and EOS; all draws follow from ``seed``.
 
-    A step of training masks other tokens each time. In order, as for measuring, what is masked of a window follows from
-    its position in the split alone.
+    Training masks other tokens in every step. In order, for measuring, the masks of a window depend on its position in
+    the split alone.
     """
 
     def __init__(self, split: Split, length: int, masking: Masking, ends: BosEos, seed: int) -> None:
@@ -165,7 +165,7 @@ class MaskedText:
         self.split, self.length, self.masking, self.ends, self.seed = split, length, masking, ends, seed
 
     def __len__(self) -> int:
-        """Return how many windows cover the split, of which the last may be short."""
+        """Return how many windows cover the split; the last window may be short."""
         return -(-len(self.split) // self.room)
 
     def sampler(self, batch_size: int) -> RandomWindows:

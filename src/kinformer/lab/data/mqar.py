@@ -1,13 +1,14 @@
 """Multi-query associative recall (Arora et al. 2023, Zoology: section 4 and appendix E): pairs, then keys in any order.
 
-A row begins with ``pairs`` keys, each followed by its value. The rest is cut into slots of two tokens; as many of them
-are drawn as there are keys, slot i with a probability proportional to i^(gap_power - 1), and begin with a key. There
-the model predicts the value of that key, as the next token. What fills the rest is random, or the token 0.
+A row begins with ``pairs`` keys, each followed by its value. The rest is cut into slots of two tokens; as many slots as
+keys are drawn, slot i with a probability proportional to i^(gap_power - 1). A drawn slot begins with a key, and there
+the model predicts the value of this key as the next token. The rest is filled with random tokens, or with the token 0.
 
     pairs        |  slots
     7 201 3 180  |  94 12  7 33  51 8  3 77  ...         asked: at 7 for 201, at 3 for 180
 
-Keys lie from 1 and below symbols / 2, values from there on; in a row both are distinct.
+Keys lie from 1 and below symbols / 2, values from symbols / 2 on; the keys of a row are distinct, and so are its
+values.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SPLITS = ("train", "validation", "test")
 
 
 class RecallRows(NamedTuple):
-    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; how
-    many ``pairs`` int64 [rows] a row has."""
+    """The rows: ``tokens`` and ``labels`` int64 [rows, length], IGNORED where nothing is predicted; ``pairs`` int64
+    [rows], the number of pairs of each row."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -37,7 +38,7 @@ class RecallRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall:
-    """The rows of the task, drawn on demand, of any of ``pairs`` alike often."""
+    """The rows of the task, drawn on demand; a row's number of pairs is drawn uniformly from ``pairs``."""
 
     pairs: tuple[int, ...] = (8,)
     symbols: int = 256
@@ -139,7 +140,7 @@ class Retrieval(NamedTuple):
 
 
 class AssociativeRetrieval:
-    """An endless stream of examples from a generator of its own: the same ``seed`` gives the same examples.
+    """An endless stream of examples from one generator: the same ``seed`` gives the same examples.
 
     Without ``replace`` keys and values are permutations; with it both are drawn independently. A query is the key of a
     uniformly drawn step, so every query has an answer, and a key that was written often is queried often.

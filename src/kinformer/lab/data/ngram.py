@@ -2,8 +2,7 @@
 
 P(w | h) = (c(h w) + T(h) P(w | h')) / (c(h) + T(h)), h' being h without its first byte, c counts, T(h) the number of
 distinct bytes seen after h, and 1/256 below the empty context (Witten and Bell 1991, method C, in the interpolated form
-of Chen and Goodman 1998).
-A context that was never seen leaves P(w | h') as it is.
+of Chen and Goodman 1998). P(w | h) = P(w | h') for a context h that was never seen.
 """
 
 from __future__ import annotations

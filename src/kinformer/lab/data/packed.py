@@ -1,8 +1,9 @@
-"""Token shards: the ids of a corpus in files that a manifest lists, read where they lie, however many there are.
+"""Token shards: the ids of a corpus in any number of files, which a manifest lists and which are read in place.
 
-``manifest.json``, signed, has for every split its shards in order (file, tokens, bytes of text, sha256) and two tables
-that are mapped: where documents begin, and marks, pairs of token and byte positions. Opening reads the manifest and the
-sizes of the files alone; small corpora are held to their checksums as well. Ids are little-endian, of 1, 2 or 4 bytes.
+``manifest.json``, signed, has for every split its shards in order (file, tokens, bytes of text, sha256) and two mapped
+tables: where documents begin, and marks, which are pairs of token and byte positions. Opening reads only the manifest
+and the sizes of the files; the checksums of small corpora are verified as well. Ids are little-endian, of 1, 2 or 4
+bytes.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
 
 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
-    """Return the first ``count`` bytes of ``split`` as a text of its own, without a partial character at its end.
+    """Return the first ``count`` bytes of ``split`` as a split, without a partial character at its end.
 
-    Of tokenizer ids, the bytes behind the last mark before ``count`` are encoded, unless that is a share too small
-    to matter of ids that are too many for the memory.
+    In a split of tokenizer ids, the bytes after the last mark before ``count`` are encoded anew. They are left out
+    where the ids before the mark are too many for the memory; their share is then too small to matter.
     """
     if split.marks is None or split.encoded_from is None or count >= split.bytes:
         return split.take(count)
@@ -116,7 +117,7 @@ def _groups(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"
 UNFINISHED = "packing.json"
-"""The file that says what is to be packed, until there is a manifest."""
+"""The file that describes an unfinished packing; the manifest takes its place."""
 PACKED_SPLITS = ("train", "validation", "test")
 TABLES = ("documents", "marks")
 _WIDTHS = (1, 2, 4)
@@ -145,14 +146,14 @@ class Packed:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return what the command prints, as data for JSON."""
+        """Return the facts that the command prints, as values for JSON."""
         shards = {name: len(part["shards"]) for name, part in self.manifest["splits"].items()}
         about = {name: self.manifest[name] for name in ("tokenizer", "vocab_size", "width")}
         return {"out": str(self.folder), "tokens": self.tokens, "shards": shards, "bytes": self.bytes, **about}
 
 
 def check_shards(folder: str | Path) -> Packed:
-    """Hold every byte of a folder of token shards to its manifest; see :func:`kinformer.check_shards`."""
+    """Check every byte of a folder of token shards against its manifest; see :func:`kinformer.check_shards`."""
     place = Path(folder).expanduser()
     manifest = read_manifest(place)
     require_shards(place, manifest, thorough=True)
@@ -166,7 +167,7 @@ def is_packed(spec: str | Path) -> bool:
 
 
 def read_manifest(folder: Path) -> JsonObject:
-    """Return the manifest of ``folder``. Errors: ``KinformerError`` for one that is missing or damaged."""
+    """Return the manifest of ``folder``. Errors: ``KinformerError`` for a missing or damaged manifest."""
     place = folder / MANIFEST
     if not place.exists() and (folder / UNFINISHED).exists():
         raise KinformerError(f"{folder}: is unfinished; give the command that packs it again, and it goes on.")
@@ -188,7 +189,7 @@ def read_manifest(folder: Path) -> JsonObject:
 
 
 def _files(manifest: JsonObject) -> Iterator[tuple[str, int, str]]:
-    """Yield name, size in bytes and sha256 of every file of a manifest, of which :func:`read_manifest` checks each."""
+    """Yield name, size in bytes and sha256 of every file of a manifest; :func:`read_manifest` checks all three."""
     for part in manifest["splits"].values():
         for shard in part["shards"]:
             yield shard["file"], shard["tokens"] * manifest["width"], shard["sha256"]

@@ -1,8 +1,8 @@
 """Packing: text becomes token shards (``lab/data/packed.py``), piece by piece, by several processes, resumed if killed.
 
-The data is cut into pieces, and each makes a shard for every split that it has documents of. A piece's record is
-written last and vouches for its shards, so a second call packs what is missing. The manifest is written when all are
-done. What a shard holds depends on the data and the options alone, not on how many processes made it.
+The data is cut into pieces, and each piece makes one shard for every split of its documents. A piece's record is
+written last and vouches for its shards, so a second call packs only the missing pieces. The manifest is written when
+all pieces are done. The contents of a shard depend on the data and the options alone, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ABOUT_ARROW = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
 def table_files(files: Sequence[SourceFile], text_field: str | None) -> list[tuple[str, SourceFile]]:
-    """Return the kind and the file of all ``files`` that are tables; an error where others stand among them."""
+    """Return the kind and the file of each table in ``files``; tables beside other files are an error."""
     kinds = [(_ENDINGS.get(Path(file.path).suffix.lower()), file) for file in files]
     tables = [(kind, file) for kind, file in kinds if kind is not None]
     if any(kind == _ARROW for kind, _ in tables):
@@ -183,15 +183,15 @@ def _opened(path: str) -> ParquetFile:
         raise KinformerError(f"{path}: is no readable Parquet table ({reason}); restore it from a copy.") from None
 
 
-# A piece of the data becomes shards: one for every split that it has documents of, and then its record.
+# A piece of the data becomes shards, one for every split of its documents, and then a record.
 
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What is packed, and how: ``tokenizer`` the path of a tokenizer.json or None for bytes, ``text_field`` the column
-    of tables and JSON lines, ``shard_bytes`` how much of the data makes a shard, ``holdout`` as of a corpus."""
+    """The data to pack, and how: ``tokenizer`` the path of a tokenizer.json or None for bytes, ``text_field`` the
+    column of tables and JSON lines, ``shard_bytes`` how much of the data makes a shard, ``holdout`` as of a corpus."""
 
     data: str
     tokenizer: str | None = None
@@ -201,8 +201,8 @@ class Packing:
 
 
 class Piece(NamedTuple):
-    """A piece of the data: extents of text of one ``split``, of which the first may be the rest of a document; or
-    records of a table, whose splits follow from their contents (``split`` is "")."""
+    """A piece of the data: extents of text of one ``split``, the first perhaps the rest of a document; or records of a
+    table, whose splits follow from their contents (``split`` is "")."""
 
     split: str
     extents: tuple[Extent, ...]
@@ -286,7 +286,7 @@ def drawn(text: bytes, holdout: float | None) -> str:
 
 
 class _Output:
-    """A shard that is being written, with where documents begin and its marks."""
+    """A shard during writing, with the beginnings of its documents and its marks."""
 
     def __init__(self, out: Path, stem: str, dtype: np.dtype) -> None:
         self.out, self.stem, self.dtype = out, stem, dtype
@@ -321,10 +321,10 @@ class _Output:
             self._writing.__exit__(KinformerError, KinformerError(f"{self.stem}: was left unfinished."), None)
 
 
-# Documents to pack that are read one after the other: a dataset of Hugging Face that is streamed, or any iterable.
+# Documents to pack, read one after the other: a streamed dataset of Hugging Face, or any iterable.
 #
-# The record of a piece says how many documents had been read behind it and, of a dataset that has one, its state, so
-# that a second call continues there. Without a state, those documents are read again and left out.
+# The record of a piece holds the number of documents read up to its end and, where the dataset has a state, this state.
+# A second call continues there. Without a state, it reads the same documents again and leaves them out.
 
 HUB = "hf:"
 
@@ -389,7 +389,7 @@ class Documents:
         self._rows: Iterator[object] = iter(())
 
     def fingerprint(self, field: str | None) -> str:
-        """Return what tells the stream from others: a digest of its name and its first document."""
+        """Return a digest of the stream's name and first document, which tells it from other streams."""
         with _reading(self.name):
             first = next(iter(self.data), "")
         return hashlib.sha256(self.name.encode() + b"\0" + self._text(first, field)).hexdigest()
@@ -407,7 +407,7 @@ class Documents:
                 self._rows = islice(self.data, self.read, None)
 
     def place(self) -> dict[str, object]:
-        """Return how many documents were read, and the state of a dataset that has one: plain values."""
+        """Return how many documents were read, and the dataset's state where it has a state, as plain values."""
         state = {"state": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
         return {"documents": self.read, **state}
 
@@ -438,7 +438,8 @@ class Documents:
 
 
 def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:
-    """Pack into ``out`` and return the manifest. ``progress`` is called with the pieces that are done and all of them.
+    """Pack into ``out`` and return the manifest. ``progress`` is called with the number of finished pieces and of all
+    pieces.
 
     Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else.
     """
@@ -485,7 +486,7 @@ def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
 
 def _cut(extents: Sequence[Extent], size: int) -> Iterator[tuple[list[Extent], bool]]:
     """Yield groups of ``extents`` of about ``size`` bytes, long ones cut at a line's end, and whether a group's first
-    goes on with the document before."""
+    extent continues the previous document."""
     group: list[Extent] = []
     filled, continues = 0, False
     for extent in extents:

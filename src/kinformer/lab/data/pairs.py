@@ -1,12 +1,12 @@
 """Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
 
     folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
-    folder/train     (train.en, train.de)                   what the names of two files begin with
+    folder/train     (train.en, train.de)                   the common beginning of the names of two files
     pairs.tsv        source<TAB>target                      or with a first line that names the columns
     pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
 
-A file's language is its ending. In a folder, names that begin with ``val``, ``dev`` and ``test`` are those parts, all
-others are for training; a part that is missing is held out of the rest, 5 % each, by a hash of the source.
+A file's language is its ending. In a folder, files whose names begin with ``val``, ``dev`` or ``test`` are the held-out
+parts, and all others are for training. A missing part is held out of the rest, 5 % each, by a hash of the source.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from kinformer.runtime.tables import read_unpacked
 #
 #     two hundred one, twelve thousand seventy-three      zweihunderteins, zwölftausenddreiundsiebzig
 #
-# A line has ``FEWEST`` to ``MOST`` numbers below a million, of one to six digits, all alike often. German writes a
-# number as one word and its units before its tens, so that words are put together and change places.
+# A line has ``FEWEST`` to ``MOST`` numbers below a million, of one to six digits with equal probability. German writes
+# a number as one word and its units before its tens, so that words are put together and change places.
 
 
 VERSION = "1"
@@ -189,7 +189,7 @@ def _objects(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
 
 
 def _fields(row: object, names: Names) -> Names:
-    """Return the fields of source and target: the usual ones, or the only two that are text, English first."""
+    """Return the fields of source and target: the usual fields, or the only two fields of text, English first."""
     texts = [name for name, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     if not any(names) and set(_USUAL) <= set(texts):
         return _USUAL
@@ -206,7 +206,7 @@ _PARTS = {"val": "validation", "dev": "validation", "test": "test"}
 
 
 class Pairs(NamedTuple):
-    """The lines of text: ``source[i]`` and its translation ``target[i]``, none of them empty, UTF-8."""
+    """Lines of UTF-8 text, none empty: ``source[i]`` and its translation ``target[i]``."""
 
     source: Sequence[bytes]
     target: Sequence[bytes]
@@ -225,8 +225,8 @@ class Languages(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Parallel:
-    """The pairs in the splits "train", "validation" and "test"; of several parts that are one of the last two,
-    each is a split by its own name, too."""
+    """The pairs in the splits "train", "validation" and "test"; where several parts make up one of the last two, each
+    part is also a split under its own name."""
 
     name: str
     version: str
@@ -254,12 +254,12 @@ def open_pairs(
     holdout: float | None = None,
     languages: Languages = Languages(),  # noqa: B008 (an immutable value)
 ) -> Parallel:
-    """Return the pairs that ``spec`` names: a path as above, or ``number-words`` (``lab.data.pairs``).
+    """Return the pairs that ``spec`` names: a path, or ``number-words``, numbers in English and German words.
 
-    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Where
-    ``languages`` are not given, English is the source if it is one of them, else the first by the alphabet. Raises
-    :class:`KinformerError` for a path that is missing, sides that do not match, and text that is not UTF-8; pairs with
-    an empty side are left out, which a note tells.
+    ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Without
+    ``languages``, the source is English where English is one side, else the alphabetically first language. Raises
+    :class:`KinformerError` for a missing path, for sides that do not match, and for text outside UTF-8. Pairs with an
+    empty side are left out, with a note.
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")

@@ -96,8 +96,8 @@ class Split:
         )
 
     def skip(self, length: int) -> Split:
-        """Return all but the first ``length`` tokens as a split; of tokenizer ids,
-        all but those that :meth:`take` takes."""
+        """Return all but the first ``length`` tokens as a split; of tokenizer ids, all but the tokens of
+        :meth:`take`."""
         if self.marks is None or self.encoded_from is None:
             cut, text, marks = length, None, None
         else:
@@ -177,13 +177,14 @@ class EvaluationStream:
         return (nats / log(2) + log2(self.split.vocab_size)) / self.split.bytes
 
 
-# Pseudo-random order without memory: hashes and permutations that are pure functions of integers.
+# Pseudo-random order without memory: hashes and permutations, as pure functions of integers.
 
 _ROUNDS = 6
 
 
 def mix(*words: np.ndarray | int) -> np.ndarray:
-    """Hash integers (or arrays of them, broadcast) to uint64, by the finaliser of SplitMix64 (Steele et al. 2014)."""
+    """Hash integers, or arrays of integers (broadcast), to uint64, by the finaliser of SplitMix64 (Steele et al.
+    2014)."""
     state = np.zeros(1, np.uint64)
     for word in words:
         state = state + _unsigned(word) + np.uint64(0x9E3779B97F4A7C15)
@@ -213,8 +214,8 @@ def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
 
 
 def in_epochs(place: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """Return which of ``count`` examples stands at each ``place`` of an order without end, in which every epoch has
-    each once, in an order of its own; ``key`` chooses them."""
+    """Return which of ``count`` examples stands at each ``place`` of an endless order. Every epoch has each example
+    once, in a new order; ``key`` chooses the orders."""
     epoch, index = np.divmod(place, count)
     return permute(index, count, mix(*key, epoch))
 
@@ -251,8 +252,7 @@ class Sampler(Protocol):
         ...
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Return bool [batch_size / world, length]: inputs at which a new sequence
-        begins; None if there is no such mark."""
+        """Return bool [batch_size / world, length]: inputs at which a new sequence begins; None without any."""
         ...
 
 
@@ -310,8 +310,8 @@ class SegmentStreams(Rows):
     """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state.
 
     The split is cut into equal streams, one per row; step by step each row walks along its own. After ``segments``
-    steps the streams begin again, shifted by a random phase. :meth:`resets` marks the first token of each document
-    and that of each stream.
+    steps the streams begin again, shifted by a random phase. :meth:`resets` marks the first token of each document and
+    of each stream.
     """
 
     def __init__(self, split: Split, batch_size: int, length: int, seed: int) -> None:

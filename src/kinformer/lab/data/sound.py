@@ -1,4 +1,4 @@
-"""Sound for speech recognition: recorded clips (``lab.data.sound``), or synthetic telephone tones (``lab.data.sound``).
+"""Sound for speech recognition: recorded clips, or synthetic telephone tones.
 
 Utterances of a split are numbered; each has samples at the data's rate and a transcript, made of *symbols*: characters,
 or labels with spaces between them (words, digits, phonemes). Clips may be joined into longer utterances.
@@ -41,16 +41,17 @@ from kinformer.runtime.tables import check_ratio
 #
 #     y(m) = sum over n of x(n) h(m from/to - n),   h(t) = c sinc(c t) cos^2(pi c t / 2 Z)   for |c t| < Z
 #
-# c is 0.94 of the lower rate by the old one, so that what the new rate cannot hold is cut off; Z = 12 zero crossings.
+# c is 0.94 of the lower rate divided by the old rate, which cuts off frequencies that the new rate cannot hold. Z = 12
+# zero crossings.
 
 CROSSINGS, PASSED = 12, 0.94
 
 
 class Resampler:
-    """The conversion of sound of ``rate`` samples a second to ``to``. Fed in pieces it returns what it would for the
+    """The conversion of sound from ``rate`` to ``to`` samples a second. Sound in pieces gives the same result as the
     whole.
 
-    ``to / rate`` in lowest terms is n / o: every o samples that come give n, each by a filter of its own.
+    ``to / rate`` in lowest terms is n / o: every o input samples give n output samples, each by its own filter.
     """
 
     def __init__(self, rate: int, to: int) -> None:
@@ -101,7 +102,7 @@ ENDINGS = (".wav", ".flac", ".ogg", ".mp3")
 MOST_RATE = 1_000_000
 _PCM, _EXTENSIBLE, _FORM = 1, 0xFFFE, 40
 _ENDLESS, _SKIPPED = 0x7FFF0000, 1 << 16
-"""What those who write to a pipe say that it holds, at least: as many bytes as there can be."""
+"""The least length in the head of a WAV that was written to a pipe: programs write as many bytes as possible there."""
 _LEAST_SHARE = 0.99  # of MP3 the number of samples may be an estimate
 _DAMAGED = ("is no sound that can be read", "record or convert it again")
 
@@ -117,7 +118,7 @@ class SoundInfo(NamedTuple):
 def sound_info(path: str | Path) -> SoundInfo:
     """Return the head of a file, without its samples.
 
-    Errors: ``KinformerError`` for a file that is missing, is no sound, holds none, or less than it says.
+    Errors: ``KinformerError`` for a missing file, a file without sound, and a file shorter than its head says.
     """
     require_file(Path(path))
     with reading(path, *_DAMAGED):
@@ -140,8 +141,8 @@ def sound_info(path: str | Path) -> SoundInfo:
 
 
 def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
-    """Return samples float32 [time] and their rate. Errors as of
-    :func:`sound_info`, and for numbers that are not finite."""
+    """Return samples float32 [time] and their rate. Errors: as in :func:`sound_info`, and for infinite samples or
+    NaN."""
     info = sound_info(path)
     with reading(path, *_DAMAGED):
         try:
@@ -167,7 +168,7 @@ def _info(file: wave.Wave_read) -> SoundInfo:
 
 
 def _require_length(path: Path) -> None:
-    """Refuse a WAV that says it holds more than it does, which its readers would take as it is."""
+    """Refuse a WAV shorter than its head says; readers of WAV accept it silently."""
     with path.open("rb") as file:
         if file.read(4) != b"RIFF":
             return
@@ -184,10 +185,10 @@ def _require_length(path: Path) -> None:
 
 
 class WavStream:
-    """A stream of WAV in parts, as from a microphone, up to the end of its samples; of a stream whose head does not
-    know how many there are, all that comes.
+    """A stream of WAV in parts, as from a microphone, up to the end of its samples, or up to the end of the stream
+    where the head does not know their number.
 
-    Errors: ``KinformerError`` where it does not begin as WAV of PCM does.
+    Errors: ``KinformerError`` for a stream that does not begin as WAV of PCM.
     """
 
     def __init__(self, file: IO[bytes], place: str = "standard input") -> None:
@@ -203,7 +204,7 @@ class WavStream:
             )
 
     def read(self, seconds: float) -> np.ndarray:
-        """Return the next samples float32 [time], this many seconds of them or the rest; none at the end."""
+        """Return the next ``seconds`` of samples, or the rest, float32 [time]; empty at the end."""
         wanted = max(1, round(seconds * self.rate)) * self._width * self._channels
         if self._left is not None:
             wanted = min(wanted, self._left)
@@ -261,7 +262,7 @@ def _mixed(data: bytes, width: int, channels: int) -> np.ndarray:
 
 
 def _by_soundfile(path: str | Path, why: Exception, does: str, **options: object) -> Any:
-    """Call soundfile for a file that is no WAV of PCM, because of ``why``, unless it is no sound at all."""
+    """Call soundfile for a file that cannot be read as WAV of PCM because of ``why``; refuse a file without sound."""
     what = content_of(Path(path))
     if what is not None and not what.startswith("sound"):
         raise KinformerError(f"{path}: is {what}, not sound; give WAV or FLAC.")
@@ -295,11 +296,11 @@ _AT = {key: (LOW[row], HIGH[column]) for row, keys in enumerate(PAD) for column,
 class Calls:
     """The sounds of telephone keys (dual-tone multi-frequency signalling, ITU-T Q.23, Q.24): sound without a file.
 
-    A key is the sum of a low and a high tone. Calls are numbered; each has keys, durations of tones and pauses,
-    levels and noise of its own, within what a receiver must bear: tones and pauses of 40 ms and more, frequencies
-    1.5 % off, one tone up to 6 dB above the other, noise 10 to 40 dB below them.
+    A key is the sum of a low and a high tone. Calls are numbered. Each call draws its keys, durations of tones and
+    pauses, levels and noise, within the limits that a receiver must accept: tones and pauses of 40 ms and more,
+    frequencies 1.5 % off, one tone up to 6 dB above the other, noise 10 to 40 dB below them.
 
-    The calls of a split, of ``join`` keys (least and most; 3 to 7 if not given): see ``lab.data.sound.Utterances``.
+    The calls of a split, of ``join`` keys (least and most; 3 to 7 if not given): see :class:`Utterances`.
     """
 
     def __init__(self, split: str, join: tuple[int, int] | None = None) -> None:
@@ -352,9 +353,9 @@ class Calls:
 # The 61 phones of TIMIT's transcripts folded into the 39 classes by which error rates are reported (Lee and Hon 1989,
 # "Speaker-independent phone recognition using hidden Markov models", table II).
 #
-# The table is that of Kaldi's recipe for TIMIT (``egs/timit/s5/conf/phones.60-48-39.map``): classes confused with each
-# other count as one, closures and pauses are silence, and the glottal stop ``q`` is left out of both transcripts.
-# Names of the 48 phones that models are trained on there fold into the same classes.
+# The table is from Kaldi's recipe for TIMIT (``egs/timit/s5/conf/phones.60-48-39.map``): classes confused with each
+# other count as one, closures and pauses are silence, and the glottal stop ``q`` is left out of both transcripts. Names
+# of the 48 phones that models are trained on there fold into the same classes.
 
 SILENCE, LEFT_OUT = "sil", "q"
 _ALONE = "ae aw ay b ch d dh dx eh ey f g iy jh k ow oy p r s t th uh v w y z"
@@ -379,7 +380,7 @@ CLASSES = {phone: phone for phone in _ALONE.split()} | {
 
 
 def folded(phones: Sequence[str]) -> list[str]:
-    """Return the classes of ``phones``, in any case; a symbol that is no phone is an error."""
+    """Return the classes of ``phones``, in upper or lower case; an unknown phone is an error."""
     names = [phone.lower() for phone in phones]
     for name in names:
         if name not in CLASSES and name != LEFT_OUT:
@@ -397,9 +398,9 @@ def folded(phones: Sequence[str]) -> list[str]:
 #
 # A table is TSV, CSV or JSON lines and stands beside the clips, under any name; its first line may name its columns,
 # also as Common Voice (path, sentence, client_id) and Hugging Face (file_name, transcription) do, and LJSpeech's lines
-# of ``name|text|normalised text`` are read. Tables ``train.tsv``, ``dev.tsv`` and ``test.tsv``, or one in each folder
-# of those names, are the splits. Without a table the transcript is the first field of a file's name, up to the first
-# underscore, and the speaker is the second where every name has three or more.
+# of ``name|text|normalised text`` are read. Tables ``train.tsv``, ``dev.tsv`` and ``test.tsv``, or one table in each of
+# the folders ``train``, ``dev`` and ``test``, are the splits. Without a table the transcript is the first field of a
+# file's name, up to the first underscore, and the speaker is the second where every name has three or more.
 
 TABLE = "transcripts.tsv"
 HELD_OUT = 0.05
@@ -440,7 +441,8 @@ class Holdout:
 def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
     """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does.
 
-    Errors: ``KinformerError`` for a path without clips, a line that is none, and sound that cannot be read or is empty.
+    Errors: ``KinformerError`` for a path without clips, a line that does not list a clip, and unreadable or empty
+    sound.
     """
     with reading_corpus(path):
         exists, table = path.exists(), path.is_file()
@@ -483,7 +485,7 @@ def _tables(folder: Path) -> list[Path]:
 
 
 def _split_of(table: Path, folder: Path) -> str:
-    """Return the split that a table is of, by its name or its folder's; empty if none."""
+    """Return the split of a table, by its name or its folder's; empty if none."""
     parts = table.relative_to(folder).parts if table != folder else (table.name,)
     return SPLITS.get(table.stem.lower(), SPLITS.get(parts[0].lower(), "") if len(parts) > 1 else "")
 
@@ -689,9 +691,9 @@ class Utterances(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SoundOptions:
-    """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how
-    many clips make an utterance, least and most), ``rate`` of sampling (None: that of most clips),
-    ``held``: the rule of held-out clips."""
+    """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how many clips
+    make an utterance, least and most), ``rate`` of sampling (None: the rate of most clips), ``held``: the rule of
+    held-out clips."""
 
     units: str | None = None
     join: tuple[int, int] | None = None
@@ -776,7 +778,7 @@ class Recorded:
 
 
 def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
-    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of them.
+    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of clips.
 
     ``symbols``: the symbols of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data
     that cannot be read, and for a transcript with a symbol that no training transcript has.

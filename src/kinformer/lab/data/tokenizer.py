@@ -98,7 +98,7 @@ _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
 
 class TextStream(Protocol):
-    """A decoder of ids as they come; characters that are still incomplete wait for their rest."""
+    """A decoder of ids that come one by one; incomplete characters wait for their rest."""
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, possibly empty."""
@@ -126,7 +126,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``, with U+FFFD where they are no text."""
+        """Return the text of ``tokens``, with U+FFFD in place of invalid text."""
         ...
 
     def spell(self, token: int) -> str:
@@ -265,7 +265,7 @@ class FileTokenizer:
 
 @contextmanager
 def _library_errors(place: str | Path, what: str, remedy: str) -> Iterator[None]:
-    """Report errors in the library as one sentence, a panic of its Rust code too, which is no ``Exception``."""
+    """Report errors in the library as one sentence, a panic of its Rust code too, which is not an ``Exception``."""
     with files.reading(place, what, remedy):
         try:
             yield

@@ -1,4 +1,4 @@
-"""The datastore of a run or of its options: opened, checked to be the run's, and attached to its model."""
+"""The datastore of a run or of its options: opened, checked to belong to the run, and attached to its model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 # A decoder whose head searches a store, by keys that the model makes of the context.
 #
-# The key of a context is the input of the last layer's feed-forward (after its pre-norm where it has one), as
-# Khandelwal et al. 2020 found best; in a post-norm layer, whose norm stands behind the attention sublayer, that input
-# is normed too. A decoder without such a sublayer gives its final hidden states.
+# The key of a context is the input of the last layer's feed-forward (after its pre-norm if it has one), which
+# Khandelwal et al. 2020 found best. In a post-norm layer the norm follows the attention sublayer, so this input is
+# normed too. The keys of a decoder without such a sublayer are its final hidden states.
 
 
 FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
@@ -57,7 +57,8 @@ class KeyedStates(NamedTuple):
 
 
 class KeyedDecoder(nn.Module):
-    """A decoder that also returns the key of every context. ``representation`` names which, ``width`` is its size."""
+    """A decoder that also returns the key of every context. ``representation``: the name of the key's tensor in words;
+    ``width``: the size of a key."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -115,7 +116,7 @@ class KeyedDecoder(nn.Module):
 
 
 class StoreDecoder(nn.Module):
-    """A language model whose logits need a store, which :meth:`logits` searches; the store is not a part of the state.
+    """A language model whose :meth:`logits` search a store. The store is not a part of the state.
 
     A subclass has ``decoder``, ``hidden``, ``head_inputs`` and ``logits``.
     """
@@ -141,10 +142,9 @@ class StoreDecoder(nn.Module):
 
 
 class AttachedDecoder(StoreDecoder):
-    """A language model like its decoder, except for its logits, which ``head`` (logits [n, vocab], keys [n, width])
-    makes.
+    """A decoder with another ``head``, which makes the logits from the decoder's logits [n, vocab] and keys [n, width].
 
-    The state is the decoder's; the head's store is not a part of it.
+    The state is the decoder's state; the head's store is not a part of it.
     """
 
     def __init__(self, decoder: Decoder, head: nn.Module) -> None:
@@ -153,7 +153,7 @@ class AttachedDecoder(StoreDecoder):
         self.train(decoder.training)
 
     @property
-    def decoder(self) -> Decoder:  # type: ignore[override]
+    def decoder(self) -> Decoder:
         return self.keyed.decoder
 
     @property
@@ -192,20 +192,20 @@ class AttachedDecoder(StoreDecoder):
 WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
 GATED_NEIGHBOURS = 4
 EXACT_BELOW = 1 << 16
-"""With fewer entries, exact search takes hardly any time."""
+"""The number of entries below which exact search takes hardly any time."""
 RETRIEVAL = "retrieval"
-"""What a run's ``data`` calls its datastore, retriever, neighbours and probes."""
+"""The key in a run's ``data`` for its datastore, retriever, neighbours and probes."""
 
 
 class StoredRun(TrainedRun, Protocol):
-    """The protocol of a run with a datastore: one from which it is made, or one to which it belongs."""
+    """The protocol of a run with a datastore, made from the run or used by its model."""
 
     def model(self, changes: Mapping[str, object] | None = None) -> Any: ...
     def weights_digest(self) -> str: ...
 
 
 OpenRun = Callable[[str | Path], StoredRun]
-"""Opens the run in a folder."""
+"""A function that opens the run in a folder."""
 
 
 def looks_up(config: ModelConfig) -> bool:
@@ -214,7 +214,7 @@ def looks_up(config: ModelConfig) -> bool:
 
 
 def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
-    """Return the model with its keys exposed; only a causal one has some."""
+    """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
 
     if run.config.protocol is not CausalModel:
         raise KinformerError(
@@ -228,7 +228,7 @@ def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
 
 
 def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
-    """Return the key space of a datastore of this run, which identifies it."""
+    """Return the key space that identifies a datastore of this run."""
     from kinformer.lab.datastore.store import KeySpace
 
     assert run.tokenizer is not None
@@ -244,8 +244,8 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 def attach_store(
     run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
-    """Return ``model`` with the store that its run or ``options`` name, or ``model`` unchanged where there is none.
-    ``rows``: a retriever is made ready to read this many sequences token by token.
+    """Return ``model`` with the store that its run or ``options`` name, or ``model`` unchanged without a store.
+    ``rows``: prepare the retriever to read this many sequences token by token.
     """
     options = options or StoreOptions()
     if looks_up(run.config):
@@ -318,8 +318,8 @@ def lookup_facts(model: object) -> dict[str, object] | None:
 
 
 def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None, parts: Sequence[Split]) -> None:
-    """Note how much of ``parts``, which are measured, the store holds; ``data`` names their ``corpus`` (None: the
-    run's own)."""
+    """Print a note on how much of the measured ``parts`` the store holds; ``data`` names their ``corpus`` (None: the
+    run's own corpus)."""
     stored = [part.source for part in record.parts if part.source.get("fingerprint") == corpus.fingerprint]
     if not stored:
         return
@@ -334,15 +334,15 @@ def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:
-    """Return how many of a datastore's lists are searched, None for exact search: ``requested`` (0: exact), else in
-    lists where it has some."""
+    """Return how many of a datastore's lists to search, None for exact search: ``requested`` (0: exact), or, if None,
+    the default of a datastore with lists."""
     from kinformer.lab.datastore.search import default_probes
 
     return default_probes(Path(folder)) if requested is None else requested or None
 
 
 def search_words(probes: int | None) -> str:
-    """Return in words how a datastore is searched, and how to choose otherwise."""
+    """Return in words how a datastore is searched, and the option that changes it."""
     if probes is None:
         return "exactly (kinformer index --approximate makes lists, which are faster to search)"
     return spelled(f"approximately, in {probes} of the datastore's lists (`probes` 0: exactly)")
@@ -351,8 +351,8 @@ def search_words(probes: int | None) -> str:
 def searcher(
     store: Datastore, probes: int | None, entries: int | None = None, similarity: Similarity | None = None
 ) -> ExactSearch | ListSearch:
-    """Return exact search in the first ``entries`` entries, or with ``probes`` in the store's lists; ``similarity``
-    None: as these were made."""
+    """Return exact search in the first ``entries`` entries, or with ``probes`` search in the store's lists;
+    ``similarity`` None: the similarity of the lists."""
     from kinformer.lab.datastore.search import ExactSearch, ListSearch, similarity_of
 
     similarity = similarity_of(store.folder, similarity)

@@ -1,5 +1,4 @@
-"""The evaluation of a run with and without a datastore at its head (kNN-LM): at
-many weights, and with fewer entries."""
+"""The evaluation of a run with and without a datastore at its head (kNN-LM), at many weights and with fewer entries."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ BITS = Metric("bits_per_byte", "bits per byte")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeasurement:
-    """The result with ``entries`` entries: the setting, the split it was chosen
-    on (None: the user's), and the metrics."""
+    """The result with ``entries`` entries: the setting, the split on which it was chosen (None: the user chose it), and
+    the metrics."""
 
     entries: int
     setting: Setting
@@ -122,7 +121,7 @@ def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: ob
 
 
 def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
-    """Return the split to tune on, if any, and the split to report: never the same tokens."""
+    """Return the split to tune on, if any, and the split to report. They never share tokens."""
     if not options.tune:
         return None, held.split
     splits = held.corpus.splits
@@ -140,7 +139,8 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
 
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
-    """Tune, if requested, and measure with the first ``entries`` entries; few entries, which fill no list, exactly."""
+    """Tune, if requested, and measure with the first ``entries`` entries. Few entries are searched exactly, because
+    they would leave lists empty."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
     limit = NEIGHBOURS if options.neighbours is None else options.neighbours

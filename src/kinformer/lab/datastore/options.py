@@ -55,7 +55,7 @@ class StoreOptions(Checked):
             raise KinformerError(f"{marked(named[0])}: says how a datastore is used; give `datastore` FOLDER too.")
 
     def _is_set(self, option: Field[object]) -> bool:
-        """Whether an option of a store, but not the store itself, differs from its default."""
+        """Whether an option of a store, other than the store itself, differs from its default."""
         store_names = {field.name for field in fields(StoreOptions)} | {"tune", "sizes"}
         return option.name in store_names - {"datastore"} and getattr(self, option.name) != option.default
 
@@ -86,7 +86,7 @@ class ListOptions(Checked):
 class Stores:
     """The interface by which runs use datastores, with a method for every stage of a run's life.
 
-    The datastores of runs, which ``open_run`` opens by their folders. Nothing is imported before it is needed.
+    ``open_run`` opens a run by its folder. Modules are imported only when a method needs them.
     """
 
     def __init__(self, open_run: OpenRun) -> None:
@@ -115,8 +115,8 @@ class Stores:
     def attach(
         self, run: StoredRun, model: Decoder, options: StoreOptions | None = None, rows: int | None = None
     ) -> Any:
-        """Return ``model`` with the datastore that the run or ``options`` name, or ``model`` unchanged where there is
-        none. ``rows``: a retriever is made ready to read this many sequences token by token.
+        """Return ``model`` with the datastore that the run or ``options`` name, or ``model`` unchanged without a
+        datastore. ``rows``: prepare the retriever to read this many sequences token by token.
         """
         from kinformer.lab.datastore.attach import attach_store
 
@@ -131,8 +131,8 @@ class Stores:
     def evaluate(
         self, runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
     ) -> EvaluationReport | None:
-        """Evaluate a run with and without the datastore that ``options`` mix into its
-        predictions; return None where there is none."""
+        """Evaluate a run with and without the datastore that ``options`` mix into its predictions; return None without
+        a datastore."""
         from kinformer.lab.datastore.attach import looks_up
 
         if options.datastore is None or all(looks_up(run.config) for run in runs):
@@ -144,8 +144,8 @@ class Stores:
     def note_text(
         self, facts: Mapping[str, object] | None, run: StoredRun, options: EvaluationSettings, holdout: float | None
     ) -> None:
-        """Note where the datastore of :meth:`facts` holds text that ``run`` was measured on; ``options`` as of
-        :meth:`evaluate`."""
+        """Print a note if the datastore of :meth:`facts` holds text on which ``run`` was measured. ``options``: the
+        options of :meth:`evaluate`."""
         if facts is None:
             return
         from kinformer.lab.datastore.attach import note_stored

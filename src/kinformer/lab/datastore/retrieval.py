@@ -1,7 +1,7 @@
 """The retrieval of a run whose head searches a store (SPALM): its datastore, the retriever that made it, and tables.
 
-``config.json`` names them under ``data.retrieval``. The tokens after the neighbours of every training and validation
-token are searched once and stored in the datastore's folder, for all runs with as many neighbours.
+``config.json`` names them under ``data.retrieval``. The neighbours of every training and validation token are searched
+once. A table of the tokens after them is stored in the datastore's folder, for all runs with as many neighbours.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.runs.options import TrainOptions
 
-# A decoder whose head takes neighbours that another, frozen one retrieves from a store (SPALM, Yogatama et al. 2021).
-#
-# Both read the same tokens, and the state holds both states; the store is not a part of it.
+# A decoder whose head takes neighbours that a frozen decoder, the retriever, finds in a store (SPALM, Yogatama et al.
+# 2021). Both decoders read the same tokens, and the state holds both states; the store is not a part of the state.
 
 
 class RetrievingState(NamedTuple):
@@ -84,12 +83,12 @@ class RetrievingDecoder(StoreDecoder):
 
     @property
     def max_length(self) -> int | None:
-        """Return the length at which the positions of either end."""
+        """Return the length at which the positions of the decoder or of the retriever end."""
         ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
         return min(ends, default=None)
 
     def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
-        """Return the state of ``batch`` new sequences; ``dtype`` is of the decoder's part."""
+        """Return the state of ``batch`` new sequences; ``dtype`` is the type of the decoder's part."""
         return RetrievingState(
             self.decoder.initial_state(batch, dtype=dtype, **options),
             self.retriever.decoder.initial_state(batch, **options),
@@ -189,7 +188,7 @@ def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, ob
 
 
 def resume_retrieval(run: StoredRun, options: TrainOptions) -> dict[str, object]:
-    """Return the retrieval entry of a resumed run's ``data``: unchanged, except for folders that were moved."""
+    """Return the retrieval entry of a resumed run's ``data``: unchanged, except for moved folders."""
     retrieval = run.data.get(RETRIEVAL)
     for name in ("datastore", "retriever", "neighbours", "probes"):
         value = getattr(options, name)
@@ -253,7 +252,8 @@ def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Re
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
-    """Return the part of ``store`` that is the run's training split, entry by entry, and where it begins."""
+    """Return the part of ``store`` that equals the run's training split, entry by entry, and its first entry's
+    number."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
@@ -274,7 +274,7 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
 
 
 def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus) -> bool:
-    """Return whether entry t of ``part`` is the token behind training token t."""
+    """Return whether entry t of ``part`` is the token after training token t, for all t."""
     train, step = corpus.splits["train"], 1 << 20
     if part.total != len(train) - 1:
         return False
@@ -319,7 +319,7 @@ def _plan(retrieval: _Retrieval, name: str, tokens: int, source: Mapping[str, ob
 
 
 def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
-    """Yield the retriever's keys of ``split``, read as the datastore's text was."""
+    """Yield the retriever's keys of ``split``, read in the same way as the datastore's text."""
     source = retrieval.part.source
     context = source.get("context")
     windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
@@ -329,8 +329,8 @@ def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
 
 # Tables of the tokens that follow the nearest entries of a store, at every token of a text, searched once and stored.
 #
-# ``NAME.bin`` holds int32 [tokens, k], row after row, -1 for a missing neighbour. ``NAME.json`` names the text, how
-# many rows are safely on the disk, and their checksum. A killed build continues from there.
+# ``NAME.bin`` holds int32 [tokens, k], row after row, -1 for a missing neighbour. ``NAME.json`` holds the name of the
+# text, the number of flushed rows, and their checksum. A killed build continues after the flushed rows.
 
 SCHEMA = 1
 FOLDER = "neighbours"
@@ -365,8 +365,8 @@ def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
 
 
 def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:
-    """Return the rows of ``plan`` [tokens, k] int32, mapped; missing ones are taken from ``blocks(first)``, which
-    yields pieces [n, k] of all rows from ``first`` on. Other processes wait for the writing process."""
+    """Return the rows of ``plan`` [tokens, k] int32, mapped. Missing rows come from ``blocks(first)``, which yields
+    pieces [n, k] of all rows from ``first`` on. Other processes wait for the writing process."""
     path = plan.path(store)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -414,7 +414,8 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
 
 
 def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
-    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on, none its own."""
+    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on; an entry is not
+    its own neighbour."""
 
     def blocks(done: int) -> Iterator[np.ndarray]:
         for start in range(first + done, first + plan.tokens, _BLOCK):
@@ -436,8 +437,8 @@ def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTab
 
 
 def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarray:
-    """Return next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1]
-    entries, entry ``itself_at`` [n] left out."""
+    """Return next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1] entries without the entries
+    ``itself_at`` [n]."""
     itself = nearest.entries == itself_at[:, None]
     order = itself.to(torch.int8).sort(dim=1, stable=True).indices
     rest = nearest._replace(entries=nearest.entries.masked_fill(itself, -1))

@@ -1,4 +1,4 @@
-"""Search in a datastore: exact, by inverted lists, and tables of neighbours."""
+"""Search in a datastore: exactly, or by inverted lists."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from kinformer.runtime.files import (
     write_json,
 )
 
-# Exact search in a datastore: every key is compared, a block at a time, so memory stays bounded whatever its size.
+# Exact search in a datastore: every key is compared, a block at a time, so memory does not grow with the datastore.
 #
-# ||q - k||^2 = ||q||^2 - 2 q.k + ||k||^2 chooses candidates by one product; the returned distances are computed
-# from the differences, which lose nothing to cancellation. By the similarity ``inner`` the distance is -q.k,
-# so that the nearest have the largest product.
+# ||q - k||^2 = ||q||^2 - 2 q.k + ||k||^2 chooses candidates by one product. The returned distances are computed
+# from the differences q - k, which do not suffer from cancellation. With the similarity ``inner`` the distance is -q.k,
+# so the nearest keys have the largest product.
 
 _ROWS, _BLOCK = 1024, 16384
 _SPARE, _GATHERED = 8, 1 << 20
@@ -65,12 +65,12 @@ class ExactSearch:
         return Neighbours(*(leaf.to(queries.device) for leaf in merged))
 
     def _search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        # Spare candidates: the product's rounding may swap keys at nearly equal distances.
+        # More candidates than neighbours: the product's rounding may swap keys at nearly equal distances.
         candidates = min(neighbours + _SPARE, self.entries)
         scores = queries.new_empty(len(queries), 0)
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
         for start, keys in self.store.blocks(_BLOCK, self.entries):
-            # ||k||^2 - 2 q.k; ||q||^2 is the same for all keys and changes no order.
+            # ||k||^2 - 2 q.k; ||q||^2 is the same for all keys and does not change the order.
             if self.similarity == "inner":
                 block = -(queries @ keys.T)
             else:
@@ -87,8 +87,8 @@ class ExactSearch:
 def nearest(
     store: Datastore, queries: Tensor, candidates: Tensor, neighbours: int, similarity: Similarity = "l2"
 ) -> Neighbours:
-    """Return the best ``neighbours`` of ``candidates`` [n, m] (entries, -1 for none), by distances from the stored
-    keys, or by minus their products with the queries."""
+    """Return the best ``neighbours`` of ``candidates`` [n, m] (entries, -1 for none). The distance of a stored key is
+    its squared distance from the query, or minus its product with the query."""
     rows = max(1, _GATHERED // (candidates.shape[1] * store.dim))
 
     def gap(keys: Tensor, query: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def nearest(
         gap(store.float_keys(some.clamp_min(0).numpy()), query)
         for some, query in zip(candidates.split(rows), queries.split(rows), strict=True)
     ]
-    # By entry first, so that the stable sort by distance prefers earlier entries among equals.
+    # Sorted by entry first, so that the stable sort by distance prefers earlier entries at equal distances.
     candidates, by_entry = candidates.sort(dim=1)
     distances = torch.cat(gaps).gather(1, by_entry).masked_fill(candidates < 0, torch.inf)
     distances, order = distances.sort(dim=1, stable=True)
@@ -119,31 +119,31 @@ def check_queries(queries: Tensor, store: Datastore, neighbours: int) -> None:
 
 # Approximate search in a datastore: inverted lists (Jégou et al. 2011; Johnson et al. 2017, FAISS), mapped.
 #
-# K-means centroids of a sample cut the space; every entry stands in the list of its nearest centroid, a byte per
-# number (IVF-SQ8), or in fewer bytes by product quantisation (IVF-PQ): each part of the key is the number of its
-# nearest centroid among 256. A search looks into the ``probes`` lists nearest to the query, takes more candidates than
-# wanted (:data:`_SPARE`), and ranks them by full precision from the stored keys. Near is what has a small squared
-# distance (``l2``) or a large inner product (``inner``).
+# K-means centroids of a sample divide the space, and every entry is in the list of its nearest centroid. A key takes a
+# byte per number (IVF-SQ8), or fewer bytes by product quantisation (IVF-PQ): each part of the key is stored as the
+# number of its nearest centroid among 256. A search reads the ``probes`` lists nearest to the query, takes more
+# candidates than neighbours (:data:`_SPARE_LISTS`), and ranks them in full precision by the stored keys. Near means a
+# small squared distance (``l2``) or a large inner product (``inner``).
 #
 # ``lists/`` in the datastore holds ``lists.json``, ``trained.faiss`` (the centroids) and ``shard-A-B.faiss`` with the
 # lists of the entries A to B. Building takes the memory of one shard, and continues after a kill from the last whole
-# one; appended entries cost only the shards that they fall into.
+# shard. Appended entries change only the shards that hold them.
 
 SCHEMA = 2
 PROBES = 8
 FOLDER, RECORD, TRAINED, PLAN = "lists", "lists.json", "trained.faiss", "plan.json"
 CODEC = "SQ8"
 _SPARE_LISTS = {"SQ": 2, "PQ": 8}
-"""Candidates a neighbour: the coarser the keys in the lists, the more."""
+"""Candidates for each neighbour: coarser keys in the lists need more candidates."""
 
 _SHARD_NAME = re.compile(r"shard-(\d{1,18})-(\d{1,18})\.faiss")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InvertedLists:
-    """The record of lists: ``entries`` entries in ``count`` lists; ``stamp`` identifies them, ``shards`` and
-    ``trained`` the checksums of the files. The centroids were learnt when the store had ``trained_on`` entries.
-    ``codec``: how keys stand in the lists, SQ8 or PQn of n bytes."""
+    """The record of lists: ``entries`` entries in ``count`` lists. ``stamp`` identifies the entries; ``shards`` and
+    ``trained`` hold the checksums of the files. The centroids were learnt when the store had ``trained_on`` entries.
+    ``codec``: the form of keys in the lists, SQ8 or PQn with n bytes."""
 
     codec: str = CODEC
     similarity: Similarity = "l2"
@@ -205,10 +205,10 @@ class ListSearch:
         ]
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
-        """Return the nearest entries of ``queries`` [n, dim] among those in the searched lists."""
+        """Return the nearest entries of ``queries`` [n, dim] in the searched lists."""
         check_queries(queries, self.store, neighbours)
         neighbours = min(neighbours, self.entries)
-        # Keys in the lists are coarse, so more candidates than wanted are ranked by the stored keys.
+        # Keys in the lists are coarse, so more candidates than neighbours are ranked by the stored keys.
         searched = self._spare * neighbours
         faiss_module().omp_set_num_threads(torch.get_num_threads())
         wide = queries.detach().float().cpu().contiguous()
@@ -233,7 +233,7 @@ class _Shard:
 
     def __init__(self, path: Path, probes: int, entries: int) -> None:
         faiss = faiss_module()
-        # Tables of all lists would take more memory than the lists do; a search makes the tables of its lists.
+        # Precomputed tables of all lists would take more memory than the lists; a search makes the tables of its lists.
         self._index = read_index(
             path, faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_SKIP_PRECOMPUTE_TABLE
         )
@@ -245,7 +245,7 @@ class _Shard:
         self._parameters = faiss.SearchParametersIVF(nprobe=probes, sel=self._selector)
 
     def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return rough distances and entries, [n, candidates] both; -1 where there are fewer."""
+        """Return rough distances and entries, both [n, candidates]; -1 for missing candidates."""
         _, probed = self._index.quantizer.search(queries, self._probes)
         self.bytes_read += int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
         return self._index.search(queries, count, params=self._parameters)
@@ -265,7 +265,10 @@ def read_index(path: Path, flags: int = 0) -> Any:
 
 
 def read_lists(folder: Path) -> InvertedLists:
-    """Return the record ``lists.json``; lists that are missing, truncated or damaged are one clear sentence."""
+    """Return the record ``lists.json``.
+
+    Errors: ``KinformerError`` for missing, truncated or damaged lists.
+    """
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(
@@ -308,7 +311,7 @@ def faiss_module() -> ModuleType:
 
 _SHARD, _SORTED_AT_ONCE = 1 << 21, 1 << 16
 _SAMPLED_PER_LIST, _ROUNDS = 64, 10
-_MARGIN = 0.25  # of the numbers' range in the sample, on either side: other texts may lie outside it
+_MARGIN = 0.25  # added to either side of the sample's range, as a share of it: keys of other texts may lie outside
 _MOST_GROWTH = 1.5
 _CODES = 256
 
@@ -324,13 +327,12 @@ def build(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> InvertedLists:
-    """Sort the entries of ``store`` into ``count`` lists, by default the root of their number; ``key_bytes``: a key has
-    this many bytes there, by product quantisation, or None: one for each number.
+    """Sort the entries of ``store`` into ``count`` lists, by default the root of the number of entries. ``key_bytes``:
+    the bytes of a key in the lists, by product quantisation; None: one byte for each number.
 
-    Existing lists take in what was appended, with their own ``count``, ``key_bytes`` and ``similarity`` where these are
-    None. Where one of these differs, or the store
-    has grown by more than half since the centroids were learnt, these are
-    learnt again.
+    Appended entries are added to existing lists; None stands for the ``count``, ``key_bytes`` and ``similarity`` of the
+    existing lists. If one of these settings differs, or the store has grown by more than half since the centroids were
+    learnt, the centroids are learnt again.
     """
     folder = store.folder / FOLDER
     folder.mkdir(exist_ok=True)
@@ -369,7 +371,7 @@ def build(
 
 
 def _remove_others(folder: Path, paths: list[Path]) -> None:
-    """Remove shards other than ``paths``, and what killed builds left behind."""
+    """Remove shards other than ``paths``, and the remains of killed builds."""
     for path in folder.glob("shard-*"):
         if path not in paths:
             path.unlink()
@@ -398,8 +400,8 @@ def _check(store: Datastore, count: int, key_bytes: int | None) -> None:
 
 
 def _trained(store: Datastore, folder: Path, settings: dict[str, Any]) -> Any:
-    """Return an index with the centroids that ``settings`` name and no entries, learnt from a sample unless a killed
-    build already did."""
+    """Return an index without entries, with centroids by ``settings``. The centroids are learnt from a sample, unless a
+    killed build has already learnt them."""
     faiss = faiss_module()
     path, plan_path = folder / TRAINED, folder / PLAN
     plan = {"schema": SCHEMA, "stamp": stamp_of(store, store.entries)} | settings

@@ -1,8 +1,8 @@
 """A datastore (Khandelwal et al. 2020, kNN-LM): a model's key of every context, and the token that came next.
 
 A folder with ``store.json`` (the record, below), ``keys.bin`` (``entries`` x ``dim``, float16 or float32) and
-``tokens.bin`` (``entries`` x int32), raw little-endian arrays that are mapped, never loaded. The record counts only
-what is safely on the disk, so both files may be longer than it says, and never shorter.
+``tokens.bin`` (``entries`` x int32), raw little-endian arrays, mapped and never loaded. The record counts only
+flushed entries, so both files may be longer than the record says, and never shorter.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _CHECKED_BLOCKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KeySpace:
-    """The space of keys: the model's ``weights`` (a digest), which of its representations the keys are, their width,
-    and the vocabulary of the tokens. Keys compare only within one space."""
+    """The space of keys: the model's ``weights`` (a digest), the ``representation`` that gives the keys, the width
+    ``dim`` of a key, and the vocabulary of the tokens. Only keys of one space can be compared."""
 
     weights: str
     representation: str
@@ -66,7 +66,8 @@ class KeySpace:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredText:
-    """A text in the store: ``source`` names it and how it was read; ``written`` of ``total`` entries."""
+    """A text in the store: ``source`` identifies the text and how it was read; ``written`` of its ``total`` entries are
+    written."""
 
     source: JsonObject
     written: int
@@ -75,8 +76,8 @@ class StoredText:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record: ``blocks`` are (entries up to its end, crc32 of its keys, crc32
-    of its tokens) of every flushed piece."""
+    """The record of a datastore: ``blocks`` are (entries up to its end, crc32 of its keys, crc32 of its tokens) of
+    every flushed piece."""
 
     origin: KeySpace
     dtype: str
@@ -97,7 +98,10 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of a datastore; anything else raises one clear sentence."""
+    """Return the record of the datastore in ``folder``.
+
+    Errors: ``KinformerError`` for a folder without a valid record.
+    """
     place = folder / RECORD
     if not place.exists():
         raise KinformerError(
@@ -118,7 +122,7 @@ def read_record(folder: Path) -> Record:
         ends = [0, *(end for end, _, _ in record.blocks)]
         whole = record.dtype in DTYPES and record.origin.dim > 0 and ends == sorted(set(ends))
         whole = whole and sum(part.written for part in record.parts) == record.entries == data["entries"]
-    except Exception:  # whatever is wrong with it
+    except Exception:  # damaged content can raise any error
         whole = False
     if not whole:
         raise KinformerError(f"{place}: is damaged; restore it from a copy, or rebuild the store.")
@@ -126,7 +130,7 @@ def read_record(folder: Path) -> Record:
 
 
 def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
-    """Raise where the store's keys or tokens belong to another space than the model's."""
+    """Raise if the store's keys or tokens belong to another space than the model's."""
     reasons = {
         "weights": "its keys were made by a model with other weights",
         "representation": f"its keys are the model's {stored.representation!r}, not its {wanted.representation!r}",
@@ -145,8 +149,9 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
 class Datastore:
     """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays.
 
-    Errors: ``KinformerError`` for a store that is unfinished, truncated, damaged, or another model's than ``origin``.
-    Sizes are always checked; of the contents up to eight pieces, evenly spread, or all with ``check_all``.
+    Errors: ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than
+    ``origin``. The sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely
+    with ``check_all``.
     """
 
     def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
@@ -228,15 +233,13 @@ def crc32(array: np.ndarray, before: int = 0) -> int:
 
 
 class Writer:
-    """The writer of a datastore: entries are appended, flushed to the disk, and only then counted.
+    """The writer of the datastore in ``folder``, which is created if it does not exist; a context manager.
 
-    A killed build continues from the last flush, and ends with the same bytes as an undisturbed build.
-
-    The writer of the datastore in ``folder``, which is created if it is not there; a context manager.
+    Entries are appended, flushed to the disk, and only then counted. Opening the writer cuts off entries that a killed
+    process wrote but did not count. A killed build therefore continues from the last flush, and ends with the same
+    bytes as an undisturbed build. Only one process may write at a time.
 
     ``FLUSHED``: after how many entries a flush is due.
-
-    Opening cuts off what a killed process had written but not counted. Only one process may write at a time.
     """
 
     FLUSHED = 1 << 16
@@ -287,7 +290,8 @@ class Writer:
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, object], total: int) -> int:
-        """Begin to write ``source``, a text of ``total`` entries; return how many entries it has already."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many of its entries are already
+        counted."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -318,7 +322,7 @@ class Writer:
 
     @property
     def pending(self) -> int:
-        """Return the entries since the last flush, which a crash would lose."""
+        """Return the number of entries since the last flush, which a crash would lose."""
         return self._pending
 
     def flush(self, state: Sequence[Tensor] = ()) -> None:
@@ -353,7 +357,7 @@ class Writer:
         return self.folder / f"state-{entries}.safetensors"
 
     def close(self) -> None:
-        """Release the folder and its files; entries that were not flushed are not counted."""
+        """Release the folder and its files. Entries since the last flush are not counted."""
         self._resources.close()
 
     def __enter__(self) -> Writer:
@@ -368,7 +372,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class IndexedText:
-    """A text and how it is read; ``identity`` says both, as plain data. ``windows`` None: with the state carried."""
+    """A text and how it is read; ``identity`` holds both as plain data. ``windows`` None: with the state carried."""
 
     splits: Sequence[Split]
     windows: Windows | None
@@ -377,7 +381,7 @@ class IndexedText:
 
     @property
     def entries(self) -> int:
-        """Return the number of entries: one for every token behind another token."""
+        """Return the number of entries: one for every token of a split but the first."""
         return sum(len(split) - 1 for split in self.splits)
 
 
@@ -414,7 +418,8 @@ Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
 def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
     """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
 
-    ``done`` is where an earlier call had come to, and ``leaves`` are the tensors that it gave there.
+    ``done`` is the number of entries that an earlier call yielded, and ``leaves`` are the tensors that came with the
+    last of them.
     """
     first = 0
     for split in text.splits:

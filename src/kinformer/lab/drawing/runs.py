@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.core.model import StackedModel
 from kinformer.core.probe import NoWeights, probing
 from kinformer.core.span import Span, TokenSpan
 from kinformer.inputs.images import Patches
@@ -183,7 +182,7 @@ def text_by_exits(options: DrawOptions) -> Picture:
     return replace(picture, lines=[exited.text], facts=exited.facts)
 
 
-def _shown(model: StackedModel, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:
     """Return the first value of each layer at a point of ``core.probe``, and the facts of the value, by layer number.
 
     The model reads ``tokens`` [1, time].
@@ -344,8 +343,8 @@ def looked_at(options: DrawOptions) -> Picture:
     over: Sequence[HeatOver | WindowsOver]
     if all(isinstance(call.mixer, WindowAttention) for call in calls):
         over = _windows(calls, model.config.input.patch)
-    elif (layers := [_probabilities(call) for call in calls]) and None not in layers:
-        over = _rolled(rollout(layers), shares, calls[0], model.config.input)
+    elif None not in (layers := [_probabilities(call) for call in calls]):
+        over = _rolled(rollout([layer for layer in layers if layer is not None]), shares, calls[0], model.config.input)
     else:
         raise KinformerError(
             f"{run.folder}: `image` draws attention between all patches, as in vit and deit, or windows, as in swin, "

@@ -93,7 +93,7 @@ class Subject:
 
     def panels(self) -> list[Panel]:
         """Return all panels of the picture, patterns first."""
-        options, panels = self.options, []
+        options, panels = self.options, list[Panel]()
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
             panel = pattern_panel(pattern, name, place, tokens, cells)

@@ -1,20 +1,20 @@
-"""The cost for each device of training a model on many: bytes of memory, bytes exchanged, and time, for every mesh.
+"""The cost of training a model on many devices, for each device and every mesh: bytes of memory, bytes exchanged, time.
 
-A device of tensor parallelism has a part of the model, so it costs what that part costs, measured as any model is
-(``lab.training.tensor_parallel``). What is exchanged in a step, in bytes of a collective's tensor (float32 parameters):
+A device of tensor parallelism has a part of the model (``lab.training.tensor_parallel``), whose cost is measured like
+the cost of any model. The exchanges of a step, in bytes of a collective's tensor (float32 parameters):
 
     dp      all-reduce of the gradients
     fsdp    all-gather of the weights of every unit twice, of the others once; reduce-scatter of the gradients
     tp      all-reduce of every divided module's outputs, and of the gradients of its inputs; of a look-up's outputs;
-            of the gradients of the hidden states that logits are made of; of three numbers a token of the loss
-    cp      what mixers need of earlier stretches of a row (``lab.estimation.cluster``)
+            of the gradients of the logits' hidden states; of three numbers a token of the loss
+    cp      states and slots of earlier stretches of a row
 
 Devices that share rows wait for their exchanges; exchanges of gradients and weights overlap the computation:
 
     step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
 
-Of the stretches of a row's time, the last computes most, and the others wait for it. ``efficiency`` stands for kernels
-that wait for memory, for latencies and for stragglers.
+The last stretch of a row computes most, and the devices of the other stretches wait for it. ``efficiency`` covers
+kernels that wait for memory, latencies and stragglers.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, div
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 
-# Context parallelism on paper: a model computes the last stretch of a row, and the bytes that it would receive are
-# counted.
-#
-# The last stretch sees most of the past, so every process waits for its process.
+# Context parallelism without processes: a model computes the last stretch of a row, and the bytes that it would receive
+# are counted. The last stretch sees most of the past, so every process waits for the process of the last stretch.
 
 FLOAT = 4
 
 
 class PaperStretches(Crossing):
-    """The last of ``count`` stretches. What earlier ones send has the right shape and no meaning.
+    """The last of ``count`` stretches. Tensors from earlier stretches have the right shape and meaningless values.
 
-    ``sent``: the bytes that each process sends in both passes, where slots travel in ``narrow`` bytes a number: on a
-    ring that gathers, each sends everyone's but its own; neighbours send what they have of a window; keys and values
-    that go round are counted where they arrive.
+    ``sent``: the bytes that each process sends in both passes; slots are sent in ``narrow`` bytes a number. In an
+    all-gather on a ring each process sends the tensors of all processes but one. Neighbours send their slots of a
+    window. Keys and values that circulate are counted where they arrive.
     """
 
     def __init__(self, count: int, ring: bool, narrow: int) -> None:
@@ -59,7 +57,7 @@ class PaperStretches(Crossing):
         self.sent, self._slot, self._itemsize = 0, narrow, narrow
 
     def enter(self, mixer: nn.Module, inputs: tuple[Chunk, *tuple[object, ...]]) -> None:
-        """Count tokens where the ``inputs`` of a mixer are: on the meta device, or imitated."""
+        """Put the counts of tokens on the device of the ``inputs`` of a mixer: the meta device, or imitated tensors."""
         x = inputs[0].x
         self.seen = x.new_zeros(len(x), dtype=torch.int64)
 
@@ -96,8 +94,8 @@ class PaperStretches(Crossing):
 
 
 def rings(model: StackedModel) -> bool:
-    """Return whether keys and values of ``model`` could go round, so that a ring differs from gathering them."""
-    if model.config.kind != "decoder":  # an encoder sees both ways
+    """Return whether keys and values of ``model`` could circulate, so that a ring differs from an all-gather."""
+    if model.config.kind != "decoder":  # an encoder needs the keys and values of all stretches at once
         return False
     return any(isinstance(item, Crosses) and item.rings and item.growth == "linear" for item in model.modules())
 
@@ -106,7 +104,7 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
     """Let ``model`` compute the last of the ``stretches``, in place.
 
     Errors: ``KinformerError`` for a model whose rows cannot be shared by time, and for mixers that wait for the state
-    of the process before: what such a state holds is known only after it has been made.
+    of the process before: the size of such a state is known only after it was made.
     """
     from kinformer.lab.training.context_parallel import check_time, crosses, mixers_of, readers_of
 
@@ -123,16 +121,16 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
         mixer.register_forward_pre_hook(stretches.enter)
 
 
-# Meshes of devices: who shares what, and what collectives send.
+# Meshes of devices: the tensors that devices share, and the bytes that collectives send.
 #
 # On a ring of n devices each sends, and receives, 2 (n - 1) / n times the bytes of an all-reduce, and (n - 1) / n
 # times the bytes of an all-gather and of a reduce-scatter.
 
 
 class Mesh(NamedTuple):
-    """``tensor`` devices share the heads and features of every row, ``context`` groups of devices its time (with
-    ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the ``strategy`` fsdp,
-    devices that have other tokens share the weights."""
+    """A mesh of devices. ``tensor`` devices share the heads and features of every row, and ``context`` such groups
+    share its time (with ``ring`` by circulating keys and values). ``replicas`` copies of these devices compute other
+    rows. With the ``strategy`` fsdp, devices with other tokens share the weights."""
 
     tensor: int
     replicas: int
@@ -155,8 +153,8 @@ class Mesh(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """The bytes of a step's collectives, by what they are for: ``data`` (gradients and weights) and ``tensor``;
-    ``context``: the bytes that each device sends for stretches of time."""
+    """The bytes of a step's collectives. ``all_reduce``, ``all_gather`` and ``reduce_scatter``: of gradients and
+    weights. ``tensor``: of tensor parallelism. ``context``: the bytes that each device sends for stretches of time."""
 
     all_reduce: int = 0
     all_gather: int = 0
@@ -173,7 +171,7 @@ class Payload(NamedTuple):
 
 def meshes(devices: int, batch: int, largest: int, context: int = 1, ring: bool = False) -> Iterator[Mesh]:
     """Yield the meshes of this many ``devices`` for ``batch`` rows a step, with parts of the model on ``largest``
-    devices at most, and ``context`` stretches of every row, with ``ring`` by keys and values that go round."""
+    devices at most, and ``context`` stretches of every row, with ``ring`` by circulating keys and values."""
     for tensor in powers(min(devices // context, largest)):
         replicas = devices // (tensor * context)
         if devices % (tensor * context) == 0 and batch % replicas == 0:
@@ -201,12 +199,10 @@ def sharded_bytes(module: nn.Module, shares: int) -> int:
     return FLOAT * sum(count * width for count, width in rows)
 
 
-# A device's part of a model and of its rows: its memory, what it exchanges and computes, for any number of rows.
-#
-# See :mod:`kinformer.lab.estimation.cluster`.
+# A device's part of a model and of its rows: its memory, its collectives and its FLOPs, for any number of rows.
 
 PREFETCHED = 2
-"""Units whose weights FSDP has whole at a time: the one that computes, and the next."""
+"""Units whose whole weights FSDP holds at a time: the unit that computes, and the next."""
 
 
 class PartConfig:
@@ -245,9 +241,9 @@ class Shared(NamedTuple):
 
 
 class Part:
-    """The work in training of a device that has a share of every row, for any number of rows.
+    """The training work of a device with a share of every row, for any number of rows.
 
-    Errors: ``KinformerError`` where rows of the model cannot be ``shared`` so.
+    Errors: ``KinformerError`` where devices cannot share rows of the model in the way ``shared``.
     """
 
     def __init__(self, config: ModelSpec, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
@@ -269,7 +265,7 @@ class Part:
 
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
-        # Activations and FLOPs are a constant and a number for every row.
+        # Activations and FLOPs are linear in the number of rows, so the estimates of one and two rows suffice.
         one, two = (_amount(item, name) for item in (self._one, self._two))
         return one + (rows - 1) * (two - one)
 
@@ -279,7 +275,7 @@ class Part:
         return [module_bytes(unit) for unit in units_of(self.model)]
 
     def memory(self, mesh: Mesh, rows: int) -> dict[str, int]:
-        """Return the bytes of a device's memory, by what it is for."""
+        """Return the bytes of a device's memory, by purpose."""
         train = self._one.memory["train"]
         shares = mesh.copies if mesh.strategy == "fsdp" else 1
         sharded = sharded_bytes(self.model, shares)
@@ -348,7 +344,7 @@ class Part:
         return self.narrow * (self._sums(encodes=False) * self.config.dim + logits)
 
     def _sums(self, encodes: bool) -> int:
-        """Return how many outputs are added up in a forward pass; ``encodes``: the source's among them."""
+        """Return how many outputs a forward pass sums over devices; ``encodes``: with the outputs of the encoder."""
         assert self.division is not None
         total = 0
         for path in (*self.division.mixers, *self.division.feed_forwards):
@@ -365,10 +361,13 @@ def _amount(costs: Estimate, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCost:
-    """The cost of a step on ``mesh`` for each device: ``train_bytes``, which ``memory`` breaks down, the ``payload`` of
-    its collectives, and ``seconds`` by what takes them; ``step`` is the time of the whole step. The rows of a replica
-    come in ``accumulate`` parts, as few as memory allows. Each device sends ``data_bytes`` of gradients and weights,
-    ``tensor_bytes`` and ``context_bytes`` of rows that are shared."""
+    """The cost of a step on ``mesh`` for each device.
+
+    ``memory`` breaks ``train_bytes`` down. ``payload``: the bytes of the collectives. ``seconds``: the time of each
+    kind of work; ``step``: the time of the whole step. The rows of a replica come in ``accumulate`` parts, as few as
+    memory allows. Each device sends ``data_bytes`` of gradients and weights, and ``tensor_bytes`` and
+    ``context_bytes`` of shared rows.
+    """
 
     mesh: str
     accumulate: int
@@ -386,8 +385,8 @@ class MeshCost:
 
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
-    products reach the share ``efficiency`` of their peak. ``refused``: why no row can be shared, where that is so.
-    ``tensor``: how many devices may share a row, if not all powers of two up to a node."""
+    products reach the share ``efficiency`` of their peak. ``refused``: why devices cannot share a row, or an empty
+    text. ``tensor``: how many devices may share a row; if empty, all powers of two up to a node."""
 
     def __init__(
         self,
@@ -407,8 +406,8 @@ class Cluster:
         self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of this many devices, fastest first, meshes that do not fit last. The time of
-        rows is shared where no other mesh fits, by as few devices as it takes."""
+        """Return the costs of every mesh of this many devices, fastest first, and meshes that do not fit last. Devices
+        share the time of rows only where no other mesh fits, and as few devices as possible."""
         costs: list[MeshCost] = []
         whole = self.part(Shared(1))
         for context in powers(devices):
@@ -428,7 +427,7 @@ class Cluster:
         return costs
 
     def part(self, shared: Shared) -> Part | None:
-        """Return a device's part of rows that are ``shared`` so; None where they cannot be."""
+        """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
@@ -480,14 +479,16 @@ class Cluster:
 #
 #     seconds a token = max(bytes of weights and states / bandwidth, FLOPs / (efficiency * FLOP/s)) + bytes of tp / link
 #
-# Weights are read once for all rows of a step, a row's state for itself.
+# A step reads the weights once for all rows, and the state of every row.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCost:
-    """The costs on each of the ``devices`` devices of a row: bytes of ``weights``, and of the ``state`` of a row at its
-    full length; how many ``rows`` fit; ``seconds`` a token of one row alone, and the tokens of all rows a second and
-    device."""
+    """The costs on each of the ``devices`` devices that share every row.
+
+    ``weights``: bytes of the weights. ``state``: bytes of a row's state at its full length. ``rows``: how many rows
+    fit. ``seconds``: the time of a token of one row alone. ``tokens_per_second``: of all rows, for each device.
+    """
 
     devices: int
     weights: int
@@ -498,8 +499,8 @@ class ServingCost:
 
 
 def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
-    """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of this many ``devices`` of a node,
-    where the model fits, the most tokens a second first; none of an encoder, which generates nothing."""
+    """Return the costs of serving rows of the cluster's length by 1, 2, 4, ... of ``devices`` devices of a node, where
+    the model fits, the most tokens a second first; an empty list for an encoder, which does not generate."""
     whole = cluster.part(Shared(1))
     if whole is None or not whole.inference()["state"]:
         return []

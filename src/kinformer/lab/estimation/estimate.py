@@ -1,10 +1,10 @@
 """The costs of a model before anything is run: parameters, FLOPs, memory in training and inference, by part and in all.
 
-Nothing is computed: one layer of every distinct config is run on shapes only (``parts``), long lengths are continued
-from short ones (``length``), and like layers are multiplied. A training step is one forward, the cross-entropy of every
-token and one backward; activations are what autograd saves for it. ``peak`` estimates the rest of a process. At
-inference a forward may compute less: segment memories hold projections, nothing is computed for learning alone. It may
-compute more, too: exits decide.
+Nothing is computed. One layer of every distinct config runs on shapes only (``parts``), costs of long lengths are
+extrapolated from short lengths, and equal layers are multiplied. A training step is one forward, the cross-entropy of
+every token and one backward; activations are the tensors that autograd saves for the backward. ``peak`` estimates the
+rest of a process. A forward at inference may compute less, because segment memories hold projections and work for
+learning alone is left out. It may also compute more, because exits decide.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.workspace import scratch_bytes
 
-# The rules of thumb of the field for plain decoders, to be printed with what was counted.
+# The rules of thumb of the field for plain decoders, printed beside the counted costs.
 #
 # Sources: 12 L E^2 + V E parameters and 6 FLOPs a parameter and token (Kaplan et al. 2020, section 2.1); activations
 # of B T L (14 E + T N) numbers (after Korthikanti et al. 2022, section 4, which counts every stored score of N heads).
@@ -72,8 +72,8 @@ def rules_of_thumb(
 ) -> RulesOfThumb | None:
     """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
 
-    Weights take 4 bytes (6 with a bfloat16 copy), gradients 4, optimiser state ``optimizer_bytes`` (AdamW 8, momentum
-    4, one in 8 bits 2), a stored number 4 bytes (2 in bfloat16).
+    A parameter takes 4 bytes (6 with a bfloat16 copy), its gradient 4, its optimiser state ``optimizer_bytes`` (AdamW
+    8, momentum 4, AdamW in 8 bits 2). A stored number takes 4 bytes (2 in bfloat16).
     """
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
     if heads is None or hasattr(config, "encoder") or not hasattr(config.input, "vocab_size"):
@@ -93,9 +93,11 @@ def rules_of_thumb(
 
 
 def state_bytes(model: Any, length: int) -> int:
-    """Return the bytes of one row's state in float32 after ``length`` tokens: those that the mixers
-    declare, and the model's counters; a source has as many tokens. 0 for an encoder. Nothing is computed,
-    so the model may be on the meta device."""
+    """Return the bytes of one row's state in float32 after ``length`` tokens; 0 for an encoder.
+
+    The mixers declare their bytes; the model's counters are added. A source also has ``length`` tokens. Nothing is
+    computed, so the model may be on the meta device.
+    """
     if model.config.protocol is WholeModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
@@ -117,7 +119,7 @@ def state_bytes(model: Any, length: int) -> int:
 OPTIMIZERS = ("adamw", "adamw-8bit", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd")
 ADAMS = ("adamw", "adamw-8bit", "radam", "lamb")
 LEAST_IN_8_BITS, SCALED_TOGETHER = 4096, 256
-"""Elements of the smallest tensor whose AdamW state has 8 bits, and of those that share a scale."""
+"""Elements of the smallest tensor with an AdamW state in 8 bits, and elements that share a scale."""
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
@@ -125,8 +127,9 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     SGD with momentum and for Adagrad. AdamW in 8 bits has two bytes a parameter and two scales for every 256, in
     tensors of 4,096 elements or more (Dettmers et al. 2022).
 
-    Muon keeps one for the layers' matrices and is AdamW for the rest; Adafactor keeps a row and a column of a matrix.
-    Tables with sparse gradients have an Adam of their own, frozen parameters nothing.
+    Muon has one element a parameter for the layers' matrices and is AdamW for the rest. Adafactor has a row and a
+    column for each matrix. Tables with sparse gradients have a separate Adam, and frozen parameters do not have a
+    state.
     """
     total, tables = 0, sparse_tables(model)
     inner = {parameter for unit in units_of(model) for parameter in unit.parameters()}
@@ -149,19 +152,22 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     return total
 
 
-# Costs at any length from runs at short ones: counts are exact quadratics of the length where tiles fall alike.
+# Costs at any length from runs at short lengths: counts are exact quadratics of the length for lengths cut into tiles
+# in the same way.
 
 DIRECT = 2048
-"""Up to this length costs are measured as they are."""
+"""Up to this length costs are measured at the length itself."""
 STEP = 512
-"""A multiple of every kernel's tile: lengths that differ by it are cut alike."""
+"""A multiple of every kernel's tile: lengths that differ by it are cut into tiles in the same way."""
 
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
-    """Return ``measure(length)``; a long one is continued from three lengths beyond ``horizon``, the widest window.
+    """Return ``measure(length)``; for a long ``length``, from three shorter lengths beyond ``horizon``, the widest
+    window.
 
-    Whether the costs are a quadratic is seen at two further lengths, one of them a horizon beyond the others. Irregular
-    patterns, and segments that are cut differently at every length, fail there and are measured as they are.
+    The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon beyond
+    the others. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
+    ``length`` itself.
     """
     windows = -(-horizon // STEP)
     start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
@@ -188,18 +194,18 @@ def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
 
 # The memory of a training step that recomputes layers: every live tensor is counted while it runs on shapes only.
 #
-# With checkpoints every layer keeps its input, in a reversible stack nothing; the state that it passes on lives until
-# the loss is computed. In the backward one layer at a time is computed again. Memory is highest either where the loss
-# is or in the widest layer's backward.
+# With checkpoints every layer keeps its input; in a reversible stack a layer keeps nothing. The state that a layer
+# passes on lives until the loss is computed. The backward recomputes one layer at a time. Memory peaks either at the
+# loss or in the backward of the widest layer.
 
 FLOAT = 4
 
 
 class Live(TorchDispatchMode):
-    """The bytes of the distinct storages that operations have made and that are still alive, ``counted`` ones excluded.
+    """The bytes of the distinct live storages that operations have allocated, without the storages of ``counted``.
 
-    ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts what operators allocate before
-    they return.
+    ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts the temporary buffers of
+    operators.
     """
 
     def __init__(self, counted: Iterable[Tensor], inside: bool = False) -> None:
@@ -218,7 +224,7 @@ class Live(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-                continue  # a sparse tensor owns none; its indices and values are tensors of their own
+                continue  # a sparse tensor does not own a storage; its indices and values are separate tensors
             if tensor.untyped_storage()._cdata not in self._sizes:
                 self._add(tensor.untyped_storage())
         inside = scratch_bytes(func, args) if self._inside else 0
@@ -239,8 +245,8 @@ def measure_live(
 ) -> Costs:
     """Return the most ``live`` bytes until the ``loss`` exists, and in the ``backward``, which frees the state.
 
-    Arguments as of ``lab.estimation.parts.measure``; ``inside``: with the operators' own temporaries. Weights
-    and their gradients, which exist before, do not count.
+    The arguments are the arguments of ``lab.estimation.parts.measure``; ``inside``: with the operators' temporary
+    buffers. Weights and their gradients do not count, because they exist before the step.
     """
     forward, loss_from = forward_and_loss(pieces)
     model = without_data(config)
@@ -262,11 +268,11 @@ def measure_live(
 
 
 def live_bytes(config: ModelSpec, live: Mapping[str, int], tokens: int, handed: int) -> int:
-    """Return the bytes at the highest moment of a step of the whole model.
+    """Return the bytes at the peak of a step of the whole model.
 
-    live: of the model of distinct layers, at most until the ``loss`` and in the ``backward``. tokens: batch * length.
-    handed: the bytes that further layers leave until the loss is computed; checkpointed ones keep their inputs until
-    their backward (the residual stream is float32 also under autocast).
+    live: the peak bytes of the model of distinct layers, until the ``loss`` and in the ``backward``. tokens: batch *
+    length. handed: the bytes that further layers keep until the loss is computed. Further checkpointed layers keep
+    their inputs until their backward (the residual stream is float32 also under autocast).
     """
     inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
     further = FLOAT * tokens * config.dim * inputs
@@ -280,12 +286,12 @@ COUNTED = {
     "flops_backward": "backward",
     "activation_bytes": "saved",
 }
-"""Fields of a :class:`PartCost` and what they count of :data:`Costs`."""
+"""Fields of a :class:`PartCost`, each with its kind of amount in :data:`Costs`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """A row of the table: ``count`` like parts of the model taken together."""
+    """A row of the table: ``count`` equal parts of the model together."""
 
     part: str
     count: int
@@ -300,9 +306,9 @@ class PartCost:
 class Estimate:
     """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
 
-    flops_forward: of the forward of a training step, ``flops_step``. flops_inference: of one forward without gradients,
-    where tokens may leave early or halt as if none did. active_parameters: those that one token uses, where experts or
-    a table have more.
+    flops_forward: the FLOPs of a training step's forward. flops_step: the FLOPs of the whole step. flops_inference: the
+    FLOPs of one forward without gradients, as if no token left early or halted. active_parameters: the parameters that
+    one token uses; experts and tables have more.
     """
 
     parameters: int
@@ -323,13 +329,13 @@ def estimate(
     """Return the costs of a model config (with ``layers``, ``replace`` and ``build``) for ``batch`` rows of ``length``
     tokens.
 
-    An encoder, which has no state, is taken to predict every token of sequences without padding; an encoder-decoder to
-    read sources of ``length`` tokens first.
+    The estimate assumes that an encoder predicts every token of sequences without padding, and that an encoder-decoder
+    first reads sources of ``length`` tokens.
 
-    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` these
-    include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers, activations are
-    the most bytes alive at once, and a step's FLOPs count what is computed again. Inference memory is weights and the
-    state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
+    Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` the
+    activations include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers,
+    activations are the most bytes alive at once, and a step's FLOPs include the recomputation. Inference memory is
+    weights and the state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
 
     Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
@@ -405,7 +411,7 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
         costs |= at_length(partial(one, single, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
-    step, settled = 64, 320  # from here on kernels no longer choose otherwise for small calls
+    step, settled = 64, 320  # from this length on kernels no longer switch to their variants for small calls
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
@@ -419,8 +425,8 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
 
 
 def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
-    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so with exits the
-    whole model is run, and the first layer of each kind stands for its like."""
+    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so a model with exits
+    runs whole, and the first layer of each kind represents all equal layers."""
     reads_exits = isinstance(config.stack, ExitStack.Config) and config.stack.rule is not None
     single = config if reads_exits else distinct(config)
     costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
@@ -449,19 +455,19 @@ def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) 
 
 
 def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the state, like layers multiplied."""
+    """Return the bytes of the state; equal layers are measured once and multiplied."""
     layers, single = Counter(config.uses), distinct(config)
     costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
     times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
     total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
-    # The stack of ``single`` has no exits, whose rule may read the mean vector of the source.
+    # ``single`` is built without exits, but the rule of an exit may keep the mean vector of the source in the state.
     reads_source = isinstance(model.stack, ExitStack) and model.stack.reads_source
     return total + (batch * config.dim * dtype.itemsize if reads_source else 0)
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
-    """Return the rows in the order of the model, like layers in one, and at last
-    the rest between the parts and the loss."""
+    """Return the rows in the order of the model, one row for equal layers; the rest between the parts and the loss come
+    last."""
     alike: dict[tuple[int, Config], list[int]] = {}
     keys = layer_keys(config)
     for index, key in enumerate(keys):
@@ -485,8 +491,8 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
 
 
 def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
-    """Return the bytes that layers beyond the first of each kind leave until the loss
-    exists: states, and autocast's copies."""
+    """Return the bytes that layers beyond the first of each kind keep until the loss is computed: states, and
+    autocast's copies."""
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
@@ -498,8 +504,8 @@ def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, 
 
 
 def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
-    """Return the rows with one more: the bytes of all layers together, at the highest
-    moment, beyond those of the other parts."""
+    """Return the rows and one more, for recomputed layers: the ``live`` bytes at the peak minus the activations of the
+    other rows."""
     live -= sum(row.activation_bytes for row in rows)
     recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
     part = "checkpoints" if config.stack.checkpoint else "recomputed"

@@ -12,17 +12,21 @@ from kinformer.runtime.fields import Checked
 
 # Descriptions of devices for estimates of time on many devices.
 #
-# Numbers come from data sheets: peaks, without sparsity, in one direction for links. The option ``efficiency`` is the
-# share of the peak of products that a run reaches.
+# Numbers come from data sheets: peaks, without sparsity, and for links in one direction. The option ``efficiency`` is
+# the share of the peak FLOP/s that a run reaches.
 
 MOST = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device of a cluster: ``flops`` a second in bfloat16 and ``flops_fp32`` in float32 (by TF32 where it has that);
-    bytes of ``memory``, and those a second that its memory (``bandwidth``), its ``link`` to the others of a node and
-    its share of the ``network`` between nodes move; how many devices a ``node`` has; the ``source``."""
+    """A device of a cluster.
+
+    ``flops``: FLOP/s in bfloat16. ``flops_fp32``: FLOP/s in float32 (TF32 if the device supports it). ``memory``:
+    bytes. ``bandwidth``, ``link``, ``network``: bytes a second of its memory, of its link to the other devices of a
+    node, and of its share of the network between nodes. ``node``: how many devices a node has. ``source``: the source
+    of the numbers.
+    """
 
     flops: float
     flops_fp32: float

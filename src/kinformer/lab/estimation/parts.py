@@ -1,9 +1,9 @@
 """The costs of a training step and a forward at inference, part by part, by running them on shapes only, on the meta
 device.
 
-FLOPs are what PyTorch's ``FlopCounterMode`` counts (products and convolutions, not element-wise work), activations the
-bytes of distinct storages that autograd saves, parameters excluded. Parts are the model's direct children, and those of
-its layers; what lies between them is the part ``model`` or ``layers.N``, and the cross-entropy is the part ``loss``.
+PyTorch's ``FlopCounterMode`` counts FLOPs (products and convolutions, not element-wise work). Activations are the bytes
+of the distinct storages that autograd saves, parameters excluded. Parts are the direct children of the model and of its
+layers. Work between the children belongs to the part ``model`` or ``layers.N``; the cross-entropy is the part ``loss``.
 
 Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so that its scores count as saved.
 """
@@ -32,8 +32,7 @@ from kinformer.lab.training import cross_entropy
 from kinformer.runtime.compiling import unallocated
 
 Costs = dict[tuple[str, str], int]
-"""Amounts by what is counted (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by
-part."""
+"""Amounts by kind (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
 
 
 Forward = Callable[[Any, Tensor], tuple[Tensor, State]]
@@ -43,7 +42,7 @@ LossFrom = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class ModelSpec(Protocol):
-    """The config of a model (``core.stack.ModelConfig``), or one that stands for it."""
+    """The protocol of a model's config (``core.stack.ModelConfig``) and of its substitutes."""
 
     @property
     def dim(self) -> int: ...
@@ -66,7 +65,7 @@ S = TypeVar("S", bound=ModelSpec)
 
 
 class _Ledger:
-    """The ledger of FLOPs and saved storages, each booked on the part that is at work."""
+    """The ledger of FLOPs and saved storages, each booked on the part that computes at the time."""
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode, direction: str = "forward") -> None:
         self.costs: Costs = defaultdict(int)
@@ -102,7 +101,7 @@ class _Ledger:
         return tensor
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Let nodes of the graph announce from here on which part is at work."""
+        """Begin to book the backward: every node of the graph reports its part when it runs."""
         self._mark([loss])
         self.book()
         self._direction, self._stack = "backward", ["loss"]
@@ -133,7 +132,7 @@ class _Ledger:
         self._stack.pop()
 
     def _mark(self, outputs: Iterable[object]) -> None:
-        """Let the nodes that made ``outputs`` and belong to no part yet announce the part at work when they run."""
+        """Assign the nodes that made ``outputs``, if they do not belong to a part yet, to the part at work."""
         nodes: list[Node | None] = [tensor.grad_fn for tensor in outputs if isinstance(tensor, Tensor)]
         while nodes:
             node = nodes.pop()
@@ -152,7 +151,7 @@ class _Ledger:
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a model by name: its children but the stack, and that one's layers with their children."""
+    """Yield the parts of a model by name: its children except the stack, and the stack's layers with their children."""
     units = units_of(model)
     yield from ((name, child) for name, child in _children(model) if not (units and name == "stack"))
     for index, layer in enumerate(units):
@@ -167,12 +166,12 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        listed = child if isinstance(child, nn.ModuleList) else [child]  # a list is never called itself
+        listed = child if isinstance(child, nn.ModuleList) else [child]  # hooks on a ModuleList never run
         yield from ((name, item) for item in listed)
 
 
 def layer_keys(config: ModelSpec) -> list[tuple[int, Config]]:
-    """Return for every layer a key that is equal for layers of equal costs: its width and its config."""
+    """Return a key for every layer, its width and its config; layers with equal keys have equal costs."""
     return list(zip(config.stack.widths(config.dim, len(config.layers)), config.layers, strict=True))
 
 
@@ -187,8 +186,8 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
 
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
-    ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device has no autocast, so this runs on
-    imitated CPU tensors, which takes several times longer: keep ``length`` small.
+    ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device does not support autocast, so the step
+    runs on imitated CPU tensors, which takes several times longer: keep ``length`` small.
     """
     counter = FlopCounterMode(display=False)
     forward, loss_from = forward_and_loss(pieces)
@@ -202,7 +201,7 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
                 ledger.enter("loss")
                 loss = loss_from(model, made, tokens)
             ledger.begin_backward(loss)
-            if pieces:  # of the three products that it made, two are those of a backward
+            if pieces:  # the forward computed three products, and two belong to the backward (dX and dW)
                 ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
@@ -223,7 +222,8 @@ def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
-    """Return logits of ``tokens`` and the state after them, None where there is none; a source has as many tokens."""
+    """Return logits of ``tokens`` and the state after them, None for a model without a state; a source has as many
+    tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
     output = model(tokens)
@@ -231,8 +231,8 @@ def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
 
 
 def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; of a
-    head that has a likelihood of its own the mean of that."""
+    """Return the mean cross-entropy of every token, or of every sequence where ``logits`` are [batch, classes]; for a
+    :class:`Likelihood` head, the mean of its negative log-likelihood."""
     if isinstance(model.head, Likelihood):
         return model.head.nats(logits, model.input.predicted(tokens)).mean()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
@@ -240,8 +240,8 @@ def loss_of(model: StackedModel, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def in_pieces(model: Model, rows: int) -> bool:
-    """Return whether training on the next of this many tokens makes the logits in pieces, on a CPU; processes that
-    share the vocabulary make their part of them all at once."""
+    """Return whether a training step that predicts ``rows`` tokens makes the logits in pieces, on a CPU. Processes that
+    share the vocabulary make their part of the logits at once."""
     causal = hasattr(model, "head_inputs") and not hasattr(model, "begin")
     return causal and not cross_entropy.divided(model) and cross_entropy.large(model, rows)
 
@@ -273,8 +273,8 @@ def without_data(config: ModelSpec) -> Any:
 def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Tensor]:
     """Return a model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
 
-    Imitated tensors give kernels no seed, so that there only dropout modules, whose masks are saved, stay in training
-    mode, and the stack, whose mode decides on checkpoints.
+    Kernels on imitated tensors lack a seed. Under imitation therefore only dropout modules, whose masks are saved, and
+    the stack, whose mode decides on checkpoints, stay in training mode.
     """
     tokens = model.input.example(batch, length, device)
     if device != "meta":

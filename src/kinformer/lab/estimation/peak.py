@@ -1,11 +1,13 @@
 """The peak memory of a training process: the bytes beyond weights, optimiser and activations.
 
-Interpreter: Python, PyTorch and Kinformer themselves; how much of their files the system keeps in memory differs by 80
-MB between machines that are otherwise alike, so a process is started here and measured. Temporaries: what lives for a
-moment at the widest point of a step, counted as it runs on shapes only. Allocator: what was freed and cannot be used
-again. glibc cuts every tensor out of a free block that is larger than it by its alignment, so that blocks of like
-tensors do not fit again, and large ones lie in pages of 2 MiB. Its share was measured (``benchmarks/estimate_peak.py``)
-and is the least certain term.
+Interpreter: Python, PyTorch and Kinformer themselves. The part of their files that the system keeps in memory differs
+by 80 MB between otherwise equal machines, so this module starts a process and measures it.
+
+Temporaries: tensors that live for a moment at the widest point of a step, counted in a run on shapes only.
+
+Allocator: freed memory that cannot be used again. glibc cuts a tensor out of a free block larger by the tensor's
+alignment. The block of a freed tensor therefore does not fit the next tensor of the same size. Large tensors take whole
+pages of 2 MiB. The allocator's share was measured (``benchmarks/estimate_peak.py``) and is the least certain term.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from kinformer.lab.estimation.estimate import FLOAT, Estimate, at_length, horizo
 from kinformer.lab.estimation.parts import ModelSpec, distinct, in_pieces, measure, without_data
 
 INTERPRETER = 440 << 20
-"""Where it is not measured: PyTorch's CPU build with Triton beside it, on Linux."""
+"""The bytes of an interpreter that is not measured: PyTorch's CPU build with Triton, on Linux."""
 LOADED_LATER = 55 << 20
-"""What a run loads beyond what :data:`PROBE` does: readers of data, compiled products, the run's records."""
+"""The bytes that a run loads beyond :data:`PROBE`: readers of data, compiled products, the run's records."""
 PROBE = """
 import torch, kinformer.lab.runs.train
 layer = torch.nn.Linear(8, 8)
@@ -32,7 +34,8 @@ optimiser.step()
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 ALLOCATOR, ALLOCATOR_LARGE = 0.45, 0.8
-"""Of activations and temporaries: what the allocator holds beyond them, where a layer's input is LARGE or is not."""
+"""The allocator's share of activations and temporaries, where a layer's input is below LARGE bytes, and from LARGE
+on."""
 LARGE = 2 << 20
 
 
@@ -45,11 +48,10 @@ def peak(
     objective: Mapping[str, int] | None = None,
     interpreter: int = INTERPRETER,
 ) -> dict[str, int]:
-    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by what holds them.
+    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by their holder.
 
-    ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds
-    beside the model, if any;
-    ``interpreter``: bytes before there is a model, as :func:`interpreter_bytes` measures them.
+    ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds beside the
+    model, if any. ``interpreter``: bytes before the model is built, as :func:`interpreter_bytes` measures them.
     """
     objective_bytes = objective or {"weights": 0, "activations": 0}
     temporaries = _temporaries(config, length, batch)
@@ -65,9 +67,9 @@ def peak(
 
 @cache
 def interpreter_bytes() -> int:
-    """Return the bytes of a training process before its model, measured in a process of its own (two seconds); a
-    usual value where the system is not Linux."""
-    folder = str(Path(__file__).parents[2])  # of the package, which need not be installed
+    """Return the bytes of a training process before its model is built, measured in a separate process (two seconds);
+    :data:`INTERPRETER` where the system is not Linux."""
+    folder = str(Path(__file__).parents[2])  # the folder of the package, which need not be installed
     code = f"import sys; sys.path.append({folder!r})\n{PROBE}"
     # -P: `python -c` imports from the current folder first, so it would run a file queue.py there.
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
@@ -75,8 +77,8 @@ def interpreter_bytes() -> int:
 
 
 def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
-    """Return the bytes that are alive at the highest moment of a step beyond its activations: those that autograd
-    saves, or where layers are recomputed, those that are live."""
+    """Return the bytes alive at the peak of a step beyond its activations. The activations are the bytes that autograd
+    saves, or, where layers are recomputed, the live bytes without the operators' temporary buffers."""
     single = distinct(config)
     model = without_data(single)
     usual = measure_live if config.stack.recomputes else measure

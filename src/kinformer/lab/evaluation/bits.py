@@ -2,8 +2,8 @@
 
     bits per byte = (sum of -ln p(token | what came before) / ln 2 + log2(vocab_size)) / bytes of text
 
-The last term in the numerator charges the very first token, which nothing predicts. By bytes of text, models with
-different tokenizers compare.
+The last term in the numerator charges the very first token, which has nothing before it. Bits per byte of text, unlike
+bits per token, compare models with different tokenizers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from kinformer.core.state import State, map_tensors
 from kinformer.lab.data.sampling import EvaluationStream, Split
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 
-# Windows over a stream, for models that cannot carry a state for ever: together they score every token once.
+# Windows over a stream, for models that cannot carry a state for ever. The windows score every token once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """The windows of ``context`` tokens, of which the share ``overlap`` was scored before and is context only."""
+    """Windows of ``context`` tokens. Every window but the first begins with the share ``overlap`` of tokens that were
+    scored before and are context only."""
 
     context: int
     overlap: float = 0.0
@@ -91,8 +92,8 @@ def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[Scor
 
 
 class Contexts(NamedTuple):
-    """The head inputs of some positions (``head_inputs``), leaves [rows, n, ...]; the ``targets`` [rows, n] that come
-    next, and which are ``counted``, bool."""
+    """The head ``inputs`` of some positions, leaves [rows, n, ...]; ``targets`` [rows, n]: the tokens that come next;
+    ``counted`` [rows, n] bool: whether a prediction counts."""
 
     inputs: Any
     targets: Tensor
@@ -102,11 +103,11 @@ class Contexts(NamedTuple):
 def contexts(
     model: CausalModel, stream: EvaluationStream, windows: Windows | None, prefix: Sequence[int] = ()
 ) -> Iterator[Contexts]:
-    """Yield the contexts of all predictions of ``stream``, each of them counted once, in order.
+    """Yield the contexts of all predictions of ``stream``, each counted once, in order.
 
-    ``windows`` None: the state is carried. Else windows are side by side, at most ``stream.length`` tokens of them but
-    at least one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window
-    they count as tokens of its context. Their predictions are not counted.
+    ``windows`` None: the state is carried. Otherwise windows are rows of a batch of at most ``stream.length`` tokens,
+    or of one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window the
+    prefix counts as tokens of its context. The predictions of the prefix are not counted.
     """
     device = device_of(model)
     first = torch.tensor([list(prefix)], device=device)
@@ -139,7 +140,7 @@ Progress = Callable[[int, int], None]
 class Measurement:
     """The result: ``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
 
-    ``by_position`` is the same by position within the windows; it is empty where the state was carried.
+    ``by_position``: bits per byte by position within the windows; empty if the state was carried.
     """
 
     bits_per_byte: float
@@ -157,8 +158,8 @@ class Measurement:
 
 
 def streamable(model: Model) -> bool:
-    """Return whether the state stays bounded and positions do not end, so that
-    a stream of any length can be carried."""
+    """Return whether ``model`` can carry its state over a stream of any length: its state is bounded, and its positions
+    do not end."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
     return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
 
@@ -174,12 +175,12 @@ def measure(
 ) -> Measurement:
     """Measure ``model`` (in eval mode) on ``split``: with its state carried from end to end, or in ``windows``.
 
-    ``chunk`` is how many tokens are computed at a time (whole windows side by side, at least one); it bounds the memory
-    and changes nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in
-    front of the split, or of every window, as prompts of the model begin with them.
+    ``chunk`` is how many tokens are computed at a time (at least one whole window); it bounds the memory and changes
+    nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in front of the
+    split, or of every window, because prompts of the model begin with them.
 
-    Errors: ``KinformerError`` for a vocabulary that is too small, windows beyond the model's positions, predictions
-    that are not finite.
+    Errors: ``KinformerError`` for a vocabulary smaller than the split's, windows beyond the model's positions, and NaN
+    or infinite predictions.
     """
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)
@@ -253,7 +254,7 @@ class Bin(NamedTuple):
 
 
 class ByPosition:
-    """The sums of negative log-likelihoods by how many tokens of its window a prediction had before it, in bins that
+    """The sums of negative log-likelihoods by the number of tokens of the window before the prediction, in bins that
     double: 1, 2, 3-4, 5-8, 9-16, ..."""
 
     def __init__(self) -> None:
@@ -261,8 +262,8 @@ class ByPosition:
         self._tokens: dict[int, int] = defaultdict(int)
 
     def add(self, nats: Tensor, counted: Tensor) -> None:
-        """Add ``nats`` [rows, size], whose column j had j + 1 tokens before it;
-        ``counted`` is bool of the same shape."""
+        """Add ``nats`` [rows, size]; a prediction in column j has j + 1 tokens before it. ``counted`` is bool of the
+        same shape."""
         by_column = nats.where(counted, 0.0).sum(dim=0).cpu()
         tokens = counted.sum(dim=0).cpu()
         first, power = 0, 0
@@ -273,8 +274,8 @@ class ByPosition:
             first, power = last, power + 1
 
     def bins(self, tokens_per_byte: float = 1.0) -> tuple[Bin, ...]:
-        """Return the bins that hold a prediction, in order; bits per byte take
-        every token for the mean number of bytes."""
+        """Return the bins with predictions, in order. Bits per byte assume that every token has the mean number of
+        bytes."""
         return tuple(
             Bin((1 << power >> 1) + 1, 1 << power, count, self._nats[power] / log(2) / count * tokens_per_byte)
             for power, count in sorted(self._tokens.items())

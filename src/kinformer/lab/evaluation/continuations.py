@@ -1,10 +1,11 @@
-"""How probable continuations are after their contexts: what contexts share is absorbed once, and its state forked.
+"""The log-likelihoods of continuations after their contexts. A shared beginning is absorbed once, and its state is
+forked.
 
     log-likelihood = sum over the continuation of ln p(token | context, the continuation so far)
 
 The choices of a question share its context, and questions share the examples before them. Contexts are therefore
-visited as a tree: a beginning that several of them share is absorbed once, its state is repeated for those, and the
-state behind a context is repeated for its continuations. The contract makes this exact for any member.
+visited as a tree. The model absorbs a shared beginning once, and its state is repeated for the contexts that begin so.
+The state after a context is repeated for its continuations. Partition invariance makes this exact for any member.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.matmul import FEW, few_rows
 
 SHARED = 32
-"""Tokens from which on a shared beginning is absorbed by itself; a shorter one costs less in each row."""
+"""The fewest tokens of a shared beginning to absorb once; a shorter beginning costs less in each row."""
 _FORKED_BYTES = 1 << 30
-"""Bytes of states that continuations hold at a time, one row at least."""
+"""The most bytes of states that continuations hold at a time, for at least one row."""
 
 Ids = tuple[int, ...]
 HeadInputs = Tensor | tuple[Tensor, ...]
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class Continuation(NamedTuple):
-    """The ids ``tokens`` behind the ids ``context``, of which there is one at least."""
+    """The ids ``tokens`` after the ids ``context``; a context has at least one id."""
 
     context: Ids
     tokens: Ids
@@ -50,14 +51,14 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row to absorb: ``inputs``, of which the last predict ``targets``."""
+    """A row to absorb: ``inputs``, whose last tokens predict ``targets``."""
 
     inputs: Ids
     targets: Ids
 
 
 class _Absorbed(NamedTuple):
-    """The scores of rows, what the head reads behind the last token of each, leaves [rows, 1, ...], and the state."""
+    """The scores of rows, the head's inputs after the last token of each row, leaves [rows, 1, ...], and the state."""
 
     scores: list[Score]
     last: HeadInputs
@@ -67,8 +68,8 @@ class _Absorbed(NamedTuple):
 class ContinuationScorer:
     """A scorer of continuations by ``model`` (in eval mode).
 
-    ``length`` is how many tokens the model reads at most, None for any number; of more, it reads the last. At most
-    ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
+    ``length`` is how many tokens the model reads at most, None for any number; of a longer context it reads the end. At
+    most ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
     """
 
     def __init__(
@@ -81,8 +82,7 @@ class ContinuationScorer:
     def scores(self, continuations: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
         """Yield the number of each of ``continuations`` and its score, in the order in which they are computed.
 
-        Errors: ``KinformerError`` for a continuation that is longer than ``length``, and for predictions that are not
-        numbers.
+        Errors: ``KinformerError`` for a continuation longer than ``length``, and for predictions of NaN.
         """
         by_context: dict[Ids, list[tuple[int, Ids]]] = defaultdict(list)
         for number, (context, tokens) in enumerate(continuations):
@@ -94,7 +94,7 @@ class ContinuationScorer:
             yield from self._visit(by_context, list(by_context), 0, None)
 
     def _cut(self, context: Ids, tokens: Ids) -> Ids:
-        """Return the end of ``context`` that the model reads before ``tokens``, the last of which it does not read."""
+        """Return the end of ``context`` that the model reads before ``tokens``; it never reads their last token."""
         if self.length is None:
             return context
         if len(tokens) > self.length:
@@ -130,20 +130,20 @@ class ContinuationScorer:
         yield from self._forked(forked, state)
 
     def _single(self, items: list[tuple[int, _Row]], state: State) -> Iterator[tuple[int, Score]]:
-        """Yield the scores of rows that share nothing but ``state``, that of one row."""
+        """Yield the scores of rows that share nothing but ``state``, a state of one row."""
         for batch in self._batches(items, lambda item: len(item[1].inputs)):
             absorbed = self._absorb([row for _, row in batch], _repeated(state, len(batch)))
             yield from zip((number for number, _ in batch), absorbed.scores, strict=True)
 
     def _forked(self, items: list[tuple[Ids, list[tuple[int, Ids]]]], state: State) -> Iterator[tuple[int, Score]]:
-        """Yield the scores of the continuations of contexts, each absorbed once behind ``state``, that of one row."""
+        """Yield the scores of the continuations of contexts, each absorbed once after ``state``, a state of one row."""
         for batch in self._batches(items, lambda item: len(item[0])):
             absorbed = self._absorb([_Row(rest, ()) for rest, _ in batch], _repeated(state, len(batch)))
             tails = [(row, number, tokens) for row, (_, members) in enumerate(batch) for number, tokens in members]
             yield from self._tails(tails, absorbed)
 
     def _batches(self, items: list[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-        """Yield ``items``, the longest first, as many at a time as are computed together."""
+        """Yield batches of ``items`` to compute together, the longest items first."""
         items = sorted(items, key=length, reverse=True)
         start = 0
         while start < len(items):
@@ -152,8 +152,8 @@ class ContinuationScorer:
             start = stop
 
     def _tails(self, tails: list[tuple[int, int, Ids]], behind: _Absorbed) -> Iterator[tuple[int, Score]]:
-        """Yield the scores of continuations (row of ``behind``, number, tokens): their first tokens are predicted by
-        what is there, the others by copies of its state."""
+        """Yield the scores of continuations ``tails`` (row of ``behind``, number, tokens): ``behind`` predicts their
+        first tokens, and copies of its state predict the other tokens."""
         tails.sort(key=lambda tail: len(tail[2]), reverse=True)
         rows = torch.tensor([row for row, _, _ in tails], device=device_of(self.model))
         targets = torch.tensor([tokens[:1] for _, _, tokens in tails], device=rows.device)
@@ -173,7 +173,7 @@ class ContinuationScorer:
             start = stop
 
     def _absorb(self, rows: list[_Row], state: State) -> _Absorbed:
-        """Absorb ``rows`` behind ``state``, some tokens of all at a time."""
+        """Absorb ``rows`` after ``state``, some tokens of all rows at a time."""
         device, inputs, lengths = device_of(self.model), [row.inputs for row in rows], [len(row.inputs) for row in rows]
         longest, self.absorbed = max(lengths), self.absorbed + sum(lengths)
         tokens = torch.tensor([ids + (0,) * (longest - len(ids)) for ids in inputs]).to(device)
@@ -222,10 +222,10 @@ def _at(inputs: HeadInputs, rows: Tensor, places: Tensor) -> HeadInputs:
 
 
 def _repeated(state: State, rows: int) -> State:
-    """Return the ``state`` of one row for this many; None stands for new sequences."""
+    """Return the ``state`` of one row repeated for ``rows`` rows; None stands for new sequences."""
     return None if state is None else repeat_rows(state, rows)
 
 
 def _common(left: Ids, right: Ids) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the number of tokens at the beginning that both share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

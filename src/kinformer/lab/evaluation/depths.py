@@ -32,8 +32,8 @@ ROUNDS = 9
 class Exited:
     """The numbers of ``tokens`` that left by each exit, and the number of ``layers`` before each exit.
 
-    ``flops_saved`` is the share of the FLOPs of all layers and the head that was not spent, ``speedup`` the time with
-    all layers divided by the time with early exits; None if they were not measured.
+    ``flops_saved``: the share of the FLOPs of all layers and the head that was saved. ``speedup``: the time with all
+    layers divided by the time with early exits. Both are None if they were not measured.
     """
 
     layers: tuple[int, ...]
@@ -43,7 +43,7 @@ class Exited:
 
     @property
     def saves(self) -> bool:
-        """Return whether early exits save FLOPs, although the exits predict tokens too; True if this was not
+        """Return whether early exits save FLOPs, the cost of the exits' predictions included; True if this was not
         measured."""
         return self.flops_saved is None or self.flops_saved > 0
 
@@ -126,7 +126,7 @@ def with_rule(stack: ExitStack | None, rule: ExitRule | None) -> Iterator[None]:
 
 
 class Forced(ExitRule):
-    """A rule by which all tokens leave by one exit, but which computes ``rule`` so that it costs as much."""
+    """A rule by which all tokens leave by one exit. It also computes ``rule``, so that it has the same cost."""
 
     def __init__(self, rule: ExitRule, exit: int) -> None:
         super().__init__(rule.exits)

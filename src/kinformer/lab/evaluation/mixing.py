@@ -1,7 +1,7 @@
 """Bits of a model with a store at its head (kNN-LM), for many weights, temperatures and numbers of neighbours at once.
 
-One pass over the text searches the store once per token, for as many neighbours as the largest number tried, and adds
-up -ln(w p_kNN + (1 - w) p_LM) of the next token at every point of the grid, so memory does not grow with the text.
+One pass over the text searches the store once per token, for the largest number of neighbours in the grid. It adds up
+-ln(w p_kNN + (1 - w) p_LM) of the next token at every point of the grid, so memory does not grow with the text.
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, gr
     total = []
     for temperature in temperatures:
         shares = (-rise / temperature).exp()
-        # Neighbours come nearest first, so cumulated sums give the softmax over the first k for every k at once.
+        # Neighbours come nearest first, so cumulative sums give the softmax over the first k for every k at once.
         within = shares.cumsum(1)[:, counts]
         hit = (shares * right).cumsum(1)[:, counts]
         store = torch.where(finite, hit / within, model_log_probs.exp()[:, None])
         mixed = (weights * store + (1 - weights) * model_log_probs.exp()[:, None]).clamp_min(
             torch.finfo(torch.float64).tiny
         )
-        # Weight 0 is the model's logarithm itself, which the sum would round.
+        # At weight 0 the model's log-probability itself is taken: exp, sum and log would round it.
         exact = torch.where(weights == 0, model_log_probs[:, None], mixed.log())
         total.append(-exact.sum(dim=1))
     return torch.stack(total, dim=1)

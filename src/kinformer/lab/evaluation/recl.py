@@ -1,15 +1,15 @@
 r"""Relative effective context length (Dai et al. 2019, Transformer-XL, appendix C).
 
-How far back can a model make use of what it reads, compared with other models? With the losses l_i(c, t) of model i on
+How far back does a model use its context, compared with other models? With the losses l_i(c, t) of model i on
 token t after exactly c tokens of context, the group's best short-context model is everyone's baseline,
 
     b(c, t) = min over i of l_i(c, t)
     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))                      the relative loss
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)                  the relative gain, in perplexity
 
-where T are the share r of the tokens with the largest b(c, t): those that a short context does not explain. The length
-grows in steps, c' = c + step, while g_i(c, c') >= 0.01; the RECL of model i is the c at which that first fails. So a
-model cannot look good by being poor at short context, and tokens that are easy without it do not count.
+where T is the share r of the tokens with the largest b(c, t), which a short context explains least. The length grows in
+steps, c' = c + step, while g_i(c, c') >= 0.01; the RECL of model i is the first c where this fails. A model therefore
+cannot look good by being poor at short context, and tokens with a low loss at short context do not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ THRESHOLD = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Recl:
-    """The result: ``length`` of one model; ``at_least`` where every step that was measured still gained.
+    """The RECL of one model, ``length``; ``at_least``: whether every measured step still gained.
 
     ``gains``: g_i of each step, from one context to the next.
     """
@@ -54,7 +54,7 @@ def relative_gains(losses: Losses, hardest: float) -> Losses:
         # T: the share r of the tokens with the largest b(c, t)
         chosen = np.argsort(-baseline, kind="stable")[:count]
         relative = np.minimum(baseline, losses[:, step + 1])[:, chosen].mean(axis=1)
-        # g = 1 - exp(f(c, c') - f(c, c)), f(c, c) being the mean of b, as b(c, t) <= l(c, t)
+        # g = 1 - exp(f(c, c') - f(c, c)), where f(c, c) is the mean of b, because b(c, t) <= l(c, t)
         gains[:, step] = 1.0 - np.exp(relative - baseline[chosen].mean())
     return gains
 
@@ -68,7 +68,7 @@ def recl(
     contexts: rising; the paper has equal steps.
     hardest: r, the share of tokens that count (the paper: 0.1, 0.5, 1).
 
-    Errors: ``KinformerError`` for contexts that do not rise, fewer than two of them, or a share not in (0, 1].
+    Errors: ``KinformerError`` for fewer than two contexts, contexts that do not rise, or a share outside (0, 1].
     """
     check(contexts, hardest)
     assert losses.shape[1] == len(contexts)
@@ -81,7 +81,7 @@ def recl(
 
 
 def check(contexts: Sequence[int], hardest: float) -> None:
-    """Raise a :class:`KinformerError` unless the group can be measured so."""
+    """Raise a :class:`KinformerError` for invalid ``contexts`` or an invalid share ``hardest``."""
     if len(contexts) < 2 or contexts[0] < 1 or any(one >= two for one, two in zip(contexts, contexts[1:])):
         raise KinformerError(
             f"the contexts {', '.join(map(str, contexts))} cannot give an effective context length; name two or more, "
@@ -110,7 +110,7 @@ def context_losses(
 ) -> Losses:
     """Return l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
 
-    A model whose positions end sooner sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
+    A model whose positions end earlier sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
     ``prefix``: ids such as BOS in front of every context.
     """
     losses = np.empty((len(contexts), len(positions)))

@@ -19,7 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token, where its text begins in the choice's, and its score where one was requested."""
+    """A token, the offset of its text in the text of the choice, and its score if scores were requested."""
 
     token: int
     offset: int
@@ -44,10 +44,10 @@ class Failure:
 
 
 class TextListener:
-    """A listener that passes ``send`` the pieces of the choices of one request, the first of which has the number
+    """A listener that passes the pieces of one request's choices to ``send``; the first choice has the number
     ``first``.
 
-    A token is passed on with the text in which it begins, so that a stop string takes its tokens with it. ``ends``:
+    A token is passed on with the text in which it begins, so that a stop string removes its tokens, too. ``ends``:
     the tokens that end a choice and are not passed on. ``before``: the prompt's tokens, which a choice continues.
     """
 
@@ -84,7 +84,7 @@ class TextListener:
             self._send(Piece(self._first + copy, tokens=tokens))
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
-        """Pass on what the token completes; return whether it or a stop string ends the copy."""
+        """Pass on the text that the token completes; return whether the token or a stop string ends the copy."""
         choice = self._choice(copy)
         choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
         if text := choice.text.feed(token):
@@ -92,7 +92,7 @@ class TextListener:
         return choice.text.stopped
 
     def ended(self, copy: int, reason: str) -> None:
-        """Pass on what was waiting, and why the copy ends."""
+        """Pass on the text and the tokens that were waiting, and the reason for the end of the copy."""
         choice = self._choice(copy)
         text = choice.text.finish()
         reason = "stop" if choice.text.stopped else reason
@@ -100,7 +100,7 @@ class TextListener:
         self._send(Piece(self._first + copy, text, tokens, reason))
 
     def failed(self, error: KinformerError) -> None:
-        """Pass on that nothing more comes of the request."""
+        """Pass on the failure of the request."""
         self._send(Failure(error))
 
     def _choice(self, copy: int) -> _Choice:
@@ -111,14 +111,15 @@ class TextListener:
 
 
 class _Choice:
-    """One choice in the making: its text, which ``begins`` behind what is echoed, and tokens that wait for theirs."""
+    """One unfinished choice: its text, which ``begins`` after the echoed prompt, and tokens that wait for their
+    text."""
 
     def __init__(self, text: StoppedText, begins: int) -> None:
         self.text, self.begins, self.shown = text, begins, begins
         self.waiting: list[ScoredToken] = []
 
     def show(self, text: str) -> list[ScoredToken]:
-        """Return the tokens that begin in what is shown, ``text`` included."""
+        """Return the waiting tokens that begin in the text shown so far, ``text`` included."""
         self.shown += len(text)
         ready = [item for item in self.waiting if item.offset < self.shown]
         self.waiting = self.waiting[len(ready) :]
@@ -129,7 +130,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def encoded(data: object) -> bytes:
-    """Return ``data`` as JSON in UTF-8; halves of surrogate pairs, which are no characters, stay escaped."""
+    """Return ``data`` as JSON in UTF-8. Halves of surrogate pairs stay escaped: UTF-8 cannot encode them."""
     return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
@@ -147,9 +148,9 @@ def error(message: str, kind: str, param: str | None = None, code: str | None = 
 
 
 class Answer:
-    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all of them.
+    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all choices.
 
-    ``texts`` and ``tokens`` add up what was answered, by choice.
+    ``texts`` and ``tokens`` collect the pieces of every choice.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
@@ -163,7 +164,7 @@ class Answer:
         self._spellings: dict[int, tuple[str, bool]] = {}
 
     def take(self, piece: Piece) -> None:
-        """Add a piece to what the choices have."""
+        """Add a piece to the choice that it belongs to."""
         self.texts[piece.choice].append(piece.text)
         self.tokens[piece.choice] += piece.tokens
         self.reasons[piece.choice] = piece.reason
@@ -190,7 +191,7 @@ class Answer:
         return self._frame(self.kind, choices) | {"usage": usage}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
-        """Return the event that ends a stream of which the usage was requested."""
+        """Return the last event of a stream whose usage was requested."""
         return self._frame(self.chunk_kind, []) | {"usage": usage}
 
     def opening(self) -> list[dict[str, object]]:
@@ -228,7 +229,7 @@ class Answer:
         return scores
 
     def spelled(self, token: int) -> str:
-        """Return the text of a token, or ``token_id:N`` where it is no text alone, as half of a character is none."""
+        """Return the text of a token, or ``token_id:N`` for a token without text, such as half of a character."""
         return self._spelling(token)[0]
 
     def _spelling(self, token: int) -> tuple[str, bool]:

@@ -49,15 +49,15 @@ DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
 
 
 class TokenScore(NamedTuple):
-    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with
-    theirs, best first."""
+    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with their
+    log-probabilities, best first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class Listener(Protocol):
-    """A listener to one request. The engine's thread calls it between steps, so that it must not wait."""
+    """A listener to one request. The engine's thread calls it between steps, so it must not wait."""
 
     def scored(self, scores: list[TokenScore | None]) -> None:
         """Take the score of every token of the prompt; the first has none."""
@@ -72,7 +72,7 @@ class Listener(Protocol):
         ...
 
     def failed(self, error: KinformerError) -> None:
-        """Take the end of what remained of the request, for which the model failed."""
+        """Take the end of the remaining copies of the request, after the model failed."""
         ...
 
 
@@ -131,10 +131,10 @@ class Row:
 class Limits(Checked):
     """The bounds of an engine.
 
-    max_streams: rows at a time, a request of n copies being n of them.
-    max_state_bytes: of the state that all rows may come to hold together; None for no bound.
-    max_waiting: requests that wait for their turn; further ones are refused.
-    chunk: tokens of prompts that are absorbed between two steps.
+    max_streams: rows at a time; a request of n copies has n rows.
+    max_state_bytes: the most bytes that the state of all rows together may grow to; None for no bound.
+    max_waiting: requests that wait for their turn; further requests are refused.
+    chunk: tokens of prompts absorbed between two steps.
     """
 
     max_streams: int = 64
@@ -150,11 +150,11 @@ class Limits(Checked):
 
 
 class BusyError(KinformerError):
-    """A refusal of a request that may be repeated later, as all rows are taken and enough requests wait."""
+    """The refusal of a request while all rows are taken and enough requests wait; the client may repeat it later."""
 
 
 class Admission:
-    """The rows that are admitted; ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
+    """The admitted rows. ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
     ``length`` tokens."""
 
     def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
@@ -163,11 +163,11 @@ class Admission:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are admitted."""
+        """Return the number of admitted rows."""
         return self._lengths.total()
 
     def require_rows(self, prompts: int, copies: int) -> None:
-        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time."""
+        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time."""
         limits = self.limits
         if copies > limits.max_streams:
             raise KinformerError(
@@ -182,7 +182,7 @@ class Admission:
             )
 
     def require_possible(self, request: Request) -> None:
-        """Raise where the request does not even fit by itself."""
+        """Raise if the request does not fit even without other requests."""
         self.require_rows(1, request.copies)
         limits, needed = self.limits, request.copies * self._row_bytes(request.length)
         if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
@@ -193,7 +193,7 @@ class Admission:
             )
 
     def fits(self, request: Request) -> bool:
-        """Return whether the request fits beside those that are admitted."""
+        """Return whether the request fits beside the admitted requests."""
         rows, limits = self.rows + request.copies, self.limits
         if limits.max_state_bytes is None or rows > limits.max_streams:
             return rows <= limits.max_streams
@@ -209,13 +209,14 @@ class Admission:
         self._lengths += Counter()  # forget lengths without rows
 
 
-# The rows that are stepped as one batch, and their state.
+# The rows stepped as one batch, and their state.
 
 ROOM = 256
 """Tokens for which a growing state has room; after that many steps it is laid out again."""
-_FAR = 1 << 30
+_FAR = 1 << 30  # a length beyond every window: a bounded state no longer grows there
 _UNKNOWN = 0
-"""Steps that are expected before rows leave or join: a recording waits until as many were made as it costs."""
+"""The number of steps to expect: rows may leave or join at any step, so a recording waits until as many steps were made
+as it costs."""
 
 
 class ContinuedModel(CausalModel, StackedModel, Protocol):
@@ -231,10 +232,10 @@ class Joining(NamedTuple):
 
 
 class Batch:
-    """Rows of ``model`` that are stepped together; rows leave and join between steps.
+    """Rows of ``model`` stepped together; rows leave and join between steps.
 
-    The states of rows of unlike length are right-aligned, so growing states take the slots of the longest row for all.
-    ``tokens`` [rows] int64 are the last of each row, which the next step absorbs.
+    The states of rows of unequal length are right-aligned, so a growing state has as many slots in every row as in the
+    longest. ``tokens`` [rows] int64 are the last token of each row, which the next step absorbs.
     """
 
     def __init__(self, model: CausalModel) -> None:
@@ -251,7 +252,7 @@ class Batch:
         return 0 if self._state is None else nbytes(self._state)
 
     def change(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
-        """Let rows leave, and others join behind the rest; lay the state out again where its room is used up."""
+        """Remove the rows ``leaving`` and append the rows ``joining``; enlarge the state's buffers if they are full."""
         grown = self._steps >= ROOM and any(reserved_parts(self._state))
         if not (leaving or joining or grown):
             return
@@ -261,7 +262,7 @@ class Batch:
         if staying:
             state = value(self._stepping.settled(self._state))
             parts.append(select_rows(state, torch.tensor(staying)) if leaving else state)
-        self._state = None  # else it would live beside its successor
+        self._state = None  # frees the old state before the new one is built, else memory holds both
         parts += [value(item.state) for item in joining]
         self.tokens = torch.cat([self.tokens[staying], *(item.tokens for item in joining)])
         self.rows = [self.rows[index] for index in staying] + [row for item in joining for row in item.rows]
@@ -281,8 +282,8 @@ def row_bytes(model: ContinuedModel, length: int) -> int:
     """Return the most bytes that the state of a row of up to ``length`` tokens holds in a :class:`Batch` in which no
     row is longer, room included.
 
-    A state that grows takes the slots of its tokens and of :data:`ROOM` more. A window is twice as large as what it
-    retains, and 64 slots, so that it seldom has to be moved to the front of its buffer.
+    A growing state has a slot for each token and :data:`ROOM` more. The buffer of a window has twice the retained slots
+    and 64 more, so that the window seldom has to be moved to the front of its buffer.
     """
     units = [model.stack.units[index] for index in model.stack.order]
     mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
@@ -298,14 +299,14 @@ def _mixer_bytes(declared: Callable[[int], int], length: int) -> int:
     return 2 * limit + 64 * slot
 
 
-# Prompts that are absorbed in chunks, between the steps of others.
+# Prompts absorbed in chunks, between the steps of other requests.
 
 _LEAST = -9999.0
-"""The log-probability of what is impossible, as JSON has no infinite number."""
+"""The log-probability of an impossible token: JSON cannot write -infinity."""
 
 
 class Prefill:
-    """The prompt of one request on its way into a state; copies share it."""
+    """The prompt of one request while it is absorbed into a state, which all copies share."""
 
     def __init__(self, model: CausalModel, request: Request) -> None:
         self.model, self.request = model, request
@@ -368,11 +369,11 @@ class Engine:
     """An engine for ``model``: :meth:`submit` and :meth:`cancel` may be called by any thread, :meth:`turn` by one.
 
     Rows join and leave the batch between steps. A prompt is absorbed in chunks between steps, once for all copies.
-    What a row draws is what ``kinformer.generate`` draws for the same prompt, stream and seed, whatever its
-    neighbours are (up to the rounding of products of other sizes).
+    A row draws the same tokens as ``kinformer.generate`` for the same prompt, stream and seed, whatever the other rows
+    are (up to the rounding of products of other sizes).
 
-    ``counts`` adds up prompt tokens (``prompt``), drawn ones (``drawn``), steps (``steps``), and copies by how they
-    ended: ``stop``, ``length``, ``cancelled``, ``failed``; and requests that were ``refused``.
+    ``counts`` counts prompt tokens (``prompt``), drawn tokens (``drawn``), steps (``steps``), copies by the reason of
+    their end (``stop``, ``length``, ``cancelled``, ``failed``), and ``refused`` requests.
     """
 
     def __init__(self, model: ContinuedModel, limits: Limits | None = None) -> None:
@@ -391,7 +392,7 @@ class Engine:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows that are admitted, prompts on their way included."""
+        """Return the number of admitted rows, rows of unfinished prompts included."""
         return self._admission.rows
 
     @property
@@ -402,7 +403,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Accept a request; its listener is called from the next turn on.
 
-        Errors: ``KinformerError`` where it can never be served; :class:`BusyError` where too many wait already.
+        Errors: ``KinformerError`` if it can never be served; :class:`BusyError` if too many requests already wait.
         """
         self.check(request)
         with self._changed:
@@ -422,11 +423,12 @@ class Engine:
             self._changed.notify()
 
     def check_rows(self, prompts: int, copies: int) -> None:
-        """Raise where ``prompts`` of ``copies`` each can never be accepted at a time, before anything is built."""
+        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time, before they are
+        built."""
         self._admission.require_rows(prompts, copies)
 
     def check(self, request: Request) -> None:
-        """Raise where the request can never be served."""
+        """Raise if the request can never be served."""
         if len(request.tokens) == 0:
             raise KinformerError("the prompt is empty; give one token or more.")
         require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
@@ -440,7 +442,7 @@ class Engine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Take turns until :meth:`close`, waiting while there is nothing to do; requests that are open then fail."""
+        """Take turns until :meth:`close`, and wait while there is nothing to do; open requests then fail."""
         while True:
             with self._changed:
                 idle = not (self._prefills or self._batch.rows)
@@ -460,7 +462,7 @@ class Engine:
             self._changed.notify()
 
     def turn(self) -> bool:
-        """Admit what fits, absorb a chunk of prompts, and step the batch; return whether anything remains."""
+        """Admit the requests that fit, absorb a chunk of prompts, and step the batch; return whether work remains."""
         with torch.inference_mode():
             self._admit()
             leaving = self._drop_cancelled()
@@ -470,7 +472,7 @@ class Engine:
         return bool(self._batch.rows or self._prefills or self._entered or self._waiting)
 
     def _drop_cancelled(self) -> list[Row]:
-        """Return the rows of the batch whose listeners have left; forget the others at once."""
+        """Return the batch's rows of cancelled requests; remove all other cancelled requests at once."""
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             for request in [item for item in self._waiting if item in cancelled]:
@@ -516,7 +518,7 @@ class Engine:
         return joining
 
     def _started(self, prefill: Prefill) -> Joining | None:
-        """Return the copies of a complete prompt that go on behind their first token; None where there is none."""
+        """Return the copies of a complete prompt that continue after their first token; None if none continues."""
         request = prefill.request
         logits = prefill.logits()
         require_finite(bool(logits[:1].isfinite().all()))
@@ -536,7 +538,7 @@ class Engine:
         return prefill.joining([rows[index] for index in staying], tokens[staying])
 
     def _step(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
-        """Step the batch without ``leaving`` and with ``joining``; report what is drawn."""
+        """Step the batch without ``leaving`` and with ``joining``; report the drawn tokens."""
         batch = self._batch
         rows = [row for row in batch.rows if row not in leaving] + [row for item in joining for row in item.rows]
         try:
@@ -576,7 +578,7 @@ class Engine:
     def _report(
         self, rows: Sequence[Row], logits: Tensor, tokens: Tensor, broken: Collection[Request] = ()
     ) -> list[Row]:
-        """Report what was drawn to the listeners but of ``broken`` requests; return the rows that end with it."""
+        """Report the drawn tokens to the listeners, except for ``broken`` requests; return the rows that end here."""
         ended = []
         for index, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             request, score = row.request, None
@@ -605,7 +607,7 @@ def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 
 def _failure(error: Exception) -> KinformerError:
-    """Return ``error`` as a sentence for the listeners of what it ended."""
+    """Return ``error`` as a sentence for the listeners of the requests that it ended."""
     if isinstance(error, KinformerError):
         return error
     reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

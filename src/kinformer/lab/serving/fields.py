@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 MOST_STOPS, MOST_LOGPROBS, MOST_TOKENS = 4, 20, 1 << 20
 MOST_NESTED = 1 << 17
-"""Lists and objects of a body: Python's JSON reader keeps all other threads waiting, a second for each million."""
+"""The most lists and objects of a body. Python's JSON reader blocks all other threads, one second for each million."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
-"""Fields that do not affect what is generated."""
+"""Fields without effect on the generated text."""
 NEUTRAL: Mapping[str, object] = {
     "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
     "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
     "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
 }  # fmt: skip
-"""Fields that are not supported, each with the value that requests nothing of it."""
+"""Unsupported fields, each with the one value that requests nothing and is accepted."""
 SHARED = (
     "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stream_options", "stop", "seed",
     "return_token_ids",
@@ -53,10 +53,10 @@ class FieldError(KinformerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """What a completion of either kind requests: the ``model``, how tokens are drawn, and the form of the answer.
+    """The request of a completion or of a chat: the ``model``, how tokens are drawn, and the form of the answer.
 
-    ``seed`` is a random one where the request names none; ``max_tokens`` and ``logprobs`` are None where it does not.
-    ``fields`` are all that the request has.
+    A request without a seed has a random seed in ``sampling``. ``max_tokens`` and ``logprobs`` are None if the request
+    does not give them. ``fields`` are all fields of the request.
     """
 
     model: str
@@ -91,8 +91,8 @@ def parse(data: bytes) -> JsonObject:
 
 
 def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
-    """Return what ``fields`` request; only those that are ``supported`` may request anything. ``seed`` is that of a
-    request that names none; None draws one."""
+    """Return the request in ``fields``; only the ``supported`` fields may request anything. ``seed`` is the seed of a
+    request that does not name one; None draws a seed."""
     values = {name: value for name, value in fields.items() if value is not None}
     for name, value in values.items():
         if name in supported or name in IGNORED:
@@ -222,7 +222,7 @@ def _is_id(item: object) -> bool:
 
 
 def short(value: object) -> str:
-    """Return how ``value`` begins, as text of at most 40 characters, however large the value is."""
+    """Return the beginning of ``value`` as text of at most 40 characters, however large the value is."""
     text = reprlib.repr(value).encode("ascii", "backslashreplace").decode()
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -234,17 +234,16 @@ def _refuse_constant(name: str) -> NoReturn:
 MOST_CHARACTERS = 8 << 20
 """The most characters of a prompt, and of a text or a list that a template repeats."""
 UNNAMED = {"bos_token": "", "eos_token": ""}
-"""The special tokens of a run that names none, so that templates can add them to a text."""
+"""The special tokens of a run without any: empty texts, so that templates can add them to a text."""
 
 
 class ChatTemplate:
-    """Chats as prompts, by a Jinja template: the imported model's, or one that the operator gives.
+    """The Jinja template in the file ``path``, which makes a prompt of the messages of a chat. It comes from the
+    imported model or from the operator. ``stops``: texts that end an answer.
 
-    The template in the file ``path``, which makes a prompt of ``messages``; ``stops`` end an answer.
-
-    It renders what ``apply_chat_template`` of the library transformers renders, in Jinja's sandbox: with
-    ``messages``, ``add_generation_prompt`` (true), ``tools`` and ``documents`` (None), the ``special_tokens`` by
-    name (``bos_token``), ``raise_exception``, ``strftime_now``, a ``tojson`` that keeps letters and order, and the
+    The template renders the same text as ``apply_chat_template`` of the library transformers, in Jinja's sandbox. It
+    can use ``messages``, ``add_generation_prompt`` (true), ``tools`` and ``documents`` (None), the ``special_tokens``
+    by name (``bos_token``), ``raise_exception``, ``strftime_now``, a ``tojson`` that keeps letters and order, and the
     tags ``break``, ``continue`` and ``generation``.
     """
 
@@ -258,11 +257,11 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-        except Exception as error:  # the parser also raises what Python's own parser does, and RecursionError
+        except Exception as error:  # the parser also raises the errors of Python's parser, and RecursionError
             raise KinformerError(f"{path}: is not a Jinja template ({_reason(error)}); mend it.") from None
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **names: object) -> str:
-        """Return the prompt that the template makes of ``messages``; ``names``: what else it reads, such as ``tools``.
+        """Return the prompt that the template makes of ``messages`` and of other ``names``, such as ``tools``.
 
         Errors: :class:`FieldError` for messages that the template refuses or cannot render.
         """
@@ -282,7 +281,7 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return the message of an error, in one line."""
     text, kind = " ".join(str(error).split())[:200].rstrip("."), type(error).__name__
     if not text:
         return kind  # as of MemoryError
@@ -291,7 +290,7 @@ def _reason(error: Exception) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the sandbox with what transformers gives to chat templates."""
+    """Return the sandbox with the functions and tags that transformers gives to chat templates."""
     try:
         from jinja2 import nodes
         from jinja2.ext import Extension
@@ -315,7 +314,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
             return caller()
 
     class Sandbox(ImmutableSandboxedEnvironment):
-        """A sandbox in which no text or list is repeated beyond all bounds."""
+        """A sandbox that bounds the repetition of texts and lists."""
 
         intercepted_binops = frozenset(("*", "**"))
 

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 MOST_VALUES = 1 << 18
-"""Tokens and log-probabilities that an answer may have: their JSON takes some 20 bytes each, and is built at once."""
+"""The most tokens and log-probabilities of an answer: each takes some 20 bytes of JSON, which is built at once."""
 MOST_BEHIND = 1 << 14
-"""Tokens and log-probabilities of each row of a stream that may wait for a client that reads slowly."""
+"""The most tokens and log-probabilities of a stream's row that may wait for a slow client."""
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection before it had the full answer."""
+    """The error of a client that closed its connection before it had the full answer."""
 
 
 class Job:
     """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or lists of ids.
 
-    Choice number i is what row i of ``kinformer.generate`` is for the prompts repeated ``n`` times each. It may be
-    built outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
+    Choice number i equals row i of ``kinformer.generate`` for the prompts repeated ``n`` times each. A job may be built
+    outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Job:
         }
 
     def submit(self) -> None:
-        """Hand all requests to the engine, or none where it is busy."""
+        """Hand all requests to the engine, or none if the engine is busy."""
         self._loop = asyncio.get_running_loop()
         try:
             for request in self._requests:
@@ -77,14 +77,14 @@ class Job:
             raise
 
     def cancel(self) -> None:
-        """End what is still being continued."""
+        """End all open requests of the job."""
         for request in self._requests:
             self.engine.cancel(request)
 
     async def pieces(self, receive: Receive) -> AsyncIterator[Piece]:
         """Yield the pieces as they come, until all choices have ended.
 
-        Errors: ``KinformerError`` where the engine fails; :class:`ClientLeftError` as soon as ``receive`` says so.
+        Errors: ``KinformerError`` if the engine fails; :class:`ClientLeftError` as soon as ``receive`` reports it.
         """
         watch = asyncio.create_task(self._watch(receive))
         left = self.choices
@@ -137,8 +137,8 @@ class Job:
         return request
 
     def _require_size(self, request: Request) -> None:
-        """Raise where the answer, with ``request`` added, may become too large; new tokens leave a stream as they
-        come."""
+        """Raise if the answer with ``request`` may become too large. The new tokens of a stream do not count, because
+        they are sent at once."""
         tokens = len(request.tokens) if self.body.echo else 0
         if not self.body.stream:
             tokens += request.max_new_tokens
@@ -156,7 +156,7 @@ class Job:
         return 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
 
     def _send(self, item: Piece | Failure) -> None:
-        """Pass a piece on to the event loop, from any thread; where a stream's client is too far behind, end it."""
+        """Pass a piece to the event loop, from any thread; end a stream whose client is too far behind."""
         if self._overflowed:
             return
         if self._loop is not None and self.body.stream and self._sent - self._taken >= self._most_behind:

@@ -1,4 +1,4 @@
-"""A server for a trained run: the engine in a thread of its own, HTTP in the caller's."""
+"""A server for a trained run: the engine in a separate thread, HTTP in the caller's thread."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ MOST_BODY = 8 << 20
 BODY_SECONDS = 60
 """Seconds that a client has to send a body."""
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
-"""Tokens that are drawn where a request does not say how many, as OpenAI's completions do; and in a chat."""
+"""The number of tokens drawn for a request that does not give a number: for a completion, as at OpenAI, and for a
+chat."""
 LARGE = 256
-"""Tokens from which on a part of a stream is built outside of the event loop."""
+"""A part of a stream with more tokens is built outside of the event loop."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -91,8 +92,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True)
 class Served:
-    """A model as clients see it: its ``name``, when it was made (``created``, in seconds), the ``engine`` that
-    continues texts, and the ``seed`` of requests that name none."""
+    """A model as clients see it: its ``name``, the time when it was made (``created``, in seconds), the ``engine`` that
+    continues texts, and the ``seed`` of requests without a seed."""
 
     name: str
     created: int
@@ -109,8 +110,8 @@ class Served:
 
 
 def application(served: Served, local: bool) -> Starlette:
-    """Return the application; a ``local`` one answers only those who call it by a name of this machine, so that no
-    page of elsewhere can reach it by a name that leads here."""
+    """Return the application. A ``local`` application answers only requests to a name of this machine, so that a
+    foreign page cannot reach it by its own name with this machine's address (DNS rebinding)."""
     routes = [
         Route("/", _page),
         Route("/health", _health),
@@ -161,7 +162,7 @@ class Events(Response):
             for opening in answer.opening():
                 await write(answers.event(opening))
             async for piece in job.pieces(receive):
-                large = len(piece.tokens) > LARGE  # as a prompt with its scores is
+                large = len(piece.tokens) > LARGE  # for example a prompt with its scores
                 await write(await run_in_threadpool(built, piece) if large else built(piece))
             if answer.body.include_usage:
                 await write(answers.event(answer.usage_chunk(job.usage)))
@@ -306,9 +307,9 @@ except ImportError as error:
     ) from error
 
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of accepting a connection that pass when others end."""
+"""Errors of accepting a connection that pass when other connections end."""
 _GRACE = 5
-"""Seconds that connections have to end in after Ctrl-C."""
+"""Seconds in which connections must end after Ctrl-C."""
 
 
 class Server:
@@ -355,7 +356,7 @@ class Server:
         self._http = _Http(config, self.engine.close)
 
     def run(self) -> None:
-        """Answer until :meth:`close`, or a signal in the main thread; then end what is being continued."""
+        """Answer until :meth:`close`, or a signal in the main thread; then end the open requests."""
         self._thread.start()
         try:
             with as_flags(False):  # clients send fields, also where a command started the server
@@ -411,19 +412,19 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class _Http(uvicorn.Server):
-    """A server that calls ``closing`` at the first signal, so that no stream holds it up."""
+    """A server that calls ``closing`` at the first signal, so that open streams do not delay its end."""
 
     def __init__(self, config: uvicorn.Config, closing: Callable[[], None]) -> None:
         super().__init__(config)
         self._closing = closing
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and keep the log short while no connection can be opened."""
+        """Listen, and keep the log short while connections cannot be opened."""
         asyncio.get_running_loop().set_exception_handler(sparing(logging.getLogger("uvicorn.error").error))
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        threading.Thread(target=self._closing, daemon=True).start()  # which may wait, as a signal's handler must not
+        threading.Thread(target=self._closing, daemon=True).start()  # in a thread: a signal's handler must not wait
         super().handle_exit(sig, frame)
 
     @contextmanager
@@ -440,7 +441,7 @@ class _Http(uvicorn.Server):
 
 
 def sparing(say: Callable[[str], None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a handler of the event loop's errors which says at most once a second that descriptors are lacking.
+    """Return a handler of the event loop's errors that reports a lack of descriptors at most once a second.
 
     asyncio's own handler logs a traceback for each of the thousands of connections that may wait.
     """
@@ -458,7 +459,7 @@ def sparing(say: Callable[[str], None]) -> Callable[[asyncio.AbstractEventLoop, 
 
 
 def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None:
-    """Serve the run in ``folder`` until Ctrl-C; ``json``: print where, as one JSON object, once it listens."""
+    """Serve the run in ``folder`` until Ctrl-C; ``json``: print the address as one JSON object once it listens."""
     server = Server(folder, options)
     if json:
         print(dumps({"url": server.url, "model": server.name}), flush=True)

@@ -1,1 +1,1 @@
-"""What models are trained for: a folder for every task, what the tasks share, and the table of them."""
+"""The tasks that models are trained for: a page for every task, shared pages, and the table of tasks."""

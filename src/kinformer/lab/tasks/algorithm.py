@@ -1,4 +1,11 @@
-"""The task of algorithms: its rows, its objective, and how many problems a model solves by their length."""
+"""The task of algorithms: its rows, its objective, and how many problems a model solves by their length.
+
+A training row is a problem with its answer. A label is the token that follows; "-" stands for IGNORED:
+
+    tokens   4 0 7 = 7 0 4 . .      reverse: 407=704. in a row with room for longer problems
+    labels   - - - 7 0 4 . - -      the answer and its end "." are predicted
+    valid    1 1 1 1 1 1 1 0 0
+"""
 
 from __future__ import annotations
 
@@ -79,7 +86,7 @@ def vocab_size(data: AlgorithmData) -> int:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the symbols of problems, and rows that are too short for the longest problem."""
+    """Refuse a model without the symbols of problems, and rows shorter than the longest problem."""
     check_ids(plan, len(SYMBOLS), special_apart=False)
     check_sequence(model)
     plan.data.check(plan.settings.length)
@@ -96,7 +103,7 @@ def algorithm_loss(model: nn.Module, data: DataModule | None) -> AlgorithmLoss:
 
 
 class AlgorithmLoss(AnswersLoss):
-    """The mean cross-entropy of all tokens of the answers; its metrics also count the problems that are solved."""
+    """The mean cross-entropy of all tokens of the answers; its metrics also count the solved problems."""
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         problems = len(batch.tokens)
@@ -118,8 +125,8 @@ PLACE, CARRY = "place", "carry"
 
 
 class ByDifficulty:
-    """Counts of answers' tokens by their difficulty, of problems of one ``algorithm`` and this many ``digits``;
-    ``depths`` are those of the call that read the batch that is noted.
+    """Counts of the answers' tokens by difficulty, for problems of one ``algorithm`` with this many ``digits``;
+    ``depths`` come from the model's call on the noted batch.
 
     A model that lets tokens halt or leave early thinks longer about some tokens than about others. Difficulty is their
     place in the answer, and in an addition how far the carry that arrives there has come.
@@ -146,18 +153,18 @@ class ByDifficulty:
 
     @property
     def mean(self) -> float:
-        """Return the mean depth of all tokens noted, those of problems included."""
+        """Return the mean depth of all noted tokens, the tokens of problems included."""
         return float(self.all[1] / self.all[0])
 
     @property
     def rows(self) -> dict[str, list[dict[str, float]]]:
-        """Return, by the name of each difficulty, a row for every group that has tokens (see :func:`rows_of`)."""
+        """Return, by the name of each difficulty, a row for every group with tokens (see :func:`rows_of`)."""
         return {name: rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
 
 
 def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
-    """Return a row for every group of ``counts`` [3, groups] (tokens, right ones, sums of depths) that has tokens:
-    their number, their accuracy and their mean ``depth``."""
+    """Return a row for every group with tokens in ``counts`` [3, groups] (tokens, right tokens, sums of depths): the
+    number of tokens, their accuracy and their mean ``depth``."""
     return [
         {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
         for number, (tokens, right, total) in enumerate(counts.T.tolist())
@@ -169,7 +176,7 @@ def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
 
 
 def sequence_accuracy_at(digits: int) -> Metric:
-    """Return the metric of the share of problems of this many digits that are solved."""
+    """Return the metric of the share of solved problems with this many digits."""
     return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
 
 
@@ -178,8 +185,9 @@ class DigitsMeasured:
     """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
     their answers are ``correct``, the share of the most frequent one, and the sum of ``nats``.
 
-    ``trained``: whether training's range holds them. Where tokens halt or leave early, ``depth`` is the metric of that,
-    ``mean_depth`` its mean, and ``by_difficulty`` has rows for :func:`rows_of` each difficulty, by its name.
+    ``trained``: whether training's range holds them. Where tokens halt or leave early, ``depth`` is the metric of their
+    depth, ``mean_depth`` its mean, and ``by_difficulty`` holds the rows of :func:`rows_of` by the name of each
+    difficulty.
     """
 
     digits: int
@@ -201,7 +209,7 @@ class DigitsMeasured:
 
     @property
     def accuracy(self) -> float:
-        """Return the share of the answers' tokens that are right."""
+        """Return the share of right tokens in the answers."""
         return self.correct / self.tokens
 
     @property
@@ -219,8 +227,8 @@ class DigitsMeasured:
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """Evaluate a run on new problems of each number of digits; the metrics are over those in training's range, or over
-    all where none is. Every problem is written to the table that the options name."""
+    """Evaluate a run on new problems of each number of digits; the metrics are over the problems in training's range,
+    or over all problems if none is in it. Every problem is written to the table that the options name."""
     started_at = time.perf_counter()
     data: AlgorithmData = subject.run.options.data
     split = choose(evaluation_settings.split, SPLITS, "`split`")

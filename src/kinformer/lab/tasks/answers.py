@@ -1,4 +1,4 @@
-"""Rows of which a causal model answers some tokens, made on demand or written as lines."""
+"""Rows with some tokens for a causal model to answer, made on demand or written as lines."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from kinformer.lab.tasks.runs import LoadedRun
 
 
-# Rows that are made on demand, of which a causal model answers some tokens (recall, algorithms).
+# Rows made on demand, with some tokens for a causal model to answer (recall, algorithms).
 
 PART_TOKENS = 2048
-"""Tokens of the rows that are drawn with one seed: those of the usual chunk."""
+"""Tokens of the rows drawn with one seed: as many as in the usual chunk."""
 
 
 class ScoredBatch(NamedTuple):
-    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is scored; ``sizes`` [batch] int64: of every
-    row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
+    """``tokens``, ``labels`` [batch, time] int64, IGNORED where nothing is scored; ``sizes`` [batch] int64, the size of
+    every row's problem (pairs, digits); ``valid`` [batch, time] bool, or None for rows of one length."""
 
     tokens: Tensor
     labels: Tensor
@@ -54,7 +54,7 @@ class ScoredBatch(NamedTuple):
 
     @property
     def scored(self) -> Tensor:
-        """Return behind which tokens an answer is scored, [batch, time] bool."""
+        """Return the tokens after which an answer is scored, [batch, time] bool."""
         return self.labels != IGNORED
 
 
@@ -63,7 +63,8 @@ def drawn_batches(
 ) -> Iterator[ScoredBatch]:
     """Yield ``rows`` rows of ``width`` tokens in batches of about ``chunk`` tokens.
 
-    ``draw(part, count)`` gives the rows of a part, which holds as many whatever ``chunk`` is: the rows are the same.
+    ``draw(part, count)`` gives the rows of a part. The size of a part does not depend on ``chunk``, and so the rows do
+    not.
     """
     part_rows, batch_rows = max(1, PART_TOKENS // width), max(1, chunk // width)
     for part, first in enumerate(range(0, rows, part_rows)):
@@ -93,7 +94,7 @@ class Answers(NamedTuple):
 
 
 def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answers:
-    """Return what ``model`` predicts of the scored tokens."""
+    """Return the predictions of ``model`` for the scored tokens."""
     scored = batch.scored
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
     logits = model.logits(map_tensors(lambda item: item[scored][None], inputs))[0]
@@ -159,7 +160,7 @@ def answers_to(
     answer: Callable[..., Generated],
 ) -> Iterator[Predicted]:
     """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text)``; ``check`` raises
-    where a text is no problem."""
+    for a text without a problem."""
 
     def check_item(item: TextItem) -> None:
         try:
@@ -231,7 +232,7 @@ class ClassPredictions:
         self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
 
     def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield what is predicted of every item, as a row of a table, beside its label."""
+        """Yield the prediction of every item beside its label, as a row of a table."""
         labels = labels[: len(self.classes)]  # of the items that were measured, the first ones
         for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=True):
             yield {"label": names[int(label)], "class": names[predicted], "probability": share}

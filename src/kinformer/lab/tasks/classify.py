@@ -1,4 +1,11 @@
-"""The task of classification: its rows, its objective, its measures, and the classes of new texts."""
+"""The task of classification: its rows, its objective, its measures, and the classes of new texts.
+
+A training row is a text with one label; the task listops reads trees in the same way. Padding is 0 and not valid:
+
+    tokens   BOS  f  i  n  e  EOS  0  0
+    valid     1   1  1  1  1   1   0  0
+    label    1                             the class "good"; IGNORED in rows that do not count
+"""
 
 from __future__ import annotations
 
@@ -91,7 +98,7 @@ def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the ids of the data, and a column of a table that holds no classes."""
+    """Refuse a model without the ids of the data, and a column of a table without classes."""
     data: Labelled = plan.data
     check_ids(plan, data.vocab_size, special_apart=isinstance(plan.options, ListOpsOptions))
     check_sequence(model)
@@ -138,7 +145,7 @@ class LabelledBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of tokens that are read, padding included."""
+        """Return the number of tokens read, padding included."""
         return self.tokens.numel()
 
     def stretch(self, number: int, count: int) -> LabelledBatch:
@@ -186,7 +193,8 @@ def training_rows(plan: TrainingPlan) -> Labels:
 
 
 class Classification:
-    """Mean cross-entropy of the label of every row, or of every token where the model predicts classes of those."""
+    """Mean cross-entropy of the label of every row, or of every token where the model predicts the classes of
+    tokens."""
 
     by_token = True
 
@@ -200,8 +208,8 @@ def class_loss(model: nn.Module, data: DataModule | None) -> Classification:
 
 
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
-    """Return loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` counts the labels that
-    are the most probable classes."""
+    """Return loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` counts the labels
+    whose class is the most probable one."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     labels = labels.flatten()
     nats = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -240,7 +248,8 @@ def measure_labels(
     progress: ProgressCallback | None = None,
     predictions: ClassPredictions | None = None,
 ) -> LabelMeasurement:
-    """Measure ``model`` (in eval mode) on all examples of ``rows``; ``predictions`` notes what it predicts of each."""
+    """Measure ``model`` (in eval mode) on all examples of ``rows``; ``predictions`` notes the prediction of each
+    example."""
     device = device_of(model)
     counts, nats = np.zeros((3, classes), np.int64), 0.0
     with torch.inference_mode():

@@ -1,4 +1,14 @@
-"""The task of control: how a model fits an environment, its returns, and its actions on new observations."""
+"""The task of control: how a model fits an environment, its returns, and its actions on new observations.
+
+A training row is a part of a rollout: `length` steps of one copy of the environment, in which the model acted itself:
+
+    step           1    2    3    4    5
+    observations   o1   o2   o3   o4   o5
+    begun          1    0    0    1    0     episodes begin at steps 1 and 4
+    actions        a1   a2   a3   a4   a5    drawn by the policy that made the rollout
+    advantages     A1   A2   A3   A4   A5    weigh the log-densities of the actions
+    returns        R1   R2   R3   R4   R5    targets of the value; every step counts
+"""
 
 from __future__ import annotations
 
@@ -65,8 +75,8 @@ def open_data(source: Source, options: ControlOptions, cache: Path | None = None
 
 
 def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
-    """Return overrides of a causal member's config: its input, its head, and weights that begin by their fan-in. Those
-    of N(0, 0.02) suit models that are wider than most agents, and let through too little of what is remembered."""
+    """Return overrides of a causal member's config: its input, its head, and weights that begin by their fan-in.
+    Weights of N(0, 0.02) suit models wider than most agents; in an agent they let through too little of the memory."""
     if data is None:
         if config.input.kind == INPUT:
             return {}
@@ -270,7 +280,8 @@ def predict(
     A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as
     None in a list, begins a new episode. Every action follows all observations of its episode so far.
 
-    Errors: ``KinformerError`` for a line with other than the environment's count of numbers, or one that is not finite.
+    Errors: ``KinformerError`` for a line whose count of numbers is not the environment's, or with an infinite number or
+    NaN.
     """
     environment = Environments(open_environment(subject.run.options).env)
     environment.close()

@@ -1,5 +1,13 @@
-"""The task of self-distillation without labels (DINO, Caron et al. 2021): views, rows, the objective, and its
-measures."""
+"""The task of self-distillation without labels (DINO, Caron et al. 2021): views, rows, the objective, its measures.
+
+A training row is a piece of an image, without a label. The objective draws views of it:
+
+    global views    x1  x2                 7/8 of the patches along each side
+    local views     x3  x4 ... x10         3/8 of the patches along each side
+    teacher reads   x1  x2                 its classes are the targets
+    student reads   x1  x2  x3 ... x10
+    pairs           x1 -> x2, x3, ..., x10     x2 -> x1, x3, ..., x10     a view is never its own target
+"""
 
 from __future__ import annotations
 
@@ -37,10 +45,10 @@ from kinformer.runtime.progress import ProgressCallback, progressing
 
 # Views of an image for self-distillation (Caron et al. 2021, DINO, section 3.1; Chen et al. 2022, HIPT, section 3.3).
 #
-# Of pixels, views are crops of any scale that are resized, and changed in brightness, contrast and colour, blurred and
-# solarised as in BYOL (Grill et al. 2020, appendix B). Of a map of features they are boxes of it. Two views are
-# *global*, 7/8 of the patches along each side; the *local* ones have 3/8. Everything random comes from the generator
-# that is given; None is PyTorch's own.
+# Views of pixels are resized crops of any scale, changed in brightness, contrast and colour, blurred and solarised as
+# in BYOL (Grill et al. 2020, appendix B). Views of a map of features are boxes of the map. Two views are *global*, with
+# 7/8 of the patches along each side; *local* views have 3/8. Everything random comes from the given generator; None is
+# PyTorch's generator.
 
 GLOBAL, LOCAL = (7, 8), (3, 8)
 LEAST_AREA = 0.05
@@ -111,7 +119,7 @@ def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
 
 
 def _blurred(x: Tensor, share: float, generator: Generator | None) -> Tensor:
-    """Blur a ``share`` of the images of ``x`` [rows, channels, height, width], each by a Gaussian of its own width."""
+    """Blur a ``share`` of the images of ``x`` [rows, channels, height, width], each by a Gaussian of another width."""
     scale = max(x.shape[2:]) / OF_SIDE
     deviation = scale * (SHARPEST + (SOFTEST - SHARPEST) * torch.rand(len(x), generator=generator))
     reach = min(int(3 * SOFTEST * scale) + 1, min(x.shape[2:]) - 1)
@@ -177,9 +185,9 @@ class Pieces:
 
 
 class DinoRows(DataModule):
-    """Pieces of the training images in an order of their own in every epoch; the first of the validation images'.
+    """Pieces of the training images in a new order in every epoch, and the first pieces of the validation images.
 
-    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
     """
 
     sums = ("nats", "teacher_nats")
@@ -227,8 +235,8 @@ def training_rows(plan: TrainingPlan) -> DinoRows:
 
 
 def level_config(config: ModelConfig, level: int) -> ModelConfig:
-    """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest,
-    which has the task's head, is none of them. A model that reads no tiles has one level, itself."""
+    """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest
+    encoder, which has the task's head, is not counted. A model that does not read tiles has one level, itself."""
     result: list[ModelConfig] = []
     outer = config
     while (inner := getattr(outer.input, "encoder", None)) is not None:
@@ -259,9 +267,9 @@ WIDER, BOTTLENECK = 16 / 3, 256
 
 
 def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy of each row over all pairs of unlike views, [rows], and the teacher's entropy, [rows],
-    in nats. Logits are ``student`` [views, rows, classes], whose first views are those of ``teacher`` [global views,
-    rows, classes]."""
+    """Return the cross-entropy of each row over all pairs of different views, [rows], and the teacher's entropy,
+    [rows], in nats. Logits are ``student`` [views, rows, classes] and ``teacher`` [global views, rows, classes]; the
+    student's first views are the global ones."""
     targets = ((teacher - centre) / temperature).softmax(-1)
     log_probs = (student / STUDENT_TEMPERATURE).log_softmax(-1)
     pairs = -torch.einsum("trk,srk->tsr", targets, log_probs)
@@ -270,7 +278,8 @@ def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: flo
 
 
 def level_of(model: nn.Module | StackedWholeModel, level: int) -> StackedWholeModel:
-    """Return the encoder number ``level`` of a pyramid, counted from 1 below; the model itself where it is none."""
+    """Return the encoder number ``level`` of a pyramid, counted from 1 below; the model itself where it is not a
+    pyramid."""
     input: Input = part_of(model, "input")
     levels: tuple[Any, ...] = input.lower or (model,)
     return levels[level - 1]
@@ -295,9 +304,10 @@ class Prototypes(nn.Module):
 
 
 class SelfDistillation(OnlineLearner):
-    """The encoder number ``options.level`` of the model is the teacher, so that its weights are those that are kept.
+    """The encoder number ``options.level`` of the model is the teacher, so that a run keeps the teacher's weights.
 
-    The student, which begins as a copy of it, and both heads are this module's, and kept in checkpoints.
+    The student begins as a copy of the teacher. The student and both heads belong to this module and are kept in
+    checkpoints.
     """
 
     def __init__(self, model: StackedWholeModel, options: DinoOptions) -> None:
@@ -367,7 +377,7 @@ class SelfDistillation(OnlineLearner):
 
 
 def fit(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
-    """Return the overrides; the classes of images without labels are those of the recipe, until there are some."""
+    """Return the overrides; images without labels keep the recipe's classes until there are some."""
     classes = 0 if data is None else len(data.classes)
     changes = fitted(config, data, classes=classes if classes > 1 else getattr(config.head, "classes", 2))
     if not hasattr(config.head, "classes"):
@@ -376,14 +386,14 @@ def fit(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a level that the model lacks, or one that makes no vector of an image."""
+    """Refuse a level that the model lacks, or a level that does not make a vector of an image."""
     check_channels(plan)
     level_config(plan.config, plan.options.level)
     check_level(level_of(model, plan.options.level))
 
 
 def self_distillation(model: StackedWholeModel, data: DataModule | None) -> SelfDistillation:
-    """Return the objective, whose options are those of the rows ``data``."""
+    """Return the objective, with the options of the rows ``data``."""
     if not isinstance(data, DinoRows):
         return SelfDistillation(model, DinoOptions())
     objective = SelfDistillation(model, data.options)
@@ -392,7 +402,7 @@ def self_distillation(model: StackedWholeModel, data: DataModule | None) -> Self
 
 
 def check_level(level: StackedWholeModel) -> None:
-    """Refuse an encoder whose head makes no vector of an image, or one with weights of its own."""
+    """Refuse an encoder whose head does not make a vector of an image, or makes it with weights of the head."""
     pooling = getattr(level.head, "pooling", None)
     if pooling is None or pooling == "gated":
         raise KinformerError(
@@ -401,8 +411,8 @@ def check_level(level: StackedWholeModel) -> None:
         )
 
 
-# How good an encoder's vectors are: whether the nearest training images are of the same class (Caron et al. 2021,
-# section 4.1; Wu et al. 2018, section 3.4).
+# How good an encoder's vectors are: whether the nearest training images have the same class (Caron et al. 2021, section
+# 4.1; Wu et al. 2018, section 3.4).
 
 TEMPERATURE = 0.07
 AT_ONCE = 16
@@ -411,8 +421,8 @@ AT_ONCE = 16
 def vectors_of(
     model: StackedWholeModel, level: int, images: Images, count: int, progress: ProgressCallback | None = None
 ) -> Tensor:
-    """Return vectors [count, dim] of length 1: of each of the first images the mean of the encoder's vectors of its
-    pieces."""
+    """Return vectors [count, dim] of length 1, one for each of the first images: the mean of the encoder's vectors of
+    its pieces."""
     input: PatchInput = input_of(level_config(model.config, level))
     size = input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kinformer.lab.tasks.runs import LoadedRun
 
-# What predicting and embedding return for every item: a row of values and a line for people, or a vector.
+# The results of predicting and embedding for every item: a row of values and a line for people, or a vector.
 
 
 FileSource: TypeAlias = str | Path | Sequence[str | Path]
@@ -249,7 +249,8 @@ def evaluated(
 
 
 def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[R]:
-    """Return what ``measure`` returns of every key, in the order of ``keys``; with a progress bar unless ``quiet``."""
+    """Return the result of ``measure`` for every key, in the order of ``keys``; with a progress bar unless
+    ``quiet``."""
     groups = []
     with progressing(quiet) as progress:
         for key in keys:

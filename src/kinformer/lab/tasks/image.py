@@ -1,4 +1,12 @@
-"""The task of drawing images value by value: how a model fits, its rows, bits per dimension, and drawing."""
+"""The task of drawing images value by value: how a model fits, its rows, bits per dimension, and drawing.
+
+A training row is an image in the raster order of the model's input, here 2 x 2 pixels of one channel:
+
+    image    10 20      inputs    START  10  20  30
+             30 40      targets    10    20  30  40      every value counts, the first too
+
+With `conditional`, the class of the image stands beside the values of every position of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +68,8 @@ class BlockPattern(Protocol):
 
 
 def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
-    """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels), None where that is
-    not known: an input of pixels, in the blocks of the attention's pattern if that has some, whose sizes follow the
-    images'."""
+    """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels; None: unknown): an
+    input of pixels in the sizes of the images, in blocks where the attention's pattern has blocks."""
     patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)
@@ -85,7 +92,7 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
 
 
 def patterns_of(layers: Sequence[object]) -> dict[int, BlockPattern]:
-    """Return the patterns of those ``layers`` (configs) whose attention is of blocks of an image, by their numbers."""
+    """Return the attention patterns in blocks of an image that ``layers`` (configs) have, by the layers' numbers."""
     return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
 
 
@@ -237,7 +244,7 @@ class Sequences:
         return values.cpu().numpy().astype(np.uint8)[:, self._places].reshape(shape)
 
     def prefix(self, rows: int) -> int | None:
-        """Return how many positions hold the first ``rows`` rows, None where these are no beginning of the sequence."""
+        """Return how many positions hold the first ``rows`` rows, None where these do not begin the sequence."""
         raster = self.input.raster
         return None if rows % raster.block_height and raster.block_width < raster.width else rows * raster.width
 
@@ -284,7 +291,7 @@ def training_rows(plan: TrainingPlan) -> ImageRows:
 
 
 class PixelLoss:
-    """-ln p of every value given those before it, the first included, which follows START."""
+    """-ln p of every value given the values before it; the first value follows START."""
 
     def __init__(self, model: StackedCausalModel, data: DataModule | None = None) -> None:
         self.nats = nats_of(model)
@@ -300,13 +307,13 @@ class PixelLoss:
 
 
 def shifted(values: Tensor) -> Tensor:
-    """Return what a model reads to predict ``values`` [images, time, ...]: START, and all of them but the last."""
+    """Return the inputs of a model to predict ``values`` [images, time, ...]: START, and all values but the last."""
     return torch.cat([torch.full_like(values[:, :1], START), values[:, :-1]], dim=1)
 
 
 def labelled(values: Tensor, labels: Tensor | None) -> Tensor:
     """Return ``values`` [images, time(, channels)] with the class of each image, ``labels`` int64 [images], behind the
-    values of every position, [images, time, values + 1]; as they are without labels."""
+    values of every position, [images, time, values + 1]; unchanged without labels."""
     if labels is None:
         return values
     values = values if values.dim() == 3 else values[..., None]
@@ -323,13 +330,13 @@ def class_nats(logits: Tensor, values: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), values.flatten(), reduction="none").view_as(values)
 
 
-# Bits per dimension of a run, beside what counting finds in the same images.
+# Bits per dimension of a run, beside baselines of counting in the same images.
 
 WITHOUT_FIRST = Metric("bits_per_dim_without_first", "bits per dimension without the first value of an image")
 
 
 def data_of(run: TrainedRun, data: str | None) -> ImageData:
-    """Return the images that ``data`` names, or the run's own; refuse ones of another shape than the model's."""
+    """Return the images that ``data`` names, or the run's own; refuse images of another shape than the model's."""
     spec = spec_of(run, data)
     images = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
     input: PixelInput = input_of(run.config)
@@ -387,8 +394,8 @@ def evaluate(
 
 
 def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Tensor | None:
-    """Return the numbers int64 [images] that ``run`` gave to the classes of images, ``labels`` being those of ``data``;
-    None where its model takes no classes."""
+    """Return the classes int64 [images] of images, as ``run`` numbers them; ``labels`` are the classes as ``data``
+    numbers them. None for a model without classes."""
     input: PixelInput = input_of(run.config)
     if not input.classes:
         return None
@@ -402,8 +409,8 @@ def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Te
 def nats_of_images(
     count: int, rows: int, score: Callable[[slice], tuple[Tensor, Tensor]], model: StackedCausalModel, quiet: bool
 ) -> tuple[float, float]:
-    """Return the nats of all values of ``count`` images and of those at the first position, ``rows`` images at a time:
-    ``score`` returns the logits of a part of them by ``model``, and its values."""
+    """Return the nats of all values of ``count`` images, and of the values at the first position, ``rows`` images at a
+    time. ``score`` returns the logits that ``model`` gives a slice of the images, and its values."""
     scored, total, first = nats_of(model), 0.0, 0.0
     with torch.inference_mode(), progressing(quiet) as progress:
         for start in range(0, count, rows):
@@ -418,7 +425,7 @@ def nats_of_images(
 # Images drawn value by value, or completed from their first rows, and written as a PNG.
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
-"""Pixels between two images of a grid, the grey of what is occluded, and what height small images are enlarged to."""
+"""Pixels between two images of a grid, the grey of occluded parts, and the height that small images are enlarged to."""
 
 
 @dataclass(frozen=True)
@@ -435,8 +442,8 @@ class Drawn:
 def draw(
     subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
 ) -> Drawn:
-    """Draw images with a run, in a grid of ``options.samples`` or, with `complete`, a line for each that
-    is completed: the part that stays, its completions, and the image itself."""
+    """Draw images with a run, in a grid of ``options.samples`` or, with `complete`, a line for each completed image:
+    the part that stays, its completions, and the image itself."""
     run, model = subject.run, subject.model
     task_options: ImageGenerationOptions = options.task_options
     out = png_of(run, task_options.out, "samples.png")
@@ -487,7 +494,7 @@ def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
 
 
 def check_sampling(model: StackedCausalModel, options: GenerationSettings) -> None:
-    """Refuse options of drawing that a head with a distribution of its own does not read."""
+    """Refuse options of drawing that a head with another distribution does not read."""
     if isinstance(model.head, Likelihood):
         for name in ("top_k", "top_p", "min_p"):
             if (value := getattr(options, name)) is not None:
@@ -498,8 +505,8 @@ def check_sampling(model: StackedCausalModel, options: GenerationSettings) -> No
 
 
 def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: int) -> Tensor | None:
-    """Return the classes int64 [count] of the images to draw: those that ``label`` names in turns, or ``classes``
-    [images], or all in turns; None of a model that takes no classes."""
+    """Return the classes int64 [count] of the images to draw: the classes that ``label`` names in turns, or ``classes``
+    [images], or all classes in turns; None for a model without classes."""
     input: PixelInput = input_of(run.config)
     if not input.classes:
         if label is not None:
@@ -578,7 +585,7 @@ def sample(
     labels: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Draw values int64 [count, time(, channels)] that continue ``begin``, of the classes ``labels`` [count]; return
-    them and the bytes of the state at the end. ``state`` is that of ``count`` new sequences."""
+    them and the bytes of the state at the end. ``state`` is the state of ``count`` new sequences."""
     count = len(state.seen)
     device, positions, input = device_of(model), len(sequences.order), sequences.input
     pick = _Picker(model, count, options)
@@ -602,7 +609,7 @@ def sample(
 
 
 class _Picker:
-    """Draws the next value of every image, each from a stream of its own."""
+    """Draws the next value of every image, each from another random stream."""
 
     def __init__(self, model: StackedCausalModel, count: int, options: GenerationSettings) -> None:
         self.head = model.head if isinstance(model.head, Likelihood) else None

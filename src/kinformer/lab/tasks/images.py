@@ -1,4 +1,4 @@
-"""What the tasks of images share: pictures to predict from, random changes of training images, and features of frozen
+"""Shared by the tasks of images: pictures to predict from, random changes of training images, and features of frozen
 encoders."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _autocontrast(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _equalise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Replace each value by the share of its channel's pixels that are darker, among all but the brightest."""
+    """Replace each value by the share of darker pixels in its channel, among all but the brightest."""
     levels = (x * 255).round().long().flatten(2)
     counts = torch.zeros(*levels.shape[:2], 256).scatter_add_(2, levels, torch.ones(levels.shape))
     darker = (counts.cumsum(2) - counts).gather(2, levels)
@@ -167,13 +167,15 @@ def _moved(x: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
 #
 # Everything random comes from a generator, so that a step's images follow from the run's seed.
 #
-# ``crop``         shifted by up to an eighth of each side, zeros behind ``resized-crop``  a box of 8 to 100 % of the
-# area and an aspect of 3/4 to 4/3, scaled to the whole (Szegedy et al. 2015) ``flip``         left and right exchanged
-# in half of the images ``jitter``       brightness, contrast and saturation times 0.6 to 1.4 each, in that order
-# ``randaugment``  two of fourteen changes (Cubuk et al. 2019, RandAugment), of magnitude 9 of 30 give or take a half
-# ``erasing``      a box of 2 to 33 % becomes noise in a quarter of the images (Zhong et al. 2017) ``mixup``        a
-# second image shines through, in the share of Beta(0.8, 0.8) (Zhang et al. 2017) ``cutmix``       a box is a second
-# image's, of an area 1 - Beta(1, 1) (Yun et al. 2019); with mixup they take turns
+#     crop           shifted by up to an eighth of each side, zeros behind
+#     resized-crop   a box of 8 to 100 % of the area and an aspect of 3/4 to 4/3, scaled to the whole (Szegedy et al.
+#                    2015)
+#     flip           left and right exchanged in half of the images
+#     jitter         brightness, contrast and saturation times 0.6 to 1.4 each, in that order
+#     randaugment    two of fourteen changes (Cubuk et al. 2019, RandAugment), of magnitude 9 of 30 give or take a half
+#     erasing        a box of 2 to 33 % becomes noise in a quarter of the images (Zhong et al. 2017)
+#     mixup          a second image shines through, in the share of Beta(0.8, 0.8) (Zhang et al. 2017)
+#     cutmix         a box is a second image's, of an area 1 - Beta(1, 1) (Yun et al. 2019); takes turns with mixup
 
 ERASED, LEAST_AREA, MOST_AREA, LEAST_ASPECT = 0.25, 0.02, 1 / 3, 0.3
 MIXUP, CUTMIX = 0.8, 1.0
@@ -283,7 +285,7 @@ def mixup(batch: Augmented, generator: Generator) -> Augmented:
 
 
 def cutmix(batch: Augmented, generator: Generator) -> Augmented:
-    """Replace a box of each image by its neighbour's; shares are those of the pixels."""
+    """Replace a box of each image by its neighbour's; the shares count pixels."""
     rows = len(batch.images)
     side = (1 - _beta(CUTMIX, generator)).sqrt().expand(rows)
     inside = _boxes(batch.images, side, side, generator)
@@ -351,7 +353,7 @@ def keep_features(input: Input, changed: bool) -> CachedFeatures | None:
     return None if learns else CachedFeatures(input, features)
 
 
-# Pictures to predict from and to make vectors of: files, those of a folder, or the test images of data.
+# Pictures to predict from and to make vectors of: files, the files of a folder, or the test images of data.
 
 
 class Picture(NamedTuple):
@@ -399,10 +401,10 @@ def laid(batch: Sequence[Picture], model: WholeModel) -> Tensor:
 
 
 def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
-    """Yield a PNG or JPEG, or those that stand in a folder, scaled and cropped to the size that the model of ``run``
-    was made for; or the first ``count`` test images of the data ``spec``.
+    """Yield a PNG or JPEG, or the pictures of a folder, scaled and cropped to the size that the model of ``run`` was
+    made for; or the first ``count`` test images of the data ``spec``.
 
-    Errors: ``KinformerError`` for what is missing or damaged, and for images of other channels than the model's.
+    Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's.
     """
     input: PatchInput = input_of(run.config)
     shape = (*input.size, input.channels)
@@ -438,7 +440,7 @@ def png_of(run: TrainedRun, out: str | None, usual: str) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the picture ``path``, or the pictures of a folder that holds no folders; an empty list for other data."""
+    """Return the picture ``path``, or the pictures of a folder without subfolders; an empty list for other data."""
     if path.suffix.lower() in SUFFIXES and not path.is_dir():
         require_file(path)
         return [path]
@@ -450,7 +452,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def picture_batches(taken: Inputs[Picture], settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
-    """Yield the pictures ``taken`` in batches; a bar says what the caller is ``doing``."""
+    """Yield the pictures ``taken`` in batches; ``doing`` is the text of the progress bar."""
     done = 0
     with progressing(settings.quiet or taken.total is None, doing) as progress:
         for batch in batched(taken.items, settings.batch_size):

@@ -89,15 +89,14 @@ def seen_count(patches: int, masked: float) -> int:
 
 
 def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Tensor:
-    """Return the numbers int64 [rows, n] of the patches that are seen of each image, which the number of its row and
-    ``key`` decide, every set of them as often."""
+    """Return the numbers int64 [rows, n] of the seen patches of each image. The number of its row and ``key`` decide;
+    every set of patches is equally probable."""
     order = np.argsort(mix(*key, rows[:, None], np.arange(patches)[None]), axis=1, kind="stable")
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
 
 class PatchRows(DataModule, Generic[O, B]):
-    """Training images in an order of their own in every epoch; the first of the validation images, always with the same
-    masks."""
+    """Training images in a new order in every epoch, and the first validation images, always with the same masks."""
 
     def __init__(self, data: ImageData, settings: Settings, options: O, input: PatchInput) -> None:
         self.data, self.settings, self.options = data, settings, options
@@ -135,7 +134,7 @@ class PatchRows(DataModule, Generic[O, B]):
 
 
 class MaeRows(PatchRows[MaeOptions, MaeBatch]):
-    """Rows of images and of the patches that are seen of each."""
+    """Rows of images and of the seen patches of each."""
 
     sums = ("error",)
     metrics = (MASKED_ERROR,)
@@ -148,7 +147,7 @@ class MaeRows(PatchRows[MaeOptions, MaeBatch]):
 
 
 def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
-    """Return the images of these numbers, with the masks that they always have where the model is measured."""
+    """Return the images of these numbers, with the fixed masks of all measurements."""
     return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, MASKS))
 
 
@@ -179,12 +178,12 @@ def fitted_to_masks(config: ModelConfig, data: ImageData | None) -> dict[str, ob
 
 
 def suits_masks(config: ModelConfig) -> bool:
-    """Return whether an encoder of ``config`` that reads patches can leave some of them out."""
+    """Return whether an encoder of ``config``, which reads patches, can leave patches out."""
     return config.protocol is WholeModel and config.input.kind == "patches" and mixer_of_places(config) is None
 
 
 def check_masks(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model whose layers need the patches that are left out, or where they stand."""
+    """Refuse a model whose layers need the omitted patches, or the places of patches."""
     check_channels(plan)
     config = plan.config
     if config.head.kind != PIXEL_HEAD:
@@ -213,14 +212,14 @@ def mixer_of_places(config: ModelConfig) -> str | None:
 #
 #     loss = mean over masked patches i of |t_i - d(e(x_seen))_i|^2 / pixels,    t = (x - mean x) / sqrt(var x + 1e-6)
 #
-# e is the model up to its head, which gets the seen patches alone; d is its head. Mean and variance are those of the
-# patch itself; with ``raw_pixels`` t = x.
+# e is the model up to its head and gets only the seen patches; d is the head. Mean and variance are taken over the
+# pixels of the patch; with ``raw_pixels`` t = x.
 
 EPS = 1e-6
 
 
 class PatchModel(StackedWholeModel, Protocol):
-    """An encoder of patches, which may read some of them alone."""
+    """An encoder of patches, which may read a part of the patches."""
 
     def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
         """Return the hidden states of the positions ``chosen`` [rows, n] (None: of all)."""
@@ -244,7 +243,8 @@ def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
         nothing = torch.zeros_like(pixels[..., :1])
         return Targets(pixels, nothing, nothing + 1)
     mean = pixels.mean(-1, keepdim=True)
-    # As in the authors' code, whose variance is the unbiased one; a patch of one pixel has none.
+    # As in the authors' code, whose variance is the unbiased one; it is undefined for a patch of one pixel, where the
+    # plain variance, 0, is used.
     variance = pixels.var(-1, keepdim=True, correction=min(1, pixels.shape[-1] - 1))
     scale = (variance + EPS).sqrt()
     return Targets((pixels - mean) / scale, mean, scale)
@@ -286,7 +286,7 @@ def mask_rows(plan: TrainingPlan) -> MaeRows:
 
 
 def mask_loss(model: PatchModel, data: DataModule | None) -> MaskedPatches:
-    """Return the objective, whose options are those of the rows ``data``."""
+    """Return the objective, with the options of the rows ``data``."""
     return MaskedPatches(data.options if isinstance(data, MaeRows) else MaeOptions())
 
 
@@ -298,8 +298,8 @@ AT_ONCE = 64
 def measure_patches(
     model: PatchModel, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
 ) -> tuple[float, float]:
-    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's, and that
-    of predicting each patch's own mean (of raw pixels: the mean of all images)."""
+    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's error, and
+    the error of predicting each patch's own mean (for raw pixels: the mean of all images)."""
     input: PatchInput = input_of(model.config)
     patches = prod(input.replace(size=images.shape[:2]).grid)
     total, plain, masked = 0.0, 0.0, 0
@@ -320,8 +320,8 @@ def measure_patches(
 
 
 class HeldOut(NamedTuple):
-    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``, which are its own
-    data where they are the ``same``."""
+    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``; ``same`` says
+    whether this is the run's own data."""
 
     data: ImageData
     part: Images
@@ -330,7 +330,7 @@ class HeldOut(NamedTuple):
 
 
 def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
-    """Return the images that ``settings`` name, or those of ``run``."""
+    """Return the images that ``settings`` name, or the images of ``run``."""
     data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
     input: PatchInput = input_of(run.config)
     same, reads = note_other_data(run, data, settings.data is not None), input.channels
@@ -365,13 +365,13 @@ def evaluate(
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)
 
 
-# Images completed from some of their patches, written as a PNG beside what was seen and the images themselves.
+# Images completed from some of their patches, written as a PNG beside the seen patches and the images themselves.
 
 
 def complete(
     subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
 ) -> Made:
-    """Complete pictures: a line of three for each. The patches that were seen stand in it as they are.
+    """Complete pictures: a line of three for each. The seen patches stand in it unchanged.
 
     Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
     """
@@ -494,15 +494,14 @@ def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -
     corrupted = np.zeros(order.shape, bool)
     np.put_along_axis(corrupted, chosen, True, 1)
     other = (others % np.uint64(patches - 1)).astype(np.int64)
-    other += other >= numbers  # any patch but that of the place itself
+    other += other >= numbers  # any patch but the patch of the place itself
     kind = kinds % np.uint64(10)
     replaced = np.where(kind < MASKED_OF_10, MASKED, np.where(kind < MASKED_OF_10 + OTHER_OF_10, other, numbers))
     return torch.from_numpy(np.where(corrupted, replaced, numbers)), torch.from_numpy(corrupted)
 
 
 class MppRows(PatchRows[MppOptions, MppBatch]):
-    """Training images in an order of their own in every epoch; the first of the validation images, always corrupted
-    alike."""
+    """Training images in a new order in every epoch, and the first validation images, always corrupted alike."""
 
     sums = ("nats", "right")
     metrics = (BITS_PER_COLOUR, ACCURACY)
@@ -518,7 +517,7 @@ class MppRows(PatchRows[MppOptions, MppBatch]):
 #
 #     loss = mean over corrupted patches i of -log p(colour of i),    colour = floor(2^bits mean of i), by channel
 #
-# The mean is that of the patch's pixels, from 0 to 1, before it was corrupted.
+# The mean is over the patch's pixels, from 0 to 1, before the corruption.
 
 
 def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
@@ -556,8 +555,8 @@ class PatchColours:
 
 
 def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for every patch -log p of its colour, and whether that is the most probable one, [rows, patches];
-    ``colours`` are those of ``batch``."""
+    """Return for every patch -log p of its colour, and whether the colour is the most probable one, [rows, patches];
+    ``colours`` are the colours of ``batch``."""
     logits = predict_colours(model, batch)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = functional.cross_entropy(logits.flatten(0, 1), colours.flatten(), reduction="none")
@@ -585,8 +584,8 @@ def measure_colours(
     costs: np.ndarray,
     progress: ProgressCallback | None = None,
 ) -> tuple[float, float, float]:
-    """Return bits per colour of the corrupted patches of the first ``count`` of ``images``, the share of colours that
-    are the most probable ones, and the bits by ``costs`` [colours], those of each colour."""
+    """Return bits per colour of the corrupted patches of the first ``count`` of ``images``, the share of colours
+    predicted as most probable, and the bits of the same patches by ``costs`` [colours], the bits of each colour."""
     device, sums, corrupted = device_of(model), np.zeros(3), 0
     table, sizes = torch.from_numpy(costs).to(device), sizes_of(model)
     input: PatchModule = part_of(model, "input")
@@ -610,7 +609,8 @@ def measure_colours(
 
 
 def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
-    """Return the bits of each colour by how often it is that of a patch of the training images, each once more."""
+    """Return the bits of each colour by its frequency among the patches of the training images, with one added to every
+    count."""
     patch, bits = sizes_of(model)
     counts = np.ones(2 ** (bits * data.shape[2]))
     images = min(len(data.train), LOOKED_AT)

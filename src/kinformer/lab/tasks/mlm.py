@@ -1,4 +1,12 @@
-"""The task of masked tokens (Devlin et al. 2019): its rows, its objectives, its measures, and filled masks."""
+"""The task of masked tokens (Devlin et al. 2019): its rows, its objectives, its measures, and filled masks.
+
+A training row is a window of text between BOS and EOS with some tokens replaced; only their positions have labels:
+
+    text        the  cat   sat   on  the  mat
+    tokens      BOS  the  MASK  sat  on   a   mat  EOS
+    positions   2    5    0           "cat" is masked, the second "the" replaced by "a"
+    labels      cat  the  IGNORED     a row with fewer masks than others is filled up
+"""
 
 from __future__ import annotations
 
@@ -72,7 +80,7 @@ class MaskedBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of tokens that are read."""
+        """Return the number of tokens read."""
         return self.tokens.numel()
 
     def stretch(self, number: int, count: int) -> MaskedBatch:
@@ -141,7 +149,7 @@ def masked_logits(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) 
 
 
 def unit_of(corpus: Corpus) -> str:
-    """Return what a token is: a byte, or a tokenizer's token."""
+    """Return the unit of the corpus in words: a byte, or a tokenizer's token."""
     return "byte" if corpus.splits["train"].encoded_from is None else "token"
 
 
@@ -169,7 +177,7 @@ def fit(config: ModelConfig, data: Corpus | None) -> dict[str, object]:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the tokens of the corpus, and a corpus that is too short."""
+    """Refuse a model without the tokens of the corpus, and a corpus shorter than its rows."""
     check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
     check_sequence(model)
     check_long_enough(plan.data, 1, plan.settings.length)
@@ -194,15 +202,15 @@ def cpc_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguageCpc:
 # Masked tokens, and masked sentences that their global tokens predict (Ainslie et al. 2020, ETC; contrastive
 # predictive coding after van den Oord et al. 2018).
 #
-# Of some sentences of the long input all tokens are masked. What the global token of such a sentence becomes is
-# compared with what one becomes where that sentence is the whole long input: of all sentences masked in the batch, its
-# own should be the nearest.
+# All tokens of some sentences of the long input are masked. The output of the global token of such a sentence is
+# compared with the outputs where one masked sentence is the whole long input: of all sentences masked in the batch, its
+# own sentence should be the nearest.
 #
 #     loss = 0.8 * (nats of masked tokens) + 0.2 * (-log softmax_s(g_i . h_s / sqrt(dim))[i])
 #
-# g are the global tokens' outputs in their texts, h those of the sentences alone, both standardised feature by feature
-# over the batch: what all of them have in common, at first nearly everything, distinguishes none. Tokens of masked
-# sentences are not predicted one by one.
+# g are the global tokens' outputs in their texts, h the outputs for the sentences alone. Both are standardised feature
+# by feature over the batch, because their common part, at first nearly everything, distinguishes no sentence. Tokens of
+# masked sentences are not predicted one by one.
 
 SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
 
@@ -219,8 +227,8 @@ class GlobalInputModel(StackedWholeModel, Protocol):
 
 
 class MaskedSentences(NamedTuple):
-    """``sentences`` int64 [batch, n] to mask, of which those count that are ``real``; ``positions`` [batch, n, length]
-    of their tokens."""
+    """``sentences`` int64 [batch, n] to mask; the ``real`` ones count. ``positions`` [batch, n, length] are the
+    positions of their tokens."""
 
     sentences: Tensor
     real: Tensor
@@ -244,7 +252,7 @@ class MaskedLanguageCpc:
     @classmethod
     def of(cls, model: nn.Module | GlobalInputModel) -> MaskedLanguageCpc:
         """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
-        KinformerError if the model lacks one of them."""
+        KinformerError if the model lacks either."""
         length = getattr(getattr(model, "global_input", None), "length", None)
         if length is None or (mask := mask_token_of(part_of(model, "config"))) is None:
             raise KinformerError(
@@ -297,8 +305,8 @@ class MaskedLanguageCpc:
 
 
 def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput:
-    """Score how well every context identifies its sentence among all: both [n, dim], of which the ``real`` ones
-    count."""
+    """Score how well every context identifies its sentence among all sentences: ``contexts`` and ``alone`` [n, dim];
+    the ``real`` rows count."""
     contexts, alone = (_standardised(x.float(), real) for x in (contexts, alone))
     logits = (contexts @ alone.mT * contexts.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(torch.float32).min)
     labels = torch.arange(len(real), device=real.device).masked_fill(~real, IGNORED)
@@ -419,11 +427,11 @@ class MaskNotes:
             before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
             token, predicted = self._text([label]), self._text([guess])
             text_around = f"{before}[MASK]{after}"
-            right = {"correct": label == guess}  # two bytes that are no text look alike
+            right = {"correct": label == guess}  # two bytes outside any text look alike
             yield {"text": text_around, "label": token, "token": predicted, "probability": share} | right
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text, without ids that are none of the tokenizer's, such as that of the mask."""
+        """Return tokens as text, without ids that the tokenizer lacks, such as the mask token's."""
         return self.tokenizer.decode(
             np.array([token for token in tokens if token < self.tokenizer.vocab_size], np.int64)
         )
@@ -468,7 +476,7 @@ def evaluate(
 def _global_input(
     subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
 ) -> tuple[dict[str, object], list[str]]:
-    """Return what the global input is worth, for JSON and as text."""
+    """Return the gain from the global input, for JSON and as text."""
     training = subject.run.training
     rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
     with progressing(quiet) as progress:
@@ -484,13 +492,13 @@ def _global_input(
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalInputMeasurement:
-    """What the global input of ETC (Ainslie et al. 2020) is worth, a token for each sentence before the long input.
+    """The gain from the global input of ETC (Ainslie et al. 2020), a token for each sentence before the long input.
 
-    Bits of a masked token, the ``bits`` of the whole model beside those with the vectors of its global tokens
-    ``zeroed`` and those ``without`` any.
+    ``bits`` of a masked token are the whole model's, ``zeroed`` the bits with zero vectors for its global tokens,
+    ``without`` the bits without global tokens.
 
-    ``accuracy``: of ``sentences`` that were masked as a whole, the share whose global token was nearest to that of the
-    sentence alone, among the sentences masked in the same rows; ``chance``: that share by guessing.
+    ``accuracy`` is over the ``sentences`` masked as a whole: the share whose global token was nearest to the global
+    token of the sentence alone, among the sentences masked in the same rows. ``chance`` is this share by guessing.
     """
 
     bits: float
@@ -589,7 +597,7 @@ class MaskFiller:
         self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
 
     def encode(self, item: TextItem) -> MaskedItem:
-        """Return the ids of a text. Errors: ``KinformerError`` where it has no mask, or does not fit into the model."""
+        """Return the ids of a text. Errors: ``KinformerError`` for a text without a mask, or too long for the model."""
         pieces = item.text.split(self.mark)
         if len(pieces) < 2:
             raise KinformerError(

@@ -1,5 +1,12 @@
-"""The rows and objectives of the next token: one loss, losses of all layers or exits, and losses of several tokens
-ahead."""
+"""The rows and objectives of the next token: one loss, losses of all layers or exits, losses of several tokens ahead.
+
+A training row is a window of `length` + 1 tokens of the text, here with the beginning of a document at d:
+
+    window     a  b  c  d  e  f
+    inputs     a  b  c  d  e
+    targets    b  c  d  e  f       every target counts; in validation, the valid ones
+    reset      0  0  0  1  0       with `reset_documents` or `segments`: d sees no earlier token
+"""
 
 from __future__ import annotations
 
@@ -54,8 +61,8 @@ def vocab_size(data: Corpus) -> int:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the tokens of the corpus, a corpus that is too short, and segments of a model whose state
-    grows."""
+    """Refuse a model without the tokens of the corpus, a corpus shorter than its rows, and segments for a model whose
+    state grows."""
     check_ids(plan, vocab_size(plan.data), special_apart=False)
     check_sequence(model)
     if plan.options.segments:
@@ -107,10 +114,10 @@ class TokenBatch(NamedTuple):
 
 
 class NextTokens(DataModule):
-    """Windows of text, or with ``segments`` consecutive segments, whose state is carried.
+    """Windows of text or, with ``segments``, consecutive segments with a carried state.
 
-    Validation: windows as training has them, each of which begins a new sequence; with segments the state is carried.
-    With ``reset_documents`` (as always with segments) every document begins a new sequence, too.
+    Validation reads windows as training does, each as a new sequence; with segments the state is carried. With
+    ``reset_documents`` (as always with segments) every document begins a new sequence, too.
     """
 
     metrics = (BITS_PER_BYTE,)
@@ -172,7 +179,7 @@ class RetrievedTokens(DataModule):
     """The rows of ``texts`` with their neighbours.
 
     ``train`` and ``validation``, int32 [tokens, k]: row t belongs to the input at position t of the training split, and
-    of the part of the validation split that is measured.
+    of the measured part of the validation split.
     """
 
     metrics = (BITS_PER_BYTE,)
@@ -225,8 +232,8 @@ def multi_token(model: nn.Module, data: DataModule | None) -> MultiToken:
 
 
 class NextTokenLoss:
-    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: it is a mean over predictions,
-    each of which needs its own logits alone."""
+    """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: the loss is a mean over
+    predictions, and each prediction needs only its own logits."""
 
     by_token = True
 
@@ -251,6 +258,7 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
     ``valid``."""
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
+        # -100 is the target that cross_entropy ignores; all rows may be invalid in a process's share, hence the clamp.
         targets, count = targets.masked_fill(~valid, -100), valid.sum().clamp_min(1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -270,7 +278,7 @@ def hidden_nats(model: CausalModel, inputs: object, targets: Tensor, valid: Tens
 
 
 def bits_per_byte(nats_per_token: float, split: Split) -> float:
-    """Return nats per token as bits per byte of the text that the split's tokens stand for."""
+    """Return nats per token as bits per byte of the split's text."""
     return nats_per_token / log(2) * len(split) / split.bytes
 
 
@@ -288,8 +296,8 @@ def _marks(reset: np.ndarray | None) -> Tensor | None:
 
 
 def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
-    """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows, the last of
-    which may be fewer than the others'."""
+    """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows; the last
+    process may have fewer rows than the others."""
     count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
     rows = np.full((count, time, table.shape[1]), -1, np.int64)
     for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
@@ -320,10 +328,10 @@ class ExitLosses:
     """The loss of models with early exits, of the kind that the model's stack names:
 
     aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the cross-entropy of exit n for all tokens
-    mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
+    mixed      loss = mean of L over ``stack.samples`` runs, each with evenly drawn exits for its tokens
 
-    With aligned training comes what the stack's rule learns from. In eval mode this is :class:`NextTokenLoss`, of
-    tokens that leave as the rule says.
+    Aligned training adds the loss of the stack's exit rule, if any. In eval mode this is :class:`NextTokenLoss`, of
+    tokens that leave by the rule.
     """
 
     reads_hidden = True
@@ -331,7 +339,7 @@ class ExitLosses:
 
     @classmethod
     def of(cls, model: nn.Module) -> ExitLosses:
-        """Make the objective for ``model``; KinformerError if its stack has no exits."""
+        """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitDecoder):
             raise KinformerError(
                 "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
@@ -378,14 +386,14 @@ def exits_of(hidden: tuple[Tensor, ...], logits: list[Tensor], batch: TokenBatch
 class DeepSupervision(nn.Module):
     """Next tokens by losses at all layers and of two tokens ahead (Al-Rfou et al. 2018, section 3).
 
-    Losses at all layers and of two tokens ahead, which make deep stacks trainable (Al-Rfou et al. 2018, section 3).
+    The further losses make deep stacks trainable.
 
         loss = L_n + sum of L_l over the layers l = 1 ... n - 1 that have not stopped yet
-        L_l = next token's cross-entropy + AHEAD * that of the token after it
+        L_l = cross-entropy of the next token + AHEAD * cross-entropy of the token after it
 
-    Layer l of n stops when the share l / (2 n) of training is done: half-way only the last is left. All predictions
-    but the last layer's of the next token are made by ``readers`` that nothing else needs. They are trained and kept
-    in checkpoints, but are no part of the model. In eval mode this is :class:`NextTokenLoss`.
+    Layer l of n stops when the share l / (2 n) of training is done: half-way only the last is left. ``readers`` make
+    all predictions except the last layer's prediction of the next token. They are trained and kept in checkpoints, but
+    do not belong to the model. In eval mode this is :class:`NextTokenLoss`.
     """
 
     AHEAD = 0.5
@@ -433,7 +441,7 @@ class DeepSupervision(nn.Module):
         return loss if following is None else loss + next_token_nats(following, batch.tokens[:, 1:], batch.valid)[0]
 
     def _nothing(self, taps: list[int]) -> Tensor | float:
-        """Return 0 with a graph to the readers that have stopped, as engines expect a gradient of every parameter."""
+        """Return 0 with a graph to the stopped readers, as engines expect a gradient of every parameter."""
         idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
         return sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
 
@@ -457,7 +465,7 @@ class _Reader(nn.Module):
 
 
 class MultiToken:
-    """The loss of models that predict further tokens (``ahead``), n of them:
+    """The loss of models that predict n further tokens (``ahead``):
 
         loss = L_1 + WEIGHT / n * sum of L_j over j = 2 ... n + 1
 
@@ -527,8 +535,8 @@ class Sample:
 
 @dataclass
 class Generated:
-    """The ``samples`` and what they cost: prompt and new tokens (over all samples), seconds for each; ``interrupted``
-    by Ctrl-C; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
+    """The ``samples`` and their cost: prompt and new tokens (over all samples), seconds for each; ``interrupted`` by
+    Ctrl-C; ``exits``: where new tokens could leave early; ``drafting``: with a draft."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -543,14 +551,14 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return new tokens per second, that of the first included."""
+        """Return new tokens per second; the first token's time is included."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
 def continue_text(
     subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
 ) -> Generated:
-    """Continue ``prompt``; of one sample every piece of text is given to ``write`` as soon as it is drawn."""
+    """Continue ``prompt``; the text of a single sample is given to ``write`` piece by piece while it is drawn."""
     tokenizer = tokenizer_of(subject.run)
     tokens = prompt_ids(tokenizer, prompt)
     if not len(tokens):
@@ -584,8 +592,8 @@ def continue_text(
 
 
 class Conversation:
-    """A text of a run that is continued in turns: every turn adds a text and draws its continuation. The state is
-    carried, so that earlier turns are not read again."""
+    """A text that a run continues in turns: every turn adds a text and draws its continuation. The state is carried, so
+    that earlier turns are not read again."""
 
     def __init__(self, subject: LoadedRun, options: GenerationSettings) -> None:
         self.subject, self.options = subject, options

@@ -1,4 +1,4 @@
-"""Runs on held-out text: bits per byte as they were trained and at other lengths, in one table side by side."""
+"""Runs on held-out text: bits per byte at the trained length and at other lengths, in one table side by side."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from kinformer.lab.training.logging import BITS_PER_BYTE, Metric
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.progress import note, progressing
 
-# How far back each of a group of runs makes use of what it reads (``lab.evaluation.recl``).
+# How much earlier text each run of a group makes use of (``lab.evaluation.recl``).
 
 STEPS = 8
 RECL = Metric("recl", "tokens", lower_is_better=False)
@@ -160,7 +160,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 32
 class TextSamples(Samples):
     """Samples of running text for a calibration of early exits: prompts, and their greedy continuations.
 
-    Prompts of a text, drawn evenly; the truth is how the text goes on.
+    The prompts are evenly drawn from a text; the truth is the text after the prompt.
     """
 
     def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
@@ -202,7 +202,7 @@ NGRAM_CONTEXT = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one run: ``first`` as it was trained, ``rest`` at further lengths, ``skipped`` those beyond
+    """The measurements of one run: ``first`` as trained, ``rest`` at further lengths, ``skipped`` the lengths beyond
     its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``all_layers``: the same
     with all layers), ``subject`` without its model."""
 
@@ -302,7 +302,7 @@ def _without_exits(
     evaluation_settings: EvaluationSettings,
     seconds: float,
 ) -> tuple[Exited | None, Measurement | None]:
-    """Return what early exits save, and the measurement with all layers; None where no token could leave early."""
+    """Return the savings of early exits, and the measurement with all layers; None where no token could leave early."""
     if exits is None:
         return None, None
     model, started_at = subject.model, time.perf_counter()
@@ -395,7 +395,7 @@ def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str
 
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
-    """Return bits per byte, a row per length and a column per run; "-" where a model has no positions so far."""
+    """Return bits per byte, a row per length and a column per run; "-" beyond a model's positions."""
     columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.all} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})

@@ -85,7 +85,7 @@ class NextTokenEvaluationOptions(Checked):
         super().__post_init__()
 
     def _check_unread(self) -> None:
-        """Refuse what the way of measuring does not read."""
+        """Refuse options that the way of measuring does not read."""
         for option in fields(self):
             if getattr(self, option.name) == option.default:
                 continue
@@ -343,7 +343,7 @@ NOTHING = "none"
 
 
 def changes_of(augment: str, valid_names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names in ``augment``, such as ``crop,flip``; refuse those that are none of ``valid_names``."""
+    """Return the names in ``augment``, such as ``crop,flip``; refuse names outside ``valid_names``."""
     names = () if augment == NOTHING else tuple(augment.split(","))
     for name in names:
         choose(name, (*valid_names, NOTHING), "`augment`")
@@ -351,7 +351,7 @@ def changes_of(augment: str, valid_names: Iterable[str]) -> tuple[str, ...]:
 
 
 PATCH_AUGMENTATIONS = ("crop", "resized-crop", "flip")
-"""Changes of images that leave their patches what they are."""
+"""Changes of images that keep their patches meaningful."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,10 @@
-"""The task of recall: its rows, its objective, and how many values a model recalls."""
+"""The task of recall: its rows, its objective, and how many values a model recalls.
+
+A training row is pairs of a key and its value, then slots that begin with a key or hold random tokens:
+
+    tokens   7 201  3 180   94 12    7  33   51 8    3  77
+    labels   -  -   -  -     -  -   201  -    -  -  180  -      "-" is IGNORED: only the values of queried keys count
+"""
 
 from __future__ import annotations
 
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def accuracy_of(pairs: int) -> Metric:
-    """Return the metric of the share of queries that are right, of rows with this many pairs."""
+    """Return the metric of the share of right queries, of rows with this many pairs."""
     return Metric(f"accuracy_of_{pairs}_pairs", SHARE, lower_is_better=False)
 
 
@@ -86,7 +92,7 @@ def vocab_size(data: Recall) -> int:
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the symbols of the data, and rows that are too short for the pairs."""
+    """Refuse a model without the symbols of the data, and rows too short for the pairs."""
     check_ids(plan, plan.data.symbols, special_apart=False)
     check_sequence(model)
     plan.data.check(plan.settings.length)
@@ -236,8 +242,7 @@ def predict(
 def answer(
     subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
 ) -> Generated:
-    """Return the value that is most probable behind ``prompt``: numbers of symbols, keys with values and at last a
-    key."""
+    """Return the most probable value after ``prompt``: numbers of symbols, keys with values and at last a key."""
     words = symbols_of(prompt, subject.model.vocab_size)
     started_at = time.perf_counter()
     with torch.inference_mode():
@@ -258,7 +263,7 @@ def answer(
 
 
 def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
-    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word that is no number below ``symbols``."""
+    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word other than a number below ``symbols``."""
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     for word in words:
         if not (word.isdecimal() and int(word) < symbols):

@@ -1,4 +1,4 @@
-"""Runs as tasks see them: the folder of a trained model, and the model with what belongs to it."""
+"""Runs as tasks see them: the folder of a trained model, and the loaded model with its companions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class TrainedRun(Protocol):
 class LoadedRun(NamedTuple):
     """A run to measure or to generate with.
 
-    ``model``: of the protocol that the task names, in eval mode; ``changes``: what was changed of its config, as
-    ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: what guesses its next tokens
-    (see ``generation.generate``); ``language_model``: the one beside it.
+    ``model``: of the protocol that the task names, in eval mode; ``changes``: the changes of its config, as
+    ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: the draft that guesses its
+    next tokens (see ``generation.generate``); ``language_model``: the language model that guides its search.
     """
 
     run: TrainedRun

@@ -1,4 +1,4 @@
-"""What the records of tasks share: how they read configs, items in batches, and the bases of tasks of images."""
+"""Shared by all tasks: the parts of configs that they read, their generated output, and items in batches."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def part_of(owner: object, name: str) -> Any:
 class Made:
     """The output of tasks that generate something other than continued text.
 
-    What a run generated: ``facts`` for JSON, ``text`` for people.
+    ``facts`` are for JSON, ``text`` is for people.
     """
 
     facts: Mapping[str, object]
@@ -127,7 +127,7 @@ class Made:
     interrupted: bool = False
 
 
-# Items in batches: of what has come of a stream, and with others of like length.
+# Items in batches: the arrived items of a stream, and items of similar length.
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -137,7 +137,8 @@ _END = object()
 
 
 def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
-    """Yield the items in lists of at most ``limit``: of what is there, without waiting for more than one."""
+    """Yield the items in lists of at most ``limit``: a list holds the items already there, and waits for one at
+    most."""
     queue: Queue[Any] = Queue(maxsize=4 * limit)
 
     def read() -> None:
@@ -170,7 +171,7 @@ def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield the items in lists of ``size``, the last of what is left."""
+    """Yield the items in lists of ``size``; the last list has the rest."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
@@ -184,8 +185,8 @@ def in_batches(
     total: int | None = None,
     quiet: bool = True,
 ) -> Iterator[R]:
-    """Yield what ``compute`` makes of the items, in their order; a batch holds items of like ``size``, and few are in
-    memory at a time. A bar shows how many of ``total`` are done, unless ``quiet``."""
+    """Yield the results of ``compute`` for the items, in their order; a batch holds items of like ``size``, and few are
+    in memory at a time. A bar shows how many of ``total`` are done, unless ``quiet``."""
     done = 0
     with progressing(quiet or total is None, "predicting") as progress:
         for pool in arriving(items, batch_size * POOL):

@@ -1,4 +1,12 @@
-"""The task of speech: its rows, its objective, decoding, and errors of transcripts."""
+"""The task of speech: its rows, its objective, decoding, and errors of transcripts.
+
+A training row is an utterance and its transcript, which are not aligned; "_" is the blank:
+
+    frames    f1 f2 f3 f4 f5 f6  0  0     positions of ``width`` frames each; zeros are padding
+    valid     1  1  1  1  1  1   0  0
+    targets   c a t                       numbers of symbols from 1; ``counts`` is 3
+    paths     c a a _ t t, _ c a t _ _    the loss sums over all paths that give "cat"
+"""
 
 from __future__ import annotations
 
@@ -165,8 +173,8 @@ def _stretch(size: int, longest: int, generator: Generator) -> tuple[int, int]:
 #
 #     loss = -log sum over the paths that give the transcript of prod over positions of p(class of the path)
 #
-# Graves et al. 2006. A position is some frames of 10 ms, as the model's input takes them; a transcript with n symbols,
-# r of which repeat the one before, needs n + r positions.
+# Graves et al. 2006. A position is some frames of 10 ms, as the model's input takes them. A transcript of n symbols
+# with r immediate repetitions needs n + r positions, because a blank must separate equal symbols.
 
 LEAST_EXAMPLES = 64
 IGNORED = -1
@@ -174,8 +182,8 @@ _CHANGES = 6
 
 
 class SpeechBatch(NamedTuple):
-    """``frames`` [batch, time, width, mels] float32, ``valid`` [batch, time] bool; ``targets`` [batch, n] int64, of
-    which a row has its ``counts`` [batch] first ones; a row with IGNORED as its count is no example."""
+    """``frames`` [batch, time, width, mels] float32, ``valid`` [batch, time] bool; ``targets`` [batch, n] int64; the
+    first ``counts`` [batch] targets of each row are real. A row with the count IGNORED does not count."""
 
     frames: Tensor
     valid: Tensor
@@ -191,8 +199,9 @@ class SpeechBatch(NamedTuple):
 class Rows:
     """The utterances of a split as a model of ``config`` hears them.
 
-    ``usable`` are those that training can learn from: not longer than ``length`` positions, and long enough for their
-    transcripts. ``changes``: the names of what changes an utterance at random, where it has a generator.
+    ``usable`` are the utterances that training can learn from: not longer than ``length`` positions, and long enough
+    for their transcripts. ``changes`` names the random changes of an utterance, which are made where it has a
+    generator.
     """
 
     def __init__(
@@ -215,7 +224,7 @@ class Rows:
         self.length = length
 
     def tell_left_out(self, split: str) -> None:
-        """Note how many utterances cannot be learnt from; refuse a split of which none can."""
+        """Note how many utterances cannot be learnt from; refuse a split without any other."""
         for left in (self.long, self.short):
             if not left.any():
                 continue
@@ -237,7 +246,7 @@ class Rows:
     def batch(
         self, numbers: np.ndarray, counted: np.ndarray | None = None, generators: Sequence[Generator] = ()
     ) -> SpeechBatch:
-        """Return utterances by number; those that are not ``counted`` [batch] bool are no examples. With
+        """Return a batch of utterances by number; utterances outside ``counted`` [batch] bool do not count. With
         ``generators``, one an utterance, they are changed at random."""
         drawn: Sequence[Generator | None] = generators or [None] * len(numbers)
         rows = [self.features(number, generator) for number, generator in zip(numbers.tolist(), drawn, strict=True)]
@@ -256,7 +265,7 @@ class Rows:
 
     def features(self, number: int, generator: Generator | None = None) -> Tensor:
         """Return an utterance as positions [time, width, mels], changed at random by a ``generator``; for a causal
-        model normalised by what was heard so far."""
+        model normalised by the sound so far."""
         samples = self.utterances.samples(number)
         if generator is None:
             return features_of(samples, self.bank, self.config)
@@ -272,7 +281,7 @@ def features_of(
     samples: Tensor, bank: Filterbank, config: ModelConfig, change: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``, after a ``change``
-    of its normalised features [frames, mels]; for a causal one these are normalised by what was heard so far."""
+    of its normalised features [frames, mels]; for a causal model the features are normalised by the sound so far."""
     features = normalised_features(samples, bank, config.protocol is CausalModel)
     input: FrameInput = input_of(config)
     return windows(features if change is None else change(features), input.width, input.stride)
@@ -323,7 +332,7 @@ class SpeechRows(DataModule):
 
 
 class CTC:
-    """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` are those of the greedy path."""
+    """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` count the greedy path's."""
 
     def __call__(
         self, model: CausalModel | WholeModel, batch: SpeechBatch, state: State, progress: float
@@ -344,9 +353,10 @@ def ctc_loss(model: nn.Module, data: DataModule | None) -> CTC:
 
 
 def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    """Return -log p(transcript) [batch] of ``logits`` [batch, time, classes], of whose positions a row has ``lengths``
-    [batch], and ``targets`` [batch, n], of which it has ``counts`` [batch]; 0 where positions are too few for them."""
+    """Return -log p(transcript) [batch] of ``logits`` [batch, time, classes] with ``lengths`` [batch] positions, and
+    ``targets`` [batch, n] with ``counts`` [batch] symbols; 0 where a row has too few positions."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).transpose(0, 1)
+    # zero_infinity: a row with too few positions lacks a path, and its infinite loss would spoil the batch's gradient.
     return functional.ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True)
 
 
@@ -370,7 +380,7 @@ def decoder_of(
 ) -> Callable[[Tensor], list[int]]:
     """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``.
 
-    Errors: ``KinformerError`` for a language model whose tokens are not those of single symbols.
+    Errors: ``KinformerError`` for a language model whose tokens are not single symbols.
     """
     if prefixes == 1:
         return greedy
@@ -408,7 +418,7 @@ SHOWN = 8
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: SpeechEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """Evaluate a run on held-out utterances, every one of them, however long or short."""
+    """Evaluate a run on all held-out utterances, however long or short."""
     run, model, prefixes = subject.run, subject.model, task_options.prefixes
     data = _data(subject, evaluation_settings)
     same = note_other_data(run, data, evaluation_settings.data is not None)
@@ -465,7 +475,7 @@ def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
     spec = spec_of(run, evaluation_settings.data)
     options = run.options.reading(run.data.get("holdout"))
     options = replace(options, rate=None if spec == "dtmf" else rate, units=identity.get("unit"))
-    if evaluation_settings.data is not None:  # what is held out of the run's own data says nothing of other
+    if evaluation_settings.data is not None:  # the run's held-out clips say nothing about other data
         options = replace(options, held=Holdout(share=run.data.get("holdout")))
     return open_sound(spec, options, symbols)
 
@@ -477,7 +487,7 @@ def _heard(
     decode: Callable[[Tensor], list[int]],
     progress: ProgressCallback | None,
 ) -> tuple[list[list[int]], float]:
-    """Return the classes that the model writes of every utterance, and the nats of all transcripts."""
+    """Return the classes that the model writes for every utterance, and the nats of all transcripts."""
     heard: list[list[int]] = [[] for _ in rows.positions]
     order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
     with torch.inference_mode():
@@ -577,7 +587,7 @@ class Transcribed:
 
     @property
     def text(self) -> str:
-        """Return what the transcript cost, as a line to print."""
+        """Return the cost of the transcript, as a line to print."""
         speed = f", {self.heard / self.seconds:.1f} times as fast as spoken" if self.seconds else ""
         return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {plural(self.state_bytes, 'byte')}"
 
@@ -613,7 +623,7 @@ class Listener:
         return windows(self._features(last=True), self.input.width, self.input.stride)
 
     def _windows(self, features: Tensor, last: bool) -> Tensor:
-        """Return the positions [new, width, mels] that are complete; zeros complete the last one."""
+        """Return the complete positions [new, width, mels]; zeros complete the last one."""
         width, stride = self.input.width, self.input.stride
         frames = torch.cat([self.frames, features])
         if last:
@@ -710,8 +720,8 @@ def _ended(pieces: Iterator[np.ndarray], place: str) -> Iterator[tuple[np.ndarra
 def predict(
     subject: LoadedRun, source: FileSource, settings: PredictionSettings, options: SpeechPredictionOptions
 ) -> Iterator[Predicted]:
-    """Yield the transcripts of the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths), in
-    order."""
+    """Yield the transcripts of the files of ``source`` (a WAV or FLAC file, a folder of such files, or a list of
+    paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
     for file, samples, sound_rate in sounds(source, settings.max_items, settings.quiet, "predicting"):
@@ -723,8 +733,8 @@ def predict(
 
 
 def sounds(source: FileSource, limit: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
-    """Yield the files of ``source`` (a WAV or FLAC file, a folder of them, or a list of paths) in order, each with its
-    samples [time] and how many of them are a second; at most ``limit`` files. A bar says what the caller is ``doing``.
+    """Yield the files of ``source`` (a WAV or FLAC file, a folder of such files, or a list of paths) in order, each
+    with its samples [time] and their rate; at most ``limit`` files. ``doing`` is the text of the progress bar.
 
     The heads of all files are looked at before the first is read.
     """
@@ -739,7 +749,7 @@ def sounds(source: FileSource, limit: int | None, quiet: bool, doing: str) -> It
 
 
 def _files(source: FileSource) -> list[Path]:
-    """Return the paths of ``source``: a file, those of a folder and its folders in order, or a list of paths."""
+    """Return the paths of ``source``: a file, the files of a folder and its subfolders in order, or a list of paths."""
     if source == STDIN:
         raise KinformerError("-: sound files are not read from standard input; give a folder, or a WAV or FLAC file.")
     if not isinstance(source, str | Path):

@@ -1,4 +1,11 @@
-"""The task of super-resolution: how a model fits, its rows, bits per dimension, and enlarged images."""
+"""The task of super-resolution: how a model fits, its rows, bits per dimension, and enlarged images.
+
+A training row is an image and the smaller image of its blocks' means, here with `factor` 2 and one channel:
+
+    image    10 20 30 40      source    25  35                     the encoder reads the small image
+             30 40 30 40      inputs    START  10  20  ...  30     the decoder reads the large image
+                              targets      10  20  30  ...  40     every value counts, the first too
+"""
 
 from __future__ import annotations
 
@@ -72,7 +79,7 @@ def open_blocks(source: Source, options: SuperResolutionOptions, cache: Path | N
     return images
 
 
-# How an encoder-decoder is fitted to images and to what they are made smaller to: the inputs of both its halves.
+# How an encoder-decoder is fitted to images and to their smaller copies: the inputs of both its halves.
 
 
 def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
@@ -143,7 +150,7 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
             raise KinformerError(f"`set` {name}.classes={input.classes}: is for the task image; leave it out.")
 
 
-# Small images and the large ones that they are made of, and the objective of drawing these.
+# Pairs of a small and a large image, and the objective of drawing the large image.
 
 
 class EnlargingBatch(NamedTuple):
@@ -189,13 +196,13 @@ def training_rows(plan: TrainingPlan) -> EnlargingRows:
 
 
 class EnlargingLoss(PixelLoss):
-    """-ln p of every value of a large image, after those before it and over the small one."""
+    """-ln p of every value of a large image, given the values before it and the small image."""
 
     def _read(self, model: SourceModel, batch: EnlargingBatch) -> tuple[Tensor, State]:
         return model(shifted(batch.values), model.begin(batch.source))
 
 
-# Bits per dimension of large images over small ones, beside what counting finds.
+# Bits per dimension of large images given small images, beside baselines of counting.
 
 
 def evaluate(
@@ -241,7 +248,7 @@ def evaluate(
     )
 
 
-# Images enlarged, value by value, and written as a PNG beside what they were made of.
+# Images enlarged, value by value, and written as a PNG beside the small images.
 
 
 def enlarge(
@@ -281,8 +288,7 @@ def enlarge(
 def _pictures(
     subject: LoadedRun, sequences: EnlargingSequences, task_options: SuperResolutionGenerationOptions
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the small pictures uint8 [count, height, width, channels], and the large ones where all of them are
-    known."""
+    """Return the small pictures uint8 [count, height, width, channels], and the large pictures where all are known."""
     files = [] if task_options.image is None else files_in(Path(task_options.image).expanduser())
     if not files:
         large = np.asarray(data_of(subject.run, task_options.image).test.pixels[: task_options.enlarged])

@@ -613,7 +613,7 @@ OptionKind = Literal["Options", "EvaluationOptions", "GenerationOptions", "Predi
 """Which of a task's own options: for training, measuring, generating or predicting."""
 
 ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
-"""Kinformer's own tasks, and those of other packages, which are imported when they are looked up."""
+"""Kinformer's own tasks, and the tasks of other packages, which are imported when they are looked up."""
 
 
 def tasks(complain: Callable[[str], object] = plugins.warn_once) -> list[Task]:
@@ -627,8 +627,8 @@ def tasks(complain: Callable[[str], object] = plugins.warn_once) -> list[Task]:
 def task(name: str, package: str | None = None) -> Task:
     """Return the record called ``name``; an unknown name is an error that lists the nearest.
 
-    ``package`` ("name version", as ``ALL.package(name)`` returns it) is where a stored run's task came from; if it is
-    no longer there, the error says so.
+    ``package`` ("name version", as ``ALL.package(name)`` returns it) is the package of a stored run's task; the error
+    for a missing package names it.
     """
     ALL.check_package(name, package)
     return ALL[choose(name, ALL, "task")]
@@ -647,7 +647,7 @@ def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
 
 
 def task_of(config: ModelConfig) -> Task:
-    """Return the task that a model of ``config``, as it is, was made for."""
+    """Return the task that an unchanged model of ``config`` was made for."""
     records = tasks()
     fitting = [item for item in records if item.fits(config)]
     return _first(fitting or [item for item in records if item.takes(config)], config.kind)
@@ -660,7 +660,7 @@ def _first(fitting: list[Task], name: str) -> Task:
 
 
 def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
-    """Return what a model of ``config`` is, and the tasks for it, for a message."""
+    """Return a description of a model of ``config`` and the tasks for it, for a message."""
     fitting = ", ".join(task.name for task in candidates if task.suits(config))
     kind = config.input.kind
     reads = "" if kind == "tokens" else f" that reads {kind}"
@@ -670,7 +670,7 @@ def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
 
 
 def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> None:
-    """Refuse those of the ``refused`` general options, each with its reason, that ``options`` (a dataclass) sets."""
+    """Refuse the ``refused`` general options, each with its reason, where ``options`` (a dataclass) sets them."""
     for option in fields(options):
         value = getattr(options, option.name)
         if option.name in refused and value != option.default:
@@ -683,7 +683,7 @@ def what_tasks_there_are() -> str:
 
 
 def option_names(kind: OptionKind) -> dict[str, Task]:
-    """Return the names of all tasks' own options of one kind, each with the first task that has it."""
+    """Return the names of all tasks' own options of one kind, each with its first task."""
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 

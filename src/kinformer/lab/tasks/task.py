@@ -77,10 +77,10 @@ class Models:
 class DataNeeds:
     """The data that a task learns from.
 
-    ``default`` is what it learns from where none is named; None means that some must be, and ``missing`` then says in
-    one sentence what to give. A tokenizer makes ids of it where ``tokenized``. With ``columns`` the task itself reads
-    the column of its tables that `text_field` names. In ``running_text`` a row may be any
-    part, so that ``minutes`` alone decide sizes and recipe. ``refused`` are general options of training that mean
+    ``default`` names the data of a run that does not name any. None means that a run must name data, and ``missing``
+    then says in one sentence which. With ``tokenized``, a tokenizer turns the data into ids. With ``columns``, the task
+    itself reads the column of its tables that `text_field` names. With ``running_text``, a row may be any part of the
+    text, so that ``minutes`` alone decide sizes and recipe. ``refused`` holds general options of training that mean
     nothing to the task, each with the reason and the remedy.
     """
 
@@ -98,17 +98,18 @@ NOTHING_DRAWN = "nothing is drawn at random in an evaluation of this task; leave
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationNeeds:
-    """What evaluating reads: all general options (``EvaluationSettings``) but the ``refused``, each of
-    which has the reason and the remedy."""
+    """The general options (``EvaluationSettings``) that evaluating reads: all but the ``refused``, each with the reason
+    and the remedy."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What predicting takes: the general options that it ``reads``, of those in ``PREDICTING``.
+    """The general options of predicting that a task ``reads``, out of ``PREDICTING``.
 
-    The others are refused. ``refusal`` says of a task that predicts nothing why, as a whole clause; None where it does.
+    The other options are refused. For a task without predictions, ``refusal`` gives the reason as a whole clause;
+    otherwise it is None.
     """
 
     reads: tuple[str, ...] = ()
@@ -116,26 +117,26 @@ class Prediction:
 
 
 PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size")
-"""The general options of predicting that say how items are read and what is said of each."""
+"""The general options of predicting: how items are read, and which facts of each item are printed."""
 OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
-"""Those that a task reads whose items are texts."""
+"""The options that a task of texts reads."""
 
 
 DRAWING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "samples", "chunk",
     "draft", "draft_length",
 )  # fmt: skip
-"""The general options of generating that say what is drawn, and how."""
+"""The general options of drawing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What generating takes: a prompt of ``text``, of ``lines``, one by one as they come, or None.
+    """The prompt and the general options of generating.
 
-    ``temperature`` is the usual one. ``reads`` are the options of drawing, of those in ``DRAWING``, that it reads; the
-    others are refused, and ``unread`` says why: "a key has one answer, the most probable". ``refusal`` says of a task
-    that generates nothing why, as a whole clause: "it reads whole texts; give a run of a causal member"; None where it
-    generates.
+    ``prompt`` is a text, lines that come one by one, or None. ``temperature`` is the default temperature. ``reads``
+    names the options of ``DRAWING`` that the task reads; the other options are refused, and ``unread`` gives the
+    reason: "a key has one answer, the most probable". For a task that does not generate, ``refusal`` gives the reason
+    as a whole clause: "it reads whole texts; give a run of a causal member"; otherwise it is None.
     """
 
     prompt: Literal["text", "lines"] | None = "text"
@@ -151,7 +152,7 @@ EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae, mpp or speec
 
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
-    """A task without options of its own."""
+    """The empty options of a task."""
 
 
 class Source(NamedTuple):
@@ -167,8 +168,8 @@ class Source(NamedTuple):
 
 
 class Data(Protocol):
-    """Opened data. ``identity`` is what a run stores about it, as values for JSON; ``fingerprint`` tells it from other
-    data."""
+    """Opened data. ``identity`` is the record that a run stores about the data, as values for JSON; ``fingerprint``
+    tells the data from other data."""
 
     @property
     def name(self) -> str: ...
@@ -221,7 +222,7 @@ class Task:
     task has.
 
     A task of one's own is a subclass with attributes and methods. Kinformer's records are instances of this class:
-    ``Task(name="mae", fit="mae:fit_to_masks", ...)`` gives the record the function in place of the method, and the
+    ``Task(name="mae", fit="mae:fitted_to_masks", ...)`` gives the record the function in place of the method, and the
     function takes the method's arguments without ``self``. A named function in ``objectives`` also takes the rows of
     training, or None.
     """
@@ -274,7 +275,7 @@ class Task:
         return self.models.fit(config)
 
     def names(self, spec: str) -> bool:
-        """Return whether ``spec`` names data that is not a file."""
+        """Return whether ``spec`` names data other than a file."""
         return False
 
     def open(self, source: Source, options: Any, cache: Path | None = None) -> Data:
@@ -364,7 +365,7 @@ class Task:
             )
 
     def generate(self, subject: LoadedRun, prompt: Any, options: Any, write: Callable[[str], None] | None) -> Any:
-        """Generate from ``prompt``, after :meth:`check_generation`; what is returned depends on the task."""
+        """Generate from ``prompt``, after :meth:`check_generation`; the type of the result depends on the task."""
         raise NotImplementedError
 
     def predict(

@@ -1,6 +1,4 @@
-"""Shared by the tasks of text: their data and what is held out of it, the ids of their models, the windows to measure
-in.
-"""
+"""Shared by the tasks of text: their data and its held-out parts, the ids of their models, windows to measure in."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
 
 
 def check_sequence(model: nn.Module) -> None:
-    """Refuse a model whose attention is for images: a text is one sequence of tokens and has no rows of pixels."""
+    """Refuse a model whose attention is for images: a text is one sequence of tokens, without rows of pixels."""
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
         if isinstance(pattern, Pattern) and pattern.domain != "sequence":
@@ -106,7 +104,7 @@ def check_sequence(model: nn.Module) -> None:
 
 
 def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
-    """Refuse data that is too short."""
+    """Refuse data with too few tokens for a batch or for validation."""
     corpus.splits["train"].require(rows * length + 1, f"training with `length` {length}", " or a smaller `length`")
     corpus.splits["validation"].require(2, "validation")
 
@@ -121,7 +119,7 @@ class HeldOut:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return what identifies the text, for JSON: the corpus, its split, and whether it is the run's."""
+        """Return the identity of the text, for JSON: the corpus, its split, and whether the corpus is the run's."""
         return identity_of_part(self.corpus, self.split.name, self.same)
 
 
@@ -136,7 +134,7 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
 def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """Return the part of the data to measure on; a note says where it is not the run's own.
 
-    ``holdout``: the share that is held out, the run's own if None.
+    ``holdout``: the held-out share, the run's own if None.
     """
     corpus, part = measured_part(run, evaluation_settings, holdout)
     same = note_other_data(run, corpus, evaluation_settings.data is not None)
@@ -173,12 +171,12 @@ def note_shared(seen: Sequence[Split], part: Split, where: str) -> None:
 
 
 def identity_of_part(data: Data, split: str, same: bool) -> dict[str, object]:
-    """Return what a metric was measured on, for JSON; ``same``: whether the run was trained on the very data."""
+    """Return the identity of the measured data, for JSON; ``same``: whether the run was trained on the very data."""
     return dict(data.identity) | {"split": split, "same_as_run": same}
 
 
 def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
-    """Return whether ``data`` is what the run was trained on; a note says where it is not."""
+    """Return whether the run was trained on ``data``; a note says where it was not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
     if trained_on is None:
         note(f"note: the run does not say what data it was trained on; {data.name} may have been part of it.")
@@ -260,7 +258,7 @@ def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
 def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
 
-    Errors: ``KinformerError`` for a run that reads no text, and for a text that is empty or not UTF-8.
+    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8.
     """
     run = subject.run
     if run.tokenizer is None:
@@ -280,7 +278,7 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
 class TextEmbedder:
     """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last.
 
-    Texts are cut to the length that the run was trained at; ``cut`` counts the ones that were longer.
+    Texts are cut to the length that the run was trained at; ``cut`` counts the longer texts.
     """
 
     def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, pooling: str) -> None:
@@ -311,8 +309,8 @@ class TextEmbedder:
 
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
-    """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid``
-    [batch, time] ones stand first.
+    """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid`` [batch,
+    time] positions come first.
 
     Errors: ``KinformerError`` where a vector is not finite.
     """

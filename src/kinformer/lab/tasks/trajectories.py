@@ -1,4 +1,12 @@
-"""The task of trajectories: its data, how a model fits, its returns, and its actions."""
+"""The task of trajectories: its data, how a model fits, its returns, and its actions.
+
+A training row is a stretch of an episode, three positions a step: return to go, state and action:
+
+    step      1          2          3          4
+    values    R1 s1 a1   R2 s2 a2   R3 s3 a3   0  0  0
+    targets      a1         a2         a3         -         an action is predicted at the position of its state
+    real         1          1          1          0         steps after the episode's end do not count
+"""
 
 from __future__ import annotations
 
@@ -231,7 +239,7 @@ def evaluate(
 def _refuse_acting(
     evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
 ) -> None:
-    """Refuse options of acting, where there is no environment."""
+    """Refuse options of acting without an environment."""
     acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
     for name in acting or ["seed"] * (evaluation_settings.seed > 0):
         raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
@@ -260,7 +268,7 @@ def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) 
 
 
 def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """Return the run as a policy that remembers as ``task_options`` say, or as it was trained."""
+    """Return the run as a policy that remembers as ``task_options`` say, or as in training."""
     drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
     trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
     steps = longest if trained is None else max(1, trained // PER_STEP)
@@ -278,7 +286,7 @@ def _acted(
     seed: int,
     quiet: bool,
 ) -> tuple[list[ReturnRow], Summary | None]:
-    """Act in ``env``; return the results for every target, and those of cloned behaviour, if any."""
+    """Act in ``env``; return the results for every target, and the results of cloned behaviour, if any."""
     environment = Environments(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
@@ -411,8 +419,8 @@ def predict(
 ) -> Iterator[Predicted]:
     """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
 
-    Every action follows the return to go, the states and the actions that are recorded before it, in rows of whole
-    episodes or as long as the model's positions.
+    Every action is predicted from the recorded return to go, states and actions before it, in rows of whole episodes or
+    as long as the model's positions.
     """
     if not isinstance(source, str | Path) or source == STDIN:
         raise KinformerError("trajectories come as data: give an .npz, a folder of such, or a name, as in training.")

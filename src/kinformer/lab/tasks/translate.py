@@ -1,4 +1,11 @@
-"""The task of translation: its rows, its objectives, and BLEU and chrF of what a model translates."""
+"""The task of translation: its rows, its objectives, and BLEU and chrF of a model's translations.
+
+A training row is a pair of lines; padding is 0 and not valid, and its labels are IGNORED ("-"):
+
+    source   two   hundred  one      EOS   0      the encoder reads
+    target   BOS   zwei     hundert  eins  0      the decoder reads
+    labels   zwei  hundert  eins     EOS   -      the decoder predicts
+"""
 
 from __future__ import annotations
 
@@ -105,7 +112,7 @@ def vocab_size(data: Parallel) -> int:
 
 
 def check_ends(config: ModelConfig) -> None:
-    """Refuse a model that has no ids to begin and to end a translation with."""
+    """Refuse a model without ids to begin and to end a translation with."""
     for name in ("bos_token", "eos_token"):
         if getattr(config.input, name, None) is None:
             raise KinformerError(
@@ -115,7 +122,7 @@ def check_ends(config: ModelConfig) -> None:
 
 
 def check_pairs(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the ids of the pairs, and languages of pairs that have none to choose."""
+    """Refuse a model without the ids of the pairs, and languages for pairs without a choice of languages."""
     check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
     check_sequence(model)
     check_ends(plan.config)
@@ -149,8 +156,8 @@ ENCODED_AT_ONCE = 1 << 12
 
 class PairBatch(NamedTuple):
     """``source`` int64 [rows, length], with EOS; ``target`` int64 [rows, time], BOS and the translation; ``labels``
-    [rows, time], the translation and EOS, IGNORED elsewhere; which of either are ``valid``; the ``bytes`` int64 [rows]
-    of the translations."""
+    [rows, time], the translation and EOS, IGNORED elsewhere; ``source_valid`` and ``target_valid`` bool mark the real
+    tokens; ``bytes`` int64 [rows] count the bytes of the translations."""
 
     source: Tensor
     source_valid: Tensor
@@ -186,7 +193,7 @@ class EncodedPairs:
 
     @property
     def widths(self) -> np.ndarray:
-        """Return the tokens of the longer side, with the one that ends it, int64 [pairs]."""
+        """Return the tokens of the longer side, its end included, int64 [pairs]."""
         return 1 + np.max([np.diff(starts) for _, starts in self.sides], axis=0)
 
     def batch(self, indices: np.ndarray, ends: BosEos) -> PairBatch:
@@ -210,7 +217,7 @@ def _encoded(lines: Sequence[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return ids int64 [rows, longest], zero behind each row's end, and which of them are real."""
+    """Return ids int64 [rows, longest], zero behind each row's end, and which ids are real."""
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
     for local, row in zip(tokens, rows, strict=True):
@@ -312,17 +319,17 @@ class TranslationExits(TranslationLoss):
     """The loss of translators with early exits, of the kind that the decoder's stack names, as of texts alone:
 
     aligned    loss = sum of w_n L_n over the exits n / sum of w_n, L_n the smoothed cross-entropy of exit n
-    mixed      loss = mean of L over ``stack.samples`` runs, in each of which tokens leave by exits drawn evenly
+    mixed      loss = mean of L over ``stack.samples`` runs, each with evenly drawn exits for its tokens
 
-    With aligned training comes what the stack's rule learns from. In eval mode this is :class:`TranslationLoss`, of
-    tokens that leave as the rule says.
+    Aligned training adds the loss of the stack's exit rule, if any. In eval mode this is :class:`TranslationLoss`, of
+    tokens that leave by the rule.
     """
 
     trains_exits = True
 
     @classmethod
     def of(cls, model: ExitEncoderDecoder, smoothing: float) -> TranslationExits:
-        """Make the objective for ``model``; KinformerError if its stack has no exits."""
+        """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitEncoderDecoder):
             raise KinformerError(
                 "the objective 'exits' needs a decoder whose tokens may leave early, which those of this one may not; "
@@ -379,7 +386,7 @@ def exit_losses(model: ExitEncoderDecoder, data: DataModule | None) -> Translati
     return TranslationExits.of(model, getattr(data, "smoothing", 0.0))
 
 
-# Lines translated in order, each written as soon as it is translated.
+# Lines translated in order, each written at once.
 
 LONGER = 50
 """How many tokens a translation may have more than its source (Vaswani et al. 2017, section 6.1)."""
@@ -413,7 +420,7 @@ class Translator:
         return hypotheses
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
-        """Return the ids of texts, with EOS. Errors: ``KinformerError`` for one that is longer than the model reads."""
+        """Return the ids of texts, with EOS. Errors: ``KinformerError`` for a text longer than the model reads."""
         ids = [[*item.tolist(), self.search.eos] for item in self.tokenizer.encode_batch(texts)]
         longest = self.model.max_source_length
         for text, row in zip(texts, ids, strict=True):
@@ -433,8 +440,8 @@ class Translator:
         return hypotheses.best
 
     def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
-        """Return ``exited`` with what early exits save of a token in the middle of a translation, where this many
-        ``lines`` have that many tokens."""
+        """Return ``exited`` with the savings of early exits for a token in the middle of a translation, where ``lines``
+        lines have ``source_tokens`` and ``new_tokens``."""
         # One more for EOS, of the source as of the translation
         return saved(self.model, exited, (new_tokens // lines + 1) // 2, source=source_tokens // lines + 1)
 
@@ -445,7 +452,7 @@ class Translator:
 
 
 def check_generation(run: TrainedRun) -> None:
-    """Refuse a run that cannot begin and end a translation, or has no tokenizer."""
+    """Refuse a run that cannot begin and end a translation, or a run without a tokenizer."""
     check_ends(run.config)
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: has no tokenizer; put its tokenizer.json there.")
@@ -459,7 +466,7 @@ def translate_lines(
 ) -> Generated:
     """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
 
-    Lines that come one by one are translated as they come, together with those that arrived meanwhile.
+    Lines that come one by one are translated as they come, together with the lines that arrived meanwhile.
     """
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     started_at = time.perf_counter()
@@ -513,7 +520,7 @@ def _predicted(item: TextItem, translation: str) -> Predicted:
 
 
 def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text, or those that come one by one, without their ends; UTF-8, or a
+    """Yield the lines of a text, or lines that come one by one, without their ends; UTF-8, or a
     :class:`KinformerError`."""
     if isinstance(prompt, str):
         prompt = as_bytes(prompt)
@@ -533,7 +540,7 @@ def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
 class PairSamples(Samples):
     """Samples of pairs for a calibration of early exits: sources, and their translations by beam search.
 
-    Sources of a part of the pairs, drawn evenly; the truth is their reference.
+    The sources are evenly drawn from a part of the pairs; the truth is the reference.
     """
 
     def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
@@ -576,7 +583,7 @@ class PairSamples(Samples):
             return self.translator.saved(self.exits[threshold], sources - count, written, count)
 
 
-# BLEU and chrF of what a run translates, by sacrebleu, beside the untranslated source.
+# BLEU and chrF of a run's translations, by sacrebleu, beside the untranslated source.
 
 EXAMPLES = 3
 
@@ -609,7 +616,7 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
 def evaluate(
     subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TranslateEvaluationOptions, quiet: bool
 ) -> Evaluation:
-    """Evaluate a run on held-out pairs: how well it predicts the references, and how like them its translations are."""
+    """Evaluate a run on held-out pairs: how well it predicts the references, and how similar its translations are."""
     check_ends(subject.run.config)
     data, pairs, same = held_out_pairs(subject.run, evaluation_settings)
     pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
@@ -655,7 +662,7 @@ def evaluate(
 def beside_all_layers(
     subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
 ) -> tuple[Exited | None, dict[str, object], tuple[str, ...]]:
-    """Return what early exits save, the facts and the text of it beside the translations by all layers; nothing where
+    """Return the savings of early exits, with facts and text that compare the translations by all layers; nothing where
     no token could leave early."""
     if exits is None:
         return None, {}, ()
@@ -696,7 +703,7 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
 
 
 def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
-    """Return the translation of every source, in order; those of like length are translated together."""
+    """Return the translation of every source, in order; sources of similar length are translated together."""
     translator, result = Translator(subject, task_options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
     with progressing(quiet, "translating") as progress:

@@ -1,4 +1,12 @@
-"""The task of image classification: how a model fits, its rows, its measures, and the classes of pictures."""
+"""The task of image classification: how a model fits, its rows, its measures, and the classes of pictures.
+
+A training row is an image, perhaps changed at random, and its class; some changes mix two images:
+
+    images    cat.png      0.7 cat.png + 0.3 dog.png
+    labels    0 (cat)      0 (cat)                        IGNORED in rows that do not count
+    others    None         1 (dog)                        the label of the second image
+    shares    None         0.7                            the loss is 0.7 L(cat) + 0.3 L(dog)
+"""
 
 from __future__ import annotations
 
@@ -71,9 +79,9 @@ INPUT, TILES = "patches", "tiles"
 GRID = 8
 """Rows of patches of an encoder that was made for text."""
 LEAST_PATCH = 2
-"""Pixels on a side, where four patches of that fit."""
+"""The least pixels of a patch's side, where four patches of this size fit."""
 LOOKED_AT = 4096
-"""Images whose mean and standard deviation are taken for those of all."""
+"""Images whose mean and standard deviation stand for the moments of all images."""
 
 
 def open_classes(source: Source, options: VisionOptions, cache: Path | None = None) -> ImageData:
@@ -90,10 +98,10 @@ def open_classes(source: Source, options: VisionOptions, cache: Path | None = No
 
 def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = None) -> dict[str, object]:
     """Return overrides: the input's size, channels, normalisation and patches, about as many as the recipe has; the
-    ``classes`` (None: those of the data, two where it is not known yet).
+    ``classes`` (None: the data's classes, two where the data is not known yet).
 
-    An input that has a mean was fitted before, in the run to begin with, and stays as it is. An encoder of text gets
-    patches in place of its tokens and positions.
+    An input with a mean was fitted in an earlier run and stays unchanged. An encoder of text gets patches in place of
+    its tokens and positions.
     """
     if classes is None:
         classes = 2 if data is None else len(data.classes)
@@ -129,9 +137,9 @@ def _plain(input: object) -> dict[str, object]:
 
 
 def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
-    """Return the overrides of an input of tiles: patches as the recipe has them, in proportion where an image is
-    smaller than its own, but of two pixels or more where four tiles of such fit on a side; as many of them on the side
-    of a tile, and of these on that of a region, as the recipe has."""
+    """Return the overrides of an input of tiles. Patches have the recipe's size, reduced in proportion for smaller
+    images, but two pixels or more where four tiles of such patches fit on a side. A tile has as many patches on a side,
+    and a region as many tiles, as the recipe has."""
     levels: list[PatchInput] = [input_of(config)]
     while config.input.kind == TILES:
         config = part_of(config.input, "encoder")
@@ -174,7 +182,7 @@ def length_of(data: ImageData, config: ModelConfig) -> int:
 
 
 def check_images(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model that does not go with the images, or that predicts something else."""
+    """Refuse a model that does not match the images, or that predicts something else."""
     check_images_read(plan, model)
     config, data = plan.config, plan.data
     classes = getattr(config.head, "classes", None)
@@ -206,16 +214,16 @@ def check_channels(plan: TrainingPlan) -> None:
         )
 
 
-# Batches of images with their classes: in an order that needs no memory, changed at each step from the run's seed.
-# The objective of the classes of images, which may be mixed.
+# Batches of images with their classes, in an order computed without memory, changed at each step by the run's seed. The
+# objective of the classes of images, which may be mixed.
 
 LEAST_IMAGES = 256
 _ORDER, _CHANGES, _SHARE = 11, 12, 13
 
 
 class ImageBatch(NamedTuple):
-    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1, and ``labels`` int64 [rows], of which
-    IGNORED ones do not count. Where two images were mixed, ``others`` int64 [rows] are the labels of the second, and
+    """``images`` [rows, channels, height, width], uint8 or floats from 0 to 1, and ``labels`` int64 [rows]; IGNORED
+    labels do not count. Where two images were mixed, ``others`` int64 [rows] are the labels of the second, and
     ``shares`` [rows] is the part of the first. ``positions`` [rows, n] bool has one for each that an image becomes.
     """
 
@@ -232,9 +240,9 @@ class ImageBatch(NamedTuple):
 
 
 class ImageRows(DataModule):
-    """Training images in an order of their own in every epoch; the first of the validation images.
+    """Training images in a new order in every epoch, and the first validation images.
 
-    ``features`` keeps what frozen encoders make of them, where there are some; the objective sets it.
+    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
     """
 
     sums = ("nats", "correct")
@@ -277,7 +285,7 @@ class ImageRows(DataModule):
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
 
     def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return what the model reads of each image, and the labels."""
+        """Return the pixels or features of each image, and the labels."""
         images, labels = tensors(split, index)
         return images if self.features is None else self.features.of(images, split.name, index), labels
 
@@ -300,8 +308,7 @@ def pixels_of(images: Images, index: np.ndarray) -> Tensor:
 
 
 def chosen(images: Images, share: float, seed: int) -> np.ndarray:
-    """Return the numbers of the images that are learnt from: ``share`` of each class, one at least, drawn by
-    ``seed``."""
+    """Return the numbers of the images to learn from: ``share`` of each class, one at least, drawn by ``seed``."""
     assert images.labels is not None
     labels = np.asarray(images.labels)
     if share == 1:
@@ -384,8 +391,8 @@ def class_loss(model: WholeModel, data: DataModule | None) -> ImageClassificatio
 
 
 def counted(logits: Tensor, batch: ImageBatch) -> dict[str, Tensor]:
-    """Return metrics of logits [rows, classes], or [rows, heads, classes], whose mean counts: of mixed images, by the
-    label that has the larger share."""
+    """Return metrics of logits [rows, classes], or [rows, heads, classes], whose mean counts; a mixed image counts by
+    the label with the larger share."""
     logits = logits.mean(1) if logits.dim() == 3 else logits
     labels = batch.labels
     if batch.others is not None and batch.shares is not None:
@@ -423,8 +430,8 @@ def measure_images(
     progress: ProgressCallback | None = None,
     predictions: ClassPredictions | None = None,
 ) -> ImageMeasurement:
-    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; ``predictions`` notes what it predicts of
-    each."""
+    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; ``predictions`` notes the prediction of
+    each image."""
     device = device_of(model)
     batches: list[tuple[np.ndarray, ...]] = []
     nats, among = 0.0, 0
@@ -524,7 +531,7 @@ def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -
     return images, same, part
 
 
-# The most probable classes of pictures: of a file, of those in a folder, or of test images.
+# The most probable classes of pictures: of a file, of the files in a folder, or of test images.
 
 
 def predicted_classes(

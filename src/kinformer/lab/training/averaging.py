@@ -1,10 +1,10 @@
-"""Means of weights: of the last checkpoints of a run (Vaswani et al. 2017, section 6.1), or a moving one of all steps.
+"""Means of weights: over the last checkpoints of a run (Vaswani et al. 2017, section 6.1), or a moving mean over steps.
 
 The moving mean forgets with the length of the run (polynomial-decay averaging, Shamir and Zhang 2013):
 
     mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t),   t = 0, 1, ...
 
-so that it looks back over about a ``share`` of the steps so far, at any step.
+At every step it covers about a ``share`` of the steps so far.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 
 
 class MovingAverage:
-    """The moving mean of the parameters of ``model``, not of its buffers; of none where ``share`` is 0."""
+    """The moving mean of the parameters of ``model``, without its buffers; empty where ``share`` is 0."""
 
     def __init__(self, model: nn.Module, share: float, layouts: Layouts = UNDIVIDED) -> None:
         self.share, self.layouts = share, layouts
@@ -35,7 +35,7 @@ class MovingAverage:
             torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
 
     def applied(self) -> AbstractContextManager[None]:
-        """Give the model the mean for its weights within the context."""
+        """Replace the model's weights by their means within the context."""
         return swapped(self.named, self.means)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -56,9 +56,9 @@ def mean_weights(
     model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = UNDIVIDED
 ) -> dict[str, Tensor]:
     """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
-    model's are; tensors that are not floating-point are the model's."""
+    model's weights are. Integer and boolean tensors are copied from the model."""
     weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
-    # Summed in float64, so that rounding is that of one division, however many checkpoints there are.
+    # The sum is in float64, so only the final division rounds noticeably, whatever the number of checkpoints.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
     for step in steps:
         rooms = {name: layouts.room(name, weight, weight) for name, weight in weights_now.items()}
@@ -69,7 +69,8 @@ def mean_weights(
 
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """Give ``model`` other weights within the context, by name, sharded over processes as the model's are."""
+    """Replace the weights of ``model`` within the context. The other weights have the same names and the same sharding
+    over processes."""
     weights_now = model.state_dict()
     return swapped({name: weights_now[name] for name in weights}, weights)
 

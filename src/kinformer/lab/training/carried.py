@@ -1,4 +1,4 @@
-"""States that are carried from step to step: one per accumulated part of each process, stored in checkpoints by row."""
+"""States carried from step to step: one per accumulated part of each process, stored in checkpoints by row."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Carried:
     """The states of this process's ``parts`` accumulated parts; None before the first step.
 
-    In a checkpoint they are the leaves of all parts of all processes, in the order of the global batch's rows, so that
-    they can be dealt out to another number of processes or parts.
+    A checkpoint holds the leaves of all parts of all processes, in the order of the global batch's rows, so that a run
+    with another number of processes or parts can read them.
     """
 
     def __init__(self, parts: int) -> None:
@@ -36,8 +36,11 @@ class Carried:
         self.states[part] = states.detach(state)
 
     def divide(self, whole: State, model: Any, group: Group) -> None:
-        """Keep this process's heads of the carried states: ``whole`` is a state of the undivided model, ``model`` this
-        process's part of it. Leaves that have no heads are the same in all parts."""
+        """Keep this process's heads of the carried states.
+
+        ``whole`` is a state of the undivided model, ``model`` this process's part of the model. Leaves without heads
+        are the same in all parts.
+        """
         pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
         for leaf, fewer in pairs:
             dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]
@@ -89,7 +92,7 @@ class Carried:
         if len(all_states) != wanted:
             all_states = _deal(states.join_rows(all_states), wanted)
         rank_states = all_states[group.replica * len(self.states) : (group.replica + 1) * len(self.states)]
-        # Copied, since how a tensor from a file is aligned in memory may decide how a sum of it is rounded.
+        # Copied: the alignment of a tensor in memory can change the rounding of its sums, and files align otherwise.
         self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
 
 

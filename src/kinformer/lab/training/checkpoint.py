@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors and a JSON plan that are there whole or not at all, whatever happens meanwhile.
+"""Checkpoints: folders of safetensors and a JSON plan. A checkpoint exists whole or not at all, even after a crash.
 
 ``checkpoints/step-00000100/`` is filled under another name, flushed to the disk and renamed. The plan holds each file's
 sha256 and the numbers of the run. One process writes whole tensors; processes that share the weights write a part each
@@ -59,8 +59,8 @@ PAUSE = "KINFORMER_PAUSE"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint: ``files`` are named groups of whole tensors, on the CPU, ``shards`` the groups of which every
-    process has written a part; ``numbers`` is anything that JSON can hold."""
+    """A checkpoint. ``files``: named groups of whole tensors, on the CPU. ``shards``: the groups that all processes
+    wrote together, a part each. ``numbers``: anything that JSON can hold."""
 
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
@@ -68,7 +68,7 @@ class Checkpoint:
     shards: Shards | None = None
 
     def forms(self, name: str) -> Mapping[str, Tensor]:
-        """Return the tensors of a group, of sharded ones without their data."""
+        """Return the tensors of a group; sharded tensors come without their data."""
         return self.files.get(name, {}) if self.shards is None else self.shards.group(name)
 
     def into(self, name: str, module: nn.Module, place: str) -> None:
@@ -81,7 +81,7 @@ class Checkpoint:
         self.shards.fill(name, tensors)
 
     def read(self, name: str, rooms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors of a group: whole, or where the checkpoint is sharded ``rooms`` for them, filled."""
+        """Return the tensors of a group: whole, or, where the checkpoint is sharded, ``rooms`` filled with them."""
         if self.shards is None:
             return self.files.get(name, {})
         self.shards.fill(name, rooms)
@@ -89,19 +89,19 @@ class Checkpoint:
 
 
 REGULAR = "regular"
-"""Among a checkpoint's numbers: whether it was due, and not made for a signal, by the clock or at the end alone. The
-mean at the end is of regular checkpoints, so that a run that was stopped and resumed has the mean of one that was not.
-"""
+"""The name of a checkpoint's number that tells whether the checkpoint was due by its step. Other checkpoints are made
+for a signal, by the clock or at the end. The mean at the end takes regular checkpoints only, so that a run that was
+stopped and resumed has the same mean as an undisturbed run."""
 
 
 class Checkpoints:
-    """The last ``keep`` checkpoints of a run, in ``folder``, and the last ``regular`` of those that were due."""
+    """The last ``keep`` checkpoints of a run, in ``folder``, and its last ``regular`` checkpoints that were due."""
 
     def __init__(self, folder: Path, keep: int, regular: int = 0) -> None:
         self.folder, self.keep, self.regular = folder, keep, regular
 
     def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, in order."""
+        """Return the steps with a complete checkpoint, in order."""
         names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
         return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
 
@@ -122,9 +122,9 @@ class Checkpoints:
         return self.folder / f"{_PREFIX}{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write ``checkpoint``, then remove what is older than the ones to keep.
+        """Write ``checkpoint``, then remove all checkpoints but the newest ``keep`` and the regular checkpoints.
 
-        A failure leaves the earlier ones as they were and is reported in one sentence.
+        A failure leaves the earlier checkpoints unchanged and is reported in one sentence.
         """
         partial = self._partial(checkpoint.step)
         try:
@@ -180,8 +180,8 @@ class Checkpoints:
         sync_folder(self.folder)
 
     def load(self, group: Group | None = None) -> Checkpoint | None:
-        """Return the newest checkpoint, verified to the last byte; None if there is none. Processes that share the
-        work of verifying shards, those of ``group``, must call together."""
+        """Return the newest checkpoint, verified to the last byte; None if there is none. The processes of ``group``
+        share the work of verifying shards, so all must call together."""
         steps = self.steps()
         if not steps:
             return None
@@ -216,7 +216,7 @@ class Checkpoints:
         return Checkpoint(step, files, plan["numbers"], shards)
 
     def weights(self, step: int, model: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights of step ``step``: whole, or where they are shards sharded as those of ``model`` are."""
+        """Return the weights of step ``step``: whole tensors, or shards with the sharding of the tensors ``model``."""
         import torch
 
         with reading(self.path(step) / PLAN):
@@ -248,7 +248,7 @@ class Checkpoints:
 
     @contextmanager
     def reporting_failure(self, place: Path) -> Iterator[None]:
-        """Report a failure to write ``place`` within the context, in one sentence that says how to go on."""
+        """Report a failure to write ``place`` within the context, in one sentence that says how to continue."""
         try:
             yield
         except (KinformerError, OSError) as error:
@@ -282,7 +282,7 @@ def _shards(folder: Path, plan: JsonObject) -> Shards | None:
 
 
 def _check(plan: Mapping[str, object], step: int, groups: set[str], required: frozenset[str]) -> None:
-    """Raise where a plan, which holds ``groups``, is not that of step ``step`` of a run."""
+    """Raise unless ``plan``, which holds ``groups``, is the plan of step ``step`` of a run."""
     if type(plan["step"]) is not int or plan["step"] != step:
         raise ValueError(f"its step is {plan['step']!r}, not {step}")
     if missing := required - groups:
@@ -314,12 +314,12 @@ Work = Callable[[], object]
 
 
 class Saves:
-    """The saves of a run, in order: at once, or in a thread beside training, one step's saves at a time.
+    """The queue of a run's saves, which are written in order: at once, or by a thread while training continues.
 
-    A queue of saves; with ``in_thread`` a thread writes them while training goes on, so that what is added must hold
-    copies. After an error nothing that was added later is written; :meth:`wait` raises it.
+    With ``in_thread`` a save must hold copies of its tensors, because training changes the originals. The saves of one
+    step are in the queue at a time. After an error no later save is written, and :meth:`wait` raises the error.
 
-    ``seconds``: how long the last one took to write.
+    ``seconds``: how long the last save took to write.
     """
 
     def __init__(self, in_thread: bool) -> None:
@@ -332,13 +332,13 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for all; an error that ends the run already is raised before one of theirs."""
+        """Wait for all saves; an error that already ends the run is raised before an error of a save."""
         with suppress(*[] if kind is None else [Exception]):
             self.wait()
 
     @property
     def failed(self) -> bool:
-        """Return whether one could not be written, as far as that is clear by now."""
+        """Return whether the last save has already failed."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def begin(self, step: int) -> None:
@@ -348,7 +348,7 @@ class Saves:
         self._step = step
 
     def add(self, work: Work) -> None:
-        """Do ``work`` after all that was added before."""
+        """Do ``work`` after all earlier work."""
         if self._thread is None:
             self._timed(work, None)
         else:
@@ -395,9 +395,9 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
 
 
 def place_of_best(folder: Path) -> Path:
-    """Return the file of the best weights in a run folder, whether it is there or not, or the folder of their shards.
+    """Return the file of the best weights in a run folder, whether it exists or not, or the folder of their shards.
 
-    Both are there only where a process died between writing one and removing the other: the later one counts.
+    Both exist only where a process died after it wrote one and before it removed the other: the later one counts.
     """
     file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
     if not steps:
@@ -428,7 +428,8 @@ def _sharded(place: Path) -> Checkpoint:
 class Best:
     """The best validation so far, and the file of its weights.
 
-    The first of ``metrics_in_order`` decides; the next one breaks a tie."""
+    The first of ``metrics_in_order`` decides; the next metric breaks a tie.
+    """
 
     def __init__(self, folder: Path, metrics_in_order: Sequence[Metric]) -> None:
         self.folder, self.metrics_in_order = folder, metrics_in_order
@@ -438,7 +439,7 @@ class Best:
             self.metrics, self.step = best
 
     def forget(self, step: int) -> None:
-        """Discard the best validation where it is of ``step`` or before, when the model was another one."""
+        """Discard the best validation if it is from ``step`` or before, when the model was different."""
         if step and self.step is not None and self.step <= step:
             self.metrics = self.step = None
 
@@ -451,7 +452,7 @@ class Best:
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
     def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
-        """Return whether, at ``step``, as many validations as the ``patience`` (0: never) have not beaten the best."""
+        """Return whether at ``step`` the last ``patience`` validations (0: never) were not better than the best."""
         return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
 
     def note(self, metrics: Mapping[str, float], step: int) -> None:
@@ -465,8 +466,8 @@ class Best:
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 
     def write_sharded(self, part: Part, step: int, group: Group) -> None:
-        """Write the weights of ``step``, called ``"model/name"``, of which each process of ``group`` has a ``part``;
-        all must call together."""
+        """Write the weights of ``step``, called ``"model/name"``. Each process of ``group`` has a ``part``, so all must
+        call together."""
         noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
         Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
         group.on_first(self._remove_file)

@@ -1,12 +1,12 @@
 """Context parallelism: processes share the time of every row, each with one stretch of it.
 
     mixers that say how their state crosses   compute all stretches at once          (``core.crossing``)
-    other causal mixers                       hand their state on, layer by layer    (``lab.training.context_parallel``)
+    other causal mixers                       hand their state on, layer by layer
     encoders' mixers                          gather the keys and values of the row
     cross-attention                           sees the encoded source, which is gathered once
 
-The loss of a stretch is a sum over its predictions, divided by their number in the whole row. States are those before
-and after the row, the same in all processes.
+The loss of a stretch is a sum over its predictions, divided by the number of predictions in the whole row. The states
+before and after a row are the same in all processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kinformer.runtime.errors import KinformerError
 # The operations of :mod:`kinformer.core.crossing` on ``torch.distributed``, with gradients.
 #
 # composed   all-gather of summaries; the gradient is a reduce-scatter          (LASP-2, Sun et al. 2025, 2502.07563)
-# past       all-gather, or from the neighbours that have a window's slots; gradients go back the same way
+# past       all-gather, or from the neighbours with a window's slots; gradients go back the same way
 # last       broadcast from the last process; the gradient is a sum there
 # exchange   from one process to another, without gradients
 
@@ -73,8 +73,11 @@ class Stretches(Crossing):
 
 
 class _Gathered(torch.autograd.Function):
-    """The ``local`` of all processes [processes, ...]. ``tied`` passes through, so that every process differentiates
-    this, whether or not its outputs depend on what the others sent."""
+    """The ``local`` of all processes [processes, ...].
+
+    ``tied`` passes through unchanged. Every process therefore runs the backward, a collective, even where its outputs
+    do not depend on the tensors that the others sent.
+    """
 
     @staticmethod
     def forward(ctx: Context, local: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
@@ -140,11 +143,12 @@ class _Last(torch.autograd.Function):
         return total if stretches.number == stretches.count - 1 else torch.zeros_like(ctx.form), None, None
 
 
-# States that are handed on from one process to the next: how any causal mixer computes a stretch of a row.
+# States handed from one process to the next: how any causal mixer computes a stretch of a row.
 #
-# By partition invariance the stretches' outputs are those of the row. A process waits for the state of the one before,
-# layer by layer: with many layers all are busy at once, each one a layer behind the one before (as LASP, Sun et al.
-# 2024, arXiv 2404.02882, does with the states of linear attention). Gradients of states go back the same way.
+# By partition invariance the outputs of the stretches equal the outputs of the whole row. In every layer a process
+# waits for the state of the process before it. With many layers all processes are busy at once, each one layer behind
+# the process before it (LASP, Sun et al. 2024, arXiv 2404.02882, does this with the states of linear attention).
+# Gradients of states go back the same way.
 
 Inputs = tuple[Chunk, State, *tuple[object, ...]]
 """The arguments of a causal mixer."""
@@ -174,7 +178,7 @@ def hand_on(mixer: nn.Module, stretches: Stretches) -> None:
 
 
 def _marker() -> Tensor:
-    """Return a scalar that takes a gradient, so that all processes differentiate what goes from one to the next."""
+    """Return a scalar that requires a gradient, so that all processes run the backward of their exchanges."""
     return torch.ones((), requires_grad=torch.is_grad_enabled())
 
 
@@ -187,7 +191,7 @@ def _received(x: Tensor, state: State, stretches: Stretches) -> tuple[Tensor, St
 
 
 def _last(state: State, stretches: Stretches) -> State:
-    """Return the state after the last stretch in all processes, where it is wanted, without gradients."""
+    """Return the state after the last stretch in all processes, without gradients, if it is kept."""
     if not stretches.keeps:
         return state
     leaves = list(tensors(state))
@@ -206,7 +210,7 @@ def _last(state: State, stretches: Stretches) -> State:
 
 
 def _forms(leaves: list[Tensor]) -> Tensor:
-    """Return the shapes of ``leaves``, [leaves, axes] int64, -1 where there is no axis."""
+    """Return the shapes of ``leaves``, [leaves, axes] int64, padded with -1."""
     rows = [[*leaf.shape, *[-1] * (_AXES - leaf.dim())] for leaf in leaves]
     return torch.tensor(rows, device=leaves[0].device, dtype=torch.int64)
 
@@ -220,7 +224,8 @@ def _learns(leaf: Tensor) -> bool:
 
 
 class _Sent(torch.autograd.Function):
-    """The leaves of a state, sent to the next process; y passes through, and brings their gradients back."""
+    """The leaves of a state, sent to the next process. y passes through, so that its backward receives the gradients
+    of the leaves."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, marker: Tensor, stretches: Stretches, *leaves: Tensor) -> Tensor:
@@ -270,7 +275,7 @@ class _Received(torch.autograd.Function):
 
 
 def check_time(model: nn.Module, ring: bool) -> None:
-    """Refuse a ``model`` whose rows cannot be shared by time."""
+    """Raise for a ``model`` whose rows cannot be shared by time."""
     config, stack = getattr(model, "config", None), getattr(model, "stack", None)
     if getattr(config, "kind", None) not in ("decoder", "encoder", "encoder_decoder") or not isinstance(stack, Stack):
         raise _unshared(config, "only decoders and encoders of tokens and both in one model can")
@@ -300,7 +305,7 @@ def check_time(model: nn.Module, ring: bool) -> None:
 
 
 def _check_reader(reader: Any, ring: bool) -> None:
-    """Refuse an encoder that needs a whole row at once."""
+    """Raise for an encoder that needs a whole row at once."""
     config, stack = reader.config, reader.stack
     if ring:
         raise KinformerError(
@@ -339,12 +344,12 @@ def crosses(mixer: CausalMixer) -> bool:
 
 
 def readers_of(model: Any) -> list[Any]:
-    """Return the encoder of whole rows that a model is or has."""
+    """Return the encoder of whole rows: the model itself, or its encoder."""
     return {"encoder": [model], "encoder_decoder": [getattr(model, "encoder", None)]}.get(model.config.kind, [])
 
 
 def mixers_of(stack: Stack) -> list[CausalMixer]:
-    """Return the mixers of the layers, each of which absorbs a chunk after a state."""
+    """Return the causal mixers of ``stack``, without mixers inside other mixers."""
     mixers: dict[CausalMixer, None] = {}
     inner = {
         part
@@ -360,8 +365,8 @@ def mixers_of(stack: Stack) -> list[CausalMixer]:
 
 
 def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
-    """Let ``step`` compute one stretch of its rows, of which the ``processes`` have the others, in place; ``keeps``:
-    whether the states after the rows are wanted."""
+    """Change ``step`` in place so that it computes one stretch of its rows; the other ``processes`` compute the other
+    stretches. ``keeps``: whether the states after the rows are needed."""
     model: Any = step.model
     check_time(model, ring)
     stretches = Stretches(processes, keeps, ring)
@@ -378,7 +383,7 @@ def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps
 
 
 class _Edge:
-    """Hooks between the rows and a model that reads one stretch of them; before an encoder they change nothing."""
+    """Hooks between the rows and a model that reads one stretch of each row; before an encoder they change nothing."""
 
     def __init__(self, model: Any, stretches: Stretches) -> None:
         self.model, self.stretches = model, stretches

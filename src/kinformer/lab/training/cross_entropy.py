@@ -1,10 +1,11 @@
-"""The cross-entropy of logits that are a product, without all of them in memory at once.
+"""The cross-entropy of logits x W^T + b, computed without all logits in memory at once.
 
     loss = sum_i -ln softmax(x_i W^T + b)_(y_i),    dloss / dlogits_i = softmax(x_i W^T + b) - onehot(y_i)
 
-Some rows of logits are made at a time, and with their loss their share of the gradients, while they lie in the cache;
-so no product is made twice. Over a large vocabulary logits, their softmax and their gradient are much of what a small
-model's step needs in memory: of a process that learns from 1,024 tokens of 50,257 more than a third.
+The forward computes a few rows of logits at a time. It adds their loss and their share of the gradients while the
+rows are in the processor's cache, so no product is computed twice. Over a large vocabulary the logits, their softmax
+and their gradient take much of the memory of a small model's step: more than a third of the process for 1,024 tokens
+of a vocabulary of 50,257.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kinformer.lab.training.tensor_parallel import VocabularyPart
 
 LOGITS = 1 << 22
-"""Elements from which on logits are made in pieces, on a CPU: 16 MiB in float32."""
+"""The fewest elements of logits made in pieces, on a CPU: 16 MiB in float32."""
 PIECE, LEAST = 1 << 21, 128
 """Elements of a piece, and its rows at least."""
 _NAME, _REMEDY = "the cross-entropy in pieces", "differentiate torch's cross_entropy of the model's logits for that"
@@ -53,13 +54,13 @@ def of_head(model: Model, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def large(model: Model, rows: int) -> bool:
-    """Return whether the logits of this many ``rows`` are one product, and many."""
+    """Return whether the logits of ``rows`` rows are one product and large enough for pieces."""
     product = _product(model)
     return product is not None and _large(product, rows)
 
 
 def _product(model: Model) -> tuple[Tensor, Tensor | None] | None:
-    """Return the matrix and the bias of a head that is a product with one, None of any other head."""
+    """Return the matrix and the bias of a head that multiplies by a matrix; None for any other head."""
     head = getattr(model, "head", None)
     return head.product(model.input) if isinstance(head, OutputProduct) else None
 
@@ -97,7 +98,7 @@ class _InPieces(torch.autograd.Function):
                 if bias is not None:
                     logits += bias
                 likely = logits.softmax(-1)
-                # ln of the sum of exponentials, by the largest of them: its share is 1 over that sum
+                # ln sum_v exp(l_v) = m - ln(softmax of m), m the largest logit: exp(l_v) itself could overflow.
                 top = logits.amax(-1, keepdim=True) - logits.gather(1, wanted)
                 total += (top - likely.amax(-1, keepdim=True).log()).sum()
                 if not learning:
@@ -119,6 +120,6 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     @first_order(_NAME, _REMEDY)
     def backward(ctx: Context, saved: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # The gradients are ready; the chain rule only scales them by that of the loss.
+        # The forward has computed the gradients; the chain rule scales them by the gradient of the loss.
         x, weight, *bias = (item * gradient.to(item.dtype) for item in saved[2:])
         return x, weight, bias[0] if bias else None, None, None

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Batch(Protocol):
-    """A batch, as a NamedTuple: its fields are tensors [batch, ...], states or None; the first that is not None is a
-    tensor. ``size`` is the number of positions (tokens, frames), padding included: the unit of speed."""
+    """A batch, as a NamedTuple. Its fields are tensors [batch, ...], states or None; the first field other than None is
+    a tensor. ``size`` is the number of positions (tokens, frames), padding included: the unit of speed."""
 
     @property
     def size(self) -> int: ...
@@ -71,12 +71,12 @@ def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: in
 
 
 class Layouts:
-    """Where the parts of a run's tensors lie: tensor parallelism gives every process the rows of its heads, which are
-    not adjacent in a whole weight. Checkpoints hold whole weights' rows in order, so that any number of processes
-    reads them.
+    """The layout of a run's tensors over processes. Tensor parallelism gives every process the rows of its heads, which
+    are not adjacent in a whole weight. Checkpoints hold the rows of whole weights in order, so that any number of
+    processes can read them.
 
-    The cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``; without a mesh,
-    tensors lie as they are.
+    ``cuts``: the cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``. Without a
+    mesh tensors are not cut.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
@@ -102,7 +102,7 @@ class Layouts:
         return self._rows(torch.empty(form.shape, dtype=form.dtype))
 
     def placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return ``value``, whole or cut into rows, as ``parameter`` lies, where it has its shape."""
+        """Return ``value``, whole or cut into rows, in the layout of ``parameter``, if it has the parameter's shape."""
         cut = self._cut(name)
         if not is_sharded(parameter) and cut and value.shape != parameter.shape:
             return value.index_select(cut.dim, self._local_rows(cut))
@@ -114,7 +114,7 @@ class Layouts:
         if cut:
             whole = whole.index_select(cut.dim, self._local_rows(cut).to(whole.device))
         local = target.to_local()
-        if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts what is left into rows, the last ones fewer
+        if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts the rest by rows; the last shards have fewer
             size = -(-len(whole) // target.device_mesh.size(0))
             whole = whole[target.device_mesh.get_local_rank(0) * size :][: len(local)]
         local.copy_(whole)
@@ -163,14 +163,16 @@ UNDIVIDED = Layouts()
 
 
 class DataModule:
-    """The interface between a trainer and a task's data. Rows are a function of the step's number alone, so that
-    checkpoints need not store any, unless the model itself makes them: see :meth:`begin` and :meth:`state_tensors`.
+    """The interface between a trainer and a task's data.
 
-    ``sums``: those of the objective's sums that are reported, each divided by its ``predicted``; the first is
-    minimised. ``metrics``: computed from their means; the first one decides which weights are the best.
-    ``carries``: whether the state after a step is that before the next. ``teacher``: a model in eval mode from
-    whose predictions the model also learns, or None. ``by_time``: whether a row is a text, whose batches give
-    ``stretch(number, count)``, one of this many stretches of time.
+    Rows depend on the step's number alone, so checkpoints need not store rows. Rows that the model itself makes are
+    the exception: see :meth:`begin` and :meth:`state_tensors`.
+
+    ``sums``: the names of the objective's sums to report, each divided by its ``predicted``; the first is minimised.
+    ``metrics``: computed from the means of the sums; the first metric decides which weights are the best.
+    ``carries``: whether a step begins with the state after the step before. ``teacher``: a model in eval mode, from
+    whose predictions the model also learns, or None. ``by_time``: whether a row is a text; its batches then have
+    ``stretch(number, count)``, which returns stretch ``number`` of ``count`` stretches of time.
     """
 
     sums: tuple[str, ...] = ("nats",)
@@ -214,12 +216,12 @@ class DataModule:
 # The objective that training minimises: ``loss, metrics, state = objective(model, batch, state, progress)``.
 #
 # ``loss`` is a float32 scalar, the mean over the batch's predictions, with its graph. ``metrics`` are detached
-# scalars: ``predicted``, how many predictions there are, and sums over them, such as ``nats`` and ``correct``.
-# ``progress`` runs from 0 to 1 in the course of training. An objective that is a module is trained with the model and
-# saved in checkpoints; one that uses the model's hidden states says so by ``reads_hidden = True``.
+# scalars: ``predicted``, the number of predictions, and sums over the predictions, such as ``nats`` and ``correct``.
+# ``progress`` runs from 0 to 1 in the course of training. A module as objective is trained with the model and saved in
+# checkpoints. An objective that uses the model's hidden states sets ``reads_hidden = True``.
 
 ObjectiveOutput = tuple[Tensor, dict[str, Tensor], State]
-"""Loss, metrics and the model's state after the batch, None of a model that has none."""
+"""Loss, metrics and the model's state after the batch; None for a model without a state."""
 
 
 PREDICTED = "predicted"
@@ -241,7 +243,7 @@ def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objecti
 
 
 class Objective(Protocol):
-    """The protocol of objectives, called once per forward pass with the models and batches that it is made for."""
+    """The protocol of objectives, called once per forward pass with the model and a batch of the task."""
 
     def __call__(self, model: Any, batch: Any, state: State, progress: float) -> ObjectiveOutput: ...
 
@@ -258,7 +260,7 @@ class ObjectiveModule(nn.Module):
 
     Auxiliary losses (sums over positions, one per row), in the state or gathered from an encoder's layers
     (``core.learning``), are added to the loss as means over positions; in training, so are the penalties of regularized
-    parts. ``replicas``: the processes whose gradients are averaged where no engine does it, None where one does.
+    parts. ``replicas``: the processes whose gradients are averaged here, None where an engine averages them.
     """
 
     replicas: distributed.ProcessGroup | None = None

@@ -1,6 +1,6 @@
-"""Several processes on PyTorch's own engine: DDP (Li et al. 2020) and FSDP2, started by torchrun or by ourselves.
+"""Several processes on PyTorch's own engines, DDP (Li et al. 2020) and FSDP2, started by torchrun or by Kinformer.
 
-Everything is arranged so that one process is the case ``world = 1``: same rows, same losses, same files.
+One process is the case ``world = 1``: it has the same rows, losses and files.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 
-# Where processes that torchrun starts find each other: torchrun's store, behind a name that one start has alone.
+# Processes that torchrun starts find each other in torchrun's store, with a prefix that every start has for itself.
 #
-# torchrun's store outlives a start, under its rendezvous "static" and "c10d" alike, and what dead processes have left
-# in it would be found by the next processes: a process would look for an address at which nobody answers any more.
+# torchrun's store outlives a start, under its rendezvous "static" and "c10d" alike. Without the prefix the next
+# processes would find the entries of dead processes, and would connect to an address at which nobody answers.
 
 _PAUSE = 0.01
 
@@ -55,17 +55,17 @@ def torchruns_store() -> Store | None:
 
 
 def job_id() -> str | None:
-    """Return the name of torchrun's job (``--rdzv-id``), which all starts of it have; None where it was given none."""
+    """Return the name of torchrun's job (``--rdzv-id``), the same in all its starts; None for a job without a name."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
 
 
 def of_this_start(store: Store, rank: int, world: int) -> Store:
-    """Return ``store`` behind a name that process ``rank`` has in common with the ``world`` of this start, and with
-    nobody before.
+    """Return ``store`` with a prefix that process ``rank`` shares with the ``world`` processes of this start, and with
+    no earlier process.
 
-    The first process makes the name. The others ask for it by a new word, so that no answer is an old answer; and
-    they say that they have heard it, so that the first knows to whom it has not answered yet.
+    The first process makes the prefix. Every other process asks for it with a new word, so that it cannot read an old
+    answer. It then confirms the answer, so that the first process knows which processes still wait.
 
     Errors: ``TimeoutError`` where a process does not come within PyTorch's time for a collective.
     """
@@ -100,9 +100,9 @@ SIGNALLED = tuple(128 + number for number in SIGNALS)
 class Group:
     """The processes that train one model together; this one has number ``rank`` of ``world``.
 
-    ``tensor`` neighbours compute the same rows, each with a part of the heads; ``context`` of such groups have the
-    stretches of the same rows, in order of time, and with ``ring`` pass keys and values on; the ``strategy`` says
-    what processes with other tokens share.
+    ``tensor`` neighbours compute the same rows, each with a part of the heads. ``context`` such groups have the
+    stretches of the same rows, in order of time, and with ``ring`` circulate keys and values. With the ``strategy``
+    fsdp, processes with other tokens share the weights.
     """
 
     device: torch.device
@@ -113,7 +113,7 @@ class Group:
     context: int = 1
     ring: bool = False
     channel: distributed.ProcessGroup | None = None
-    """The process group by which they exchange what no engine does; PyTorch's default one if None."""
+    """The process group for all exchanges outside of the engines; PyTorch's default group if None."""
 
     def with_new_channel(self) -> Group:
         """Return the same processes with another channel, for a thread beside training; all must call it
@@ -151,7 +151,7 @@ class Group:
         return self.tensor > 1 or (self.world > 1 and self.strategy == "fsdp")
 
     def exchange(self, engine: nn.Module, wanted: bool) -> AbstractContextManager[None]:
-        """Decide whether the backward pass inside exchanges gradients: only the last of accumulated parts needs to."""
+        """Decide whether the backward pass inside exchanges gradients: only the last accumulated part needs it."""
         if self.copies > 1 and self.strategy == "fsdp":
             sharded: Any = engine
             sharded.set_requires_gradient_sync(wanted)
@@ -184,8 +184,8 @@ class Group:
         return values.tolist()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function`` on the first process to all of
-        them, or raise its :class:`KinformerError`."""
+        """Return the result of ``function`` on the first process to all processes, or raise its
+        :class:`KinformerError` on all."""
         if self.world == 1:
             return function()
         outcome: list[tuple[list[T], str | None]] = [([], None)]
@@ -201,8 +201,8 @@ class Group:
         return results[0]
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
-        """Return the results of ``function`` on every process, in order of rank, to all of them, or raise the first
-        :class:`KinformerError`."""
+        """Return the results of ``function`` on every process, in order of rank, to all processes, or raise the first
+        :class:`KinformerError` on all."""
         outcome: tuple[list[T], str | None]
         try:
             outcome = [function()], None
@@ -245,7 +245,7 @@ def started_by_torchrun() -> bool:
 
 @contextmanager
 def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, ring: bool = False) -> Iterator[Group]:
-    """Join the group that the launcher's environment variables describe, and leave it in good order at the end.
+    """Join the process group of the launcher's environment variables, and leave it cleanly at the end.
 
     Hold no model or optimiser outside of the block.
     """
@@ -269,7 +269,8 @@ def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, rin
 
 
 def shutdown() -> None:
-    """Leave the process group: holders of communication buffers are freed first, since exits abort otherwise."""
+    """Leave the process group. Holders of communication buffers are freed first, since the process would abort
+    otherwise."""
     gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -278,8 +279,9 @@ def shutdown() -> None:
 def launch(function: Callable[..., T], arguments: tuple[object, ...], processes: int) -> T:
     """Run ``function(*arguments)`` in ``processes`` new processes of this machine; return the result of the first one.
 
-    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended them; a
-    function that obeys a signal has to leave with ``SystemExit(128 + signal)``, since its result is not awaited then.
+    A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended the
+    processes. A function that obeys a signal must leave with ``SystemExit(128 + signal)``, because its result is not
+    read then.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -342,8 +344,8 @@ def _caller_restored() -> Iterator[None]:
 
 
 class _Withheld(logging.Filter):
-    """A filter that withholds the messages of PyTorch's launcher, which for a killed process hold only its own
-    stack."""
+    """A filter that withholds the messages of PyTorch's launcher; for a killed process they hold the launcher's stack
+    only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +414,7 @@ def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Modu
         sizes = (group.copies, group.tensor)
         mesh = init_device_mesh(group.device.type, sizes, mesh_dim_names=("replicas", "tp"))
         step.layouts = parallelize(step, mesh["tp"])
-        _share_time(step, group, keeps)  # of the parts, which are new modules
+        _share_time(step, group, keeps)  # after the division, whose parts are new modules
         if group.copies == 1:
             return step
         if group.strategy == "ddp":
@@ -444,7 +446,7 @@ def _sharded(step: ObjectiveModule, mesh: DeviceMesh) -> nn.Module:
 
 
 def average_gradients(engine: nn.Module) -> None:
-    """Replace gradients by their means over the replicas of a divided model, where no engine does."""
+    """Replace gradients by their means over the replicas of a divided model, if no engine averages them."""
     replicas = getattr(engine, "replicas", None)
     if replicas is None:
         return
@@ -457,7 +459,7 @@ def average_gradients(engine: nn.Module) -> None:
 
 
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
-    """Refuse runs of several processes that do more with the model than compute losses of its rows."""
+    """Raise for runs of several processes that do more with the model than compute losses of its rows."""
     if group.context > 1:
         _check_stretches(data, objective, settings, group)
     if group.tensor == 1:
@@ -474,7 +476,7 @@ def check_divided(data: DataModule, objective: object, settings: Settings, group
 
 
 def _check_stretches(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
-    """Refuse rows that cannot be cut along time into stretches of one length."""
+    """Raise for rows that cannot be cut along time into stretches of one length."""
     place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
     if not (data.by_time and getattr(objective, "by_token", False)):
         raise KinformerError(
@@ -487,7 +489,7 @@ def _check_stretches(data: DataModule, objective: object, settings: Settings, gr
 
 
 def check_length(settings: Settings, group: Group) -> None:
-    """Refuse rows whose time cannot be cut into stretches of one length."""
+    """Raise for rows whose time cannot be cut into stretches of one length."""
     if settings.length % group.context:
         raise KinformerError(
             f"`parallel` {'ring' if group.ring else 'cp'}={group.context}: does not divide `length` {settings.length}; "
@@ -496,7 +498,7 @@ def check_length(settings: Settings, group: Group) -> None:
 
 
 def check_shared(model: nn.Module, group: Group) -> None:
-    """Refuse models that several processes cannot train together."""
+    """Raise for models that several processes cannot train together."""
     if group.world == 1:
         return
     if group.world % (group.tensor * group.context):
@@ -526,7 +528,7 @@ def check_shared(model: nn.Module, group: Group) -> None:
 
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of theirs."""
+    """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
     return _Copied.apply(x, mesh.get_group())
 
 

@@ -17,12 +17,12 @@ ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """A handler of signals: while entered, the first signal is only noted in ``signal``, and reported unless ``quiet``;
-    a second one leaves at once. SIGHUP comes in pairs where a terminal closes, so a second one of those changes
-    nothing; under nohup it stays ignored.
+    """A context manager that handles signals. It notes the first signal in ``signal`` and reports it unless ``quiet``;
+    a second signal ends the process at once.
 
-    A launcher passes on a signal that the terminal has already sent to all processes: with ``echoed`` a second one
-    within a second counts as the same.
+    A terminal that closes sends SIGHUP twice, so a second SIGHUP changes nothing. Under nohup SIGHUP stays ignored.
+    A launcher repeats the signal that the terminal has already sent to all processes. With ``echoed`` a second signal
+    within ``ECHO_SECONDS`` therefore counts as the first.
     """
 
     def __init__(self, echoed: bool = False, quiet: bool = True) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from tensorboard.compat.proto.event_pb2 import Event
 
-# A metric by which a model is evaluated: its name, its unit, and whether less of it is better.
+# A metric of a model: its name, its unit, and whether lower is better.
 
 
 SHARE = "share"
@@ -31,15 +31,15 @@ SHARE = "share"
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` as it is read
-    ("bits per byte"), SHARE for a share of 1."""
+    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` in words ("bits per byte"), SHARE for a share of
+    1."""
 
     name: str
     unit: str
     lower_is_better: bool = True
 
     def better(self, value: float, than: float) -> bool:
-        """Return whether ``value`` is better than another; a value that is not finite never is."""
+        """Return whether ``value`` is better than another; NaN and infinity are never better."""
         return isfinite(value) and (value < than if self.lower_is_better else value > than)
 
     def text(self, value: float) -> str:
@@ -63,7 +63,7 @@ CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 
 def bits_per_masked(unit: str) -> Metric:
-    """Return the metric of masked tokens, by what a token is: a byte, or a tokenizer's token."""
+    """Return the metric of masked tokens, which depends on the kind of token: a byte, or a tokenizer's token."""
     return Metric(f"bits_per_masked_{unit}", f"bits per masked {unit}")
 
 
@@ -89,10 +89,8 @@ def size(count: float) -> str:
 class Result:
     """The result of a training run, for its caller and its records.
 
-    The result: ``steps`` done of ``total``; ``signal`` is the one that ended the run early, or 0.
-
-    ``validation``: the best one's metrics, such as ``bits_per_byte``; the first is None in a run that was never
-    validated.
+    ``steps``: the steps done of ``total``. ``signal``: the signal that ended the run early, or 0. ``validation``: the
+    metrics of the best validation, such as ``bits_per_byte``; the first is None in a run that was never validated.
     """
 
     steps: int
@@ -109,8 +107,8 @@ QUIET_SECONDS = 10.0
 
 
 class EventFile:
-    """A file of TensorBoard events in ``folder`` that begins after step ``resumed``; later points of an earlier file
-    are void.
+    """A file of TensorBoard events in ``folder`` that begins after step ``resumed`` and voids later points of earlier
+    files.
 
     The training thread writes it, and the file stays open. TensorBoard's own writer opens its file by name in a thread,
     which fails loudly when the folder is moved or removed.
@@ -145,7 +143,7 @@ class EventFile:
             self._file.close()
 
     def _write(self, event: Event) -> None:
-        """Write an event; where that fails, training goes on without curves, as its metrics stand in another file."""
+        """Write an event. If that fails, training continues without curves; the metrics are also in another file."""
         if self._file.closed:
             return
         try:
@@ -157,8 +155,8 @@ class EventFile:
 
 
 class Log:
-    """The log of a run folder, which records are appended to; a resumed run first drops
-    those beyond the step that it resumes."""
+    """The log of a run folder, to which records are appended. A resumed run first drops the records after the step from
+    which it resumes."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
@@ -223,8 +221,8 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far;
-        the speed is that since it was last shown."""
+        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far.
+        The displayed speed is the speed since the last display."""
         self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:
@@ -235,7 +233,7 @@ class TrainingProgress:
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
-        """Expect this many steps in all from now on."""
+        """Change the expected number of steps to ``total``."""
         self.total = total
         if self._bar and self._task is not None:
             self._bar.update(self._task, total=total)
@@ -253,7 +251,7 @@ class TrainingProgress:
 
 
 class Silence(TrainingProgress):
-    """The display of processes that are not the first, and of quiet runs: it shows nothing."""
+    """The display of quiet runs and of all processes but the first: it shows nothing."""
 
     def __init__(self) -> None:
         self._bar = None

@@ -1,7 +1,7 @@
-"""The training loop: updates, validations and checkpoints, in a folder from which it can go on at any moment.
+"""The training loop: updates, validations and checkpoints, in a folder from which a run can be resumed at any moment.
 
-What a step does is a function of the weights, the optimiser's state, the carried states and the step's number alone.
-All of that is in a checkpoint, so a run that was killed and resumed ends with the weights of one that was not.
+A step depends on the weights, the optimiser's state, the carried states and the step's number alone. A checkpoint
+holds them all, so a run that was killed and resumed ends with the same weights as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ from kinformer.runtime.progress import note
 
 
 class Validation:
-    """The validation on rows of ``data``; where it carries, the state goes on from one batch to the next.
+    """The validation on rows of ``data``. Where ``data`` carries states, a batch begins with the state of the batch
+    before.
 
-    The rows of a batch are spread over the processes, and the result does not depend on how many there are.
+    The rows of a batch are spread over the processes. The result does not depend on the number of processes.
     """
 
     def __init__(self, data: DataModule, group: Group) -> None:
@@ -109,12 +110,11 @@ Tensors = Mapping[str, Tensor]
 
 
 class Storage:
-    """What a trainer writes into its run's folder and reads from it: checkpoints, and the best weights.
+    """The checkpoints and the best weights in a run's ``folder``, for the processes of ``group``.
 
-    The first process writes them whole; where the weights are sharded over processes, all write their parts. With
-    ``async_saves`` a thread beside training writes copies made between two steps: the same files, only later.
-
-    The checkpoints and the best weights in ``folder``, by the first of ``metrics``, of the processes of ``group``.
+    The first of ``metrics`` decides which weights are the best. The first process writes whole tensors; where the
+    weights are sharded over processes, every process writes its part. With ``async_saves`` a thread writes copies while
+    training continues: the same files, only later.
 
     All processes call every method together.
     """
@@ -131,7 +131,7 @@ class Storage:
     def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: JsonObject) -> None:
         """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
 
-        A weight that is not finite is an error, and nothing is written. Where there are no best weights yet, these are.
+        A weight of NaN or infinity is an error, and nothing is written. Without best weights, these become the best.
         """
         self.saves.begin(step)
         if not self.group.sharded:
@@ -152,7 +152,7 @@ class Storage:
         self.saves.add(lambda: self.checkpoints.save_sharded(head, parts, self.writers))
 
     def save_best(self, step: int, weights: Tensors) -> None:
-        """Write ``weights``, sharded as the model's are, as the best."""
+        """Write ``weights``, with the sharding of the model's weights, as the best weights."""
         self.saves.begin(step)
         if self.group.sharded:
             self.group.on_all(self._require_home)
@@ -161,13 +161,13 @@ class Storage:
             self._add_best(step, gather(weights.items(), self.group.first))
 
     def require_finite(self, step: int, losses: Sequence[float], norms: Sequence[float]) -> None:
-        """Raise where a loss, or a norm of a gradient, is not finite; the first ones are of ``step``."""
+        """Raise for a loss or a gradient norm of NaN or infinity; the first loss and norm belong to ``step``."""
         for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step):
             if not (isfinite(loss) and isfinite(norm)):
                 raise self.diverged(f"the loss is {loss:g} and the gradient's norm {norm:g} at step {number}")
 
     def diverged(self, what: str) -> KinformerError:
-        """Return the error that ends a run whose numbers are no longer finite: ``what`` says where."""
+        """Return the error that ends a run with NaN or infinite numbers: ``what`` says where they appeared."""
         with suppress(KinformerError):
             self.saves.wait()
         steps = self.checkpoints.steps()
@@ -199,7 +199,7 @@ class Storage:
         part = part_of(tensors, self.group)
         if not self.saves.in_thread:
             return part
-        # What does not lie in rows was put into rows, into memory of its own.
+        # Under a mesh ``part_of`` has already copied sharded tensors, to put their rows in order: no second copy.
         return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
 
     def _require_finite_weights(self, step: int, weights: Tensors) -> None:
@@ -208,7 +208,7 @@ class Storage:
             raise self.diverged(f"a weight is no longer finite after step {step}")
 
     def _require_home(self) -> None:
-        """Raise where the folder was moved meanwhile, rather than begin a second one with half a run."""
+        """Raise if the folder was moved during training: writing would begin a second folder with half a run."""
         if self.home is not None and not is_here(self.folder, self.home):
             raise KinformerError(
                 f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
@@ -219,7 +219,7 @@ class Storage:
 # One update: rows in, forward and backward in parts, gradients clipped, weights moved.
 
 _FEATURES = 0x46454154
-"""Sets the seeds of random features apart from those of masks."""
+"""Mixed into the seed of random features, which therefore differs from the seed of masks."""
 
 
 class UpdateResult(NamedTuple):
@@ -233,8 +233,7 @@ class UpdateResult(NamedTuple):
 
 
 class Updater:
-    """The maker of updates to the weights behind ``engine``, an ``ObjectiveModule`` wrapped by
-    ``lab.training.distributed``."""
+    """The updates of the weights in ``engine``, an ``ObjectiveModule`` wrapped by ``lab.training.distributed``."""
 
     def __init__(
         self,
@@ -247,7 +246,7 @@ class Updater:
     ) -> None:
         self.engine, self.optimiser, self.carried, self.data = engine, optimiser, carried, data
         self.settings, self.group = settings, group
-        settings.rows(group.replicas)  # refuses those that cannot be shared
+        settings.rows(group.replicas)  # raises where the replicas cannot share the rows
         self.resampled, self.online = modules_of(engine, Resampled), modules_of(engine, OnlineLearner)
         self.regularized = modules_of(engine, Regularized)
 
@@ -257,8 +256,8 @@ class Updater:
         self.carried.clear()
 
     def seconds_per_step(self, limit: float) -> float:
-        """Return the seconds of an update, measured for about ``limit`` seconds by updates with learning rate 0 whose
-        effects are then undone."""
+        """Return the seconds of an update, measured for about ``limit`` seconds. The measured updates have the learning
+        rate 0, and their other effects are undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         seconds = seconds_per_step(
             lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
@@ -301,7 +300,7 @@ class Updater:
         return torch.stack([loss.detach(), *means])
 
     def _resample(self, step: int) -> None:
-        """Resample random features, which all processes share; states made with the old ones are dropped."""
+        """Resample random features, which all processes share, and drop states made with the old features."""
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
@@ -324,9 +323,10 @@ class Updater:
 
 
 class Window:
-    """The updates since the last reading, whose results stay on the device until the next.
+    """The updates since the last reading. Their results stay on the device until the next reading, so that a step does
+    not wait for the device.
 
-    ``speed``: tokens per second between the last two readings; ``overall``: over all of them, that is ``tokens`` in
+    ``speed``: tokens per second between the last two readings; ``overall``: over all readings, ``tokens`` in
     ``seconds``.
     """
 
@@ -357,17 +357,18 @@ class Window:
         return losses, norms.tolist(), metrics
 
     def restart(self) -> None:
-        """Measure time from now on, after something other than a step."""
+        """Restart the clock after work other than a step."""
         self._mark = time.monotonic()
 
 
 class Trainer:
-    """The trainer of ``model`` on ``data`` for ``objective``; it goes on from the newest checkpoint in ``folder`` to
+    """The trainer of ``model`` on ``data`` for ``objective``. It continues from the newest checkpoint in ``folder`` to
     the end of that checkpoint's stage (``lab.training.stages``), to which ``model`` and ``data`` belong.
 
-    ``model`` is any module that the objective can call; where the data carries, one with ``initial_state(batch)``.
-    It is changed in place; with several processes it belongs to the trainer from then on. ``quiet``: it reports
-    nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if None.
+    ``model`` is any module that the objective can call; where the data carries states, it has ``initial_state(batch)``.
+    The trainer changes ``model`` in place; with several processes the model belongs to the trainer from then on.
+    ``quiet``: the trainer reports nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if
+    None.
     """
 
     def __init__(
@@ -514,14 +515,14 @@ class Trainer:
                 break
 
     def _begin_stage(self) -> None:
-        """Report a stage where its first update comes next; the record stands at that update's step."""
+        """Report a stage before its first update; the record has the step of that update."""
         if self.stage.count > 1 and self.step == self.stage.begin:
             self.progress.say(str(self.stage))
             if self.log:
                 self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
-        """Estimate again how many steps the minutes buy; return the step after which to do so next."""
+        """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.revise(self.step, max(self.step, total))
@@ -529,14 +530,14 @@ class Trainer:
         return pace.next_look(self.step, self.total)
 
     def _out_of_patience(self, validate_every: int) -> bool:
-        """Return whether as many validations as the patience were no better than the best one."""
+        """Return whether the last ``patience`` validations were not better than the best."""
         if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
             validations = plural(self.settings.patience, "validation")
             self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
         return ended
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
-        """Return the signal that came, whether the time is over, and whether to save: the same everywhere."""
+        """Return the received signal, whether the time is over, and whether to save: the same in all processes."""
         if self.group.world > 1 and self.step % self.settings.log_every:
             return 0, False, False
         limit = 60 * (self.settings.minutes or math.inf) - end
@@ -552,7 +553,7 @@ class Trainer:
         return int(signal), bool(over), bool(old)
 
     def _report(self, rate: float) -> None:
-        """Report the losses since the last time; a loss that is not finite ends the run."""
+        """Report the losses since the last report; a loss of NaN or infinity ends the run."""
         losses, norms, sums = self.window.read()
         self.storage.require_finite(self.step - len(losses) + 1, losses, norms)
         if not losses:
@@ -569,8 +570,8 @@ class Trainer:
         return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
 
     def _finish(self, measures: bool) -> None:
-        """Do all that belongs to the end of a run before the last checkpoint, which says that the run is over: a run
-        that is killed here repeats its last steps and its end."""
+        """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
+        finished. A run killed here repeats its last steps and this work."""
         if self.step < self.total:  # the time or the patience is over
             self.course.revise(self.step, self.step)
         self.storage.saves.wait()
@@ -586,7 +587,7 @@ class Trainer:
             self.progress.say(f"the learning rate falls by the factor {self.settings.plateau_factor:g}")
 
     def _measure(self, what: str, prefix: str) -> dict[str, float]:
-        """Validate the weights as they are, write them where they are the best, and return their metrics."""
+        """Validate the present weights, write them if they are the best, and return their metrics."""
         means = self.validation(self.engine)
         metrics = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
@@ -611,14 +612,14 @@ class Trainer:
         self.saved_at = time.monotonic()
 
     def _pace(self) -> Pace:
-        """Return the pace of the run: how many steps the minutes buy, and how often to validate and to save."""
+        """Return the pace of the run: how many steps fit in the minutes, and how often to validate and to save."""
         budget = 60 * (self.settings.minutes or 0)
         seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
         per_step = self.group.on_first(lambda: seconds)
         pace = Pace(per_step, FORWARD_SHARE * per_step * self.data.validations)
-        if self.step >= self.total:  # none foreseen yet, or all made and minutes given for more
+        if self.step >= self.total:  # a new run, or a finished run with more minutes
             left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
-            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # one at least, however slow the start was
+            more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # at least one step after a slow start
             self.course = Course(max(1, self.step + more))
         validate_every, checkpoint_every = self.settings.cadences(self.total)
         if self.settings.validate_every is None:

@@ -1,4 +1,5 @@
-"""The base of optimisers that update one parameter tensor after the other."""
+"""The optimisers of training: Muon, LAMB and Adagrad, layer-wise decay, and the optimiser of all a model's
+parameters."""
 
 from __future__ import annotations
 
@@ -53,13 +54,13 @@ def scale_(update: Tensor, factor: Tensor) -> Tensor:
 #
 #     X_0 = B / |B|,   A = X X^T,   X <- a X + (b A + c A^2) X,   W <- (1 - lr decay) W - 0.2 sqrt(max(m, n)) lr X
 #
-# PyTorch's optimiser, with the matrices of one shape in one product: those of small models are so small that an
-# operation takes longer to begin than to run: on two threads of an AMD EPYC those of four layers of dim 128 take six
-# tenths of the time (``benchmarks/small_operations.py``). The iterations reach singular values near 1, not 1, so they
-# need no precision: they compute in the type in which the processor is fastest.
+# This is PyTorch's optimiser with the matrices of one shape in one product. An operation on the matrices of a small
+# model takes longer to start than to run. On two threads of an AMD EPYC the update of four layers of dim 128 takes six
+# tenths of PyTorch's time (``benchmarks/small_operations.py``). The iterations reach singular values near 1, not 1, so
+# low precision suffices: they compute in the type in which the processor is fastest.
 
 SMALL = 1 << 18
-"""Elements of a matrix up to which those of its shape are orthogonalised together; larger ones gain nothing by it."""
+"""The most elements of a matrix that is orthogonalised together with others of its shape; larger ones gain nothing."""
 
 PRECISION = {"AMX": torch.bfloat16, "AVX-512 and bfloat16": torch.bfloat16, "other": torch.float32}
 """The type of the iterations by class of processor. Where bfloat16 is emulated, PyTorch's update, which uses it, takes
@@ -75,7 +76,7 @@ class StackedMuon(Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Make one update. Matrices that are sharded over processes are gathered, a shape at a time."""
+        """Make one update. Matrices sharded over processes are gathered, a shape at a time."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             matrices: list[Tensor] = []
@@ -101,7 +102,7 @@ class StackedMuon(Muon):
 
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of ``matrices``, those of one shape and device together where they are small."""
+    """Yield the indices of ``matrices`` in groups: small matrices of one shape and device together, others alone."""
     groups: dict[tuple[torch.Size, torch.device, int | None], list[int]] = {}
     for index, matrix in enumerate(matrices):
         alone = index if matrix.numel() > SMALL else None
@@ -115,7 +116,7 @@ def _precision(device: torch.device) -> torch.dtype:
 
 
 def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return a matrix, or each of a stack [n, rows, columns], with singular values of 0.5 to 1.5 instead of its own."""
+    """Return a matrix, or a stack of matrices [n, rows, columns], with the singular values moved to 0.5 to 1.5."""
     a, b, c = coefficients
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     tall = x.shape[-2] > x.shape[-1]
@@ -133,7 +134,7 @@ def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _factor(gram: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T: every product is one of the short side alone.
+    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T. All products are of the size of the short side.
 
     Each step multiplies X by P = a + b A + c A^2, a symmetric matrix that commutes with A, so A <- P A P and Q <- P Q.
     Squared singular values need float32.
@@ -161,9 +162,8 @@ class Lamb(PerParameter):
         r = m / (sqrt(v) + eps) + weight_decay w
         w <- w - lr |w| / |r| r                                              the factor is 1 where either norm is 0
 
-    So each tensor moves by the same share of its length, which lets large batches take large rates.
-
-    The optimiser; ``betas`` are the decays of the means of gradients and of their squares.
+    Each tensor moves by the same share of its length, so large batches can have large learning rates. ``betas`` are the
+    decays of the means of gradients and of squared gradients.
     """
 
     def __init__(
@@ -190,17 +190,17 @@ class Lamb(PerParameter):
 # Layer-wise decay of the learning rate (Howard and Ruder 2018, ULMFiT, section 3.2; Bao et al. 2022, BEiT; He et al.
 # 2022, MAE): lower layers, whose features are the most general, move the least.
 #
-#     rate of layer l = rate * decay^(L + 1 - l),   l = 1 .. L;     of what stands before them rate * decay^(L + 1)
+#     rate of layer l = rate * decay^(L + 1 - l),   l = 1 .. L;     of the inputs before them rate * decay^(L + 1)
 #
-# The head, the last norm and what layers share move at the full rate, as in BEiT's code. What merges patches between
-# two stages belongs to the layer before it.
+# The head, the last norm and tensors shared by layers move at the full rate, as in BEiT's code. A module that merges
+# patches between two stages belongs to the layer before it.
 
 
 def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
     """Return the factor of the learning rate of each parameter of ``model`` whose factor is not 1.
 
-    Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter that
-    is used twice (a tied table) moves as its lowest use.
+    Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter with
+    two uses (a tied table) has the factor of its lowest use.
     """
     if decay == 1:
         return {}
@@ -218,8 +218,8 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 
 
 def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
-    """Yield the modules that have a stack, with it, except encoders within an input, which all stand before the first
-    layer."""
+    """Yield every module with a stack, and its stack. Encoders within an input are left out: they count as parts
+    before the first layer."""
     from kinformer.core.stack import Stack
 
     if isinstance(stack := getattr(model, "stack", None), Stack):
@@ -228,7 +228,7 @@ def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
 
 
 def _below(trunk: nn.Module, stack: Stack) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the parts of ``trunk`` that the head reads through layers, and the number of them from the head's side."""
+    """Yield the parts of ``trunk`` that the head reads through layers, and the number of layers up to the head."""
     count = len(stack.layers)
     for number, layer in enumerate(stack.layers):
         yield layer, count - number
@@ -246,13 +246,14 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 class Optimiser:
-    """The optimiser of all parameters of a model, and of ``extras`` trained with it, made of some of PyTorch's.
+    """The optimiser of all parameters of a model, and of ``extras`` trained with the model, composed of PyTorch's
+    optimisers.
 
-    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) takes the matrices in
-    the model's layers, at the scale of AdamW's updates so that one learning rate suits both; AdamW takes the others.
-    Tables with sparse gradients have an Adam of their own, whose learning rate is constant and which moves the rows
-    that were looked up (Lample et al. 2019); they do not decay, and are not clipped. With ``layer_decay`` rates fall
-    from the head to the input (``lab.training.optimisers``).
+    Tensors of two or more axes decay; vectors (norms, biases) do not. Muon (Jordan et al. 2024) updates the matrices in
+    the model's layers, at the scale of AdamW's updates, so that one learning rate suits both; AdamW updates the other
+    parameters. A separate Adam with a constant learning rate updates tables with sparse gradients, and only the rows
+    that were looked up (Lample et al. 2019); these tables do not decay and are not clipped. With ``layer_decay``
+    learning rates fall from the head to the input (:func:`rate_factors`).
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class Optimiser:
         return rooms
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
-        """Restore whole tensors of :meth:`tensors`, whatever the number of processes was then and is now."""
+        """Restore whole tensors of :meth:`tensors`; the number of processes may have changed."""
         parameter_names = {name for names in self.names for name in names}
         states: dict[str, dict[str, Tensor]] = {}
         for path, tensor in tensors.items():
@@ -411,7 +412,7 @@ class ClippedAdagrad(PerParameter):
 
         sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps)
 
-    The sum has the gradient as it came; only the step is made shorter. ``clip`` 0 lets any pass. Weight decay is
+    The sum takes the unclipped gradient; only the step is clipped. ``clip`` 0 turns clipping off. Weight decay is
     decoupled, w <- w - lr * weight_decay * w.
     """
 
@@ -422,7 +423,7 @@ class ClippedAdagrad(PerParameter):
         state = self.state[parameter]
         if not state:
             state["sum"] = torch.zeros_like(parameter)
-        # The gradient enters the sum as it came: only the step is clipped.
+        # The unclipped gradient enters the sum, as in the authors' code: only the step is clipped.
         state["sum"].addcmul_(gradient, gradient)
         update = gradient / state["sum"].sqrt().add_(ADAGRAD_EPS)
         if group["clip"]:

@@ -1,8 +1,8 @@
-"""The learning rate: its schedule over the steps of a stage or of the run, and what plateaus have left of it.
+"""The learning rate: its schedule over the steps of a stage or of the run, and its reductions at plateaus.
 
 The schedule is a function of the step alone: a linear rise, then a cosine (Loshchilov and Hutter 2017), a line (Devlin
 et al. 2018), a fall with the inverse square root of the step (Vaswani et al. 2017, section 5.3), or nothing. A plateau
-lowers the rate when validations stop improving, as torch.optim.lr_scheduler.ReduceLROnPlateau does.
+lowers the learning rate when validations stop improving, as torch.optim.lr_scheduler.ReduceLROnPlateau does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ THRESHOLD = 1e-4
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule: ``peak`` after ``warmup`` steps (a share of ``steps`` if below 1); then by
-    ``kind``: ``cosine`` or ``linear``, with ``floor * peak`` at the last of ``steps``; ``inverse-sqrt``, peak *
-    sqrt(warmup / step), not below ``floor * peak``; or ``constant``, as ``plateau`` is until a
-    :class:`Plateau` comes."""
+    """The schedule of the learning rate: a linear rise to ``peak`` over ``warmup`` steps (a share of ``steps`` if below
+    1), then a course by ``kind``.
+
+    ``cosine`` and ``linear`` end with ``floor * peak`` at the last of ``steps``. ``inverse-sqrt`` is peak *
+    sqrt(warmup / step), not below ``floor * peak``. ``constant`` and ``plateau`` stay at ``peak``; a
+    :class:`Plateau` then lowers the learning rate.
+    """
 
     peak: float
     floor: float
@@ -51,12 +54,12 @@ class Schedule:
 
 @dataclass
 class Plateau:
-    """The share of the highest learning rate that plateaus have left.
+    """The learning rate as a share of its schedule, reduced at every plateau of the validations.
 
-    A validation counts as better where it passes the best by a relative ``THRESHOLD``. After more than ``patience``
-    validations in a row that do not, the share is multiplied by ``factor``, down to ``floor``, and counting starts
-    again. ``best``: the best metric, None before the first; ``bad``: how many validations in a row were no better;
-    ``lower``: whether less of the metric is better.
+    A validation counts as better if it passes the best by a relative ``THRESHOLD``. After more than ``patience``
+    validations in a row without a better one, the share is multiplied by ``factor``, down to ``floor``, and counting
+    starts again. ``best``: the best metric, None before the first. ``bad``: how many validations in a row were not
+    better. ``lower``: whether a lower metric is better.
     """
 
     factor: float
@@ -83,26 +86,27 @@ class Plateau:
             return False
         if self.best is None:
             return True
-        # As PyTorch has it: relative to the best, whatever its sign.
+        # As in PyTorch: relative to the best, whatever its sign.
         return value < self.best * (1 - THRESHOLD) if self.lower else value > self.best * (1 + THRESHOLD)
 
     @property
     def state(self) -> dict[str, float | None]:
-        """Return what a checkpoint holds."""
+        """Return the numbers of the plateau for a checkpoint."""
         return {"share": self.share, "best": self.best, "bad": self.bad}
 
     def load(self, state: JsonObject, comparable: bool = True) -> None:
-        """Go on from :attr:`state`; not ``comparable``: later metrics are of another model, so none is the best."""
+        """Continue from :attr:`state`. Without ``comparable``, later metrics belong to another model, so the best is
+        forgotten."""
         self.share = float(state["share"])
         if comparable:
             self.best, self.bad = state["best"], int(state["bad"])
 
 
 class LearningRate:
-    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` are those of the checkpoint of that step.
+    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` come from the checkpoint of that step.
 
-    With the schedule ``plateau`` it follows ``metric``. A stage that begins a schedule begins at the full rate, and one
-    that changes the model has no best validation yet.
+    With the schedule ``plateau`` the learning rate follows ``metric``. A stage with a new schedule begins at the full
+    rate. A stage that changes the model forgets the best validation.
     """
 
     def __init__(self, settings: Settings, stage: Stage, metric: Metric, numbers: JsonObject, step: int) -> None:
@@ -115,7 +119,7 @@ class LearningRate:
                 self.plateau.load(numbers["plateau"], comparable=step > stage.since)
 
     def __call__(self, at: float, total: int) -> float:
-        """Return the rate of the update that stands at step ``at`` of a run of ``total``."""
+        """Return the learning rate of the update at step ``at`` of a run of ``total`` steps."""
         settings, (begin, end) = self.settings, self.span
         steps = (total if end is None else end) - begin
         rate = Schedule(settings.lr, settings.min_lr_ratio, settings.warmup, steps, settings.schedule)(at - begin)
@@ -127,7 +131,7 @@ class LearningRate:
 
     @property
     def state(self) -> dict[str, object]:
-        """Return what a checkpoint holds among its numbers."""
+        """Return the state of the learning rate, for the numbers of a checkpoint."""
         return {"plateau": self.plateau.state} if self.plateau else {}
 
 
@@ -139,20 +143,21 @@ LOOKS = 100
 VALIDATION_SHARE = 0.05
 PROBE_SHARE = 0.01
 FORWARD_SHARE = 0.4
-"""The time of a batch that is only read, as a share of a training step's."""
+"""The time of a forward without a backward, as a share of the time of a training step."""
 EXIT = 0.8
 """Seconds that a process takes to end."""
 
 
 def seconds_per_step(step: Callable[[int], object], limit: float, clock: Callable[[], float]) -> float:
-    """Return the mean time of the later half of at most ``PROBES`` steps, after one more of any length; where that one
-    took ``ENOUGH`` times the limit, it is the only one, and its time the answer.
+    """Return the mean time of the later half of at most ``PROBES`` steps.
 
-    It is a mean because rows of different lengths take different times, and a run takes their sum.
+    A first step, which is not counted, warms up. If it takes more than ``ENOUGH`` times ``limit``, no further step is
+    made, and its time is returned. The mean, not the median, counts: rows of different lengths take different times,
+    and a run takes their sum.
 
     step: makes the step of a number and returns when it is over.
-    limit: seconds after which no further step is tried, from the third on.
-    clock: gives seconds; with several processes the same to all, so that they try as many.
+    limit: seconds after which no further step begins, from the third on.
+    clock: returns seconds, the same in all processes, so that they make as many steps.
     """
     started_at = clock()
     step(0)
@@ -177,8 +182,9 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
 class Course:
     """The course of a run: how many steps it has in all, and how far it is.
 
-    Where ``total`` is re-estimated, the learning rate goes on from where it is, and the rest of its course is spread
-    over the steps that are left: ``since`` is the step of the last estimate, ``share`` how far the run was then.
+    After a new estimate of ``total`` the learning rate continues from its present value, and the rest of its course is
+    spread over the remaining steps. ``since`` is the step of the last estimate, ``share`` the share of the course
+    that was done then.
     """
 
     total: int
@@ -198,10 +204,10 @@ class Course:
 
 @dataclass
 class Pace:
-    """The times of a run of limited time, by what took them.
+    """The times of a run of limited time, by kind of work.
 
     per_step: seconds of a step. validation, checkpoint: seconds of one. every: steps from one validation to the next,
-    and from one checkpoint to the next; 0 where there is none but the last. aside: seconds spent on anything but steps.
+    and from one checkpoint to the next; 0 for the last only. aside: seconds spent on anything but steps.
     """
 
     per_step: float
@@ -229,8 +235,8 @@ class Pace:
         return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
 
     def spent(self, validation: float, checkpoint: float, written: float = 0.0) -> None:
-        """Record the time of a validation and a checkpoint between two steps; 0 for one that was not made. A checkpoint
-        ``written`` beside training took longer, which the last one is waited for."""
+        """Record the time of a validation and a checkpoint between two steps, 0 for none. ``written``: the full time of
+        a checkpoint written beside training, since the run waits for its last checkpoint."""
         self.aside += validation + checkpoint
         self.validation = validation or self.validation
         self.checkpoint = max(checkpoint, written) or self.checkpoint

@@ -1,10 +1,11 @@
-"""Tensors that several processes write together, each its own part: safetensors as PyTorch's distributed checkpoint
-has them.
+"""Tensors that several processes write together, each its own part, in the safetensors format of PyTorch's distributed
+checkpoint.
 
-Every process fills a file of its own, ``shards/shard-00001-model-00001-of-00001.safetensors`` and so on; the metadata
-of a file says where the rows of its tensors begin. Any number of processes can read them again, each what it needs, by
-PyTorch's reader. A plan beside the folder holds the sha256 of every file. Files are trusted only after their heads
-agree: the parts of a tensor must follow each other from its first row to its last. Nothing is a pickle.
+Every process writes its own file, ``shards/shard-00001-model-00001-of-00001.safetensors`` and so on. The metadata of a
+file says where the rows of its tensors begin. Any number of processes can read the files with PyTorch's reader, and
+each process reads only the rows that it needs. A plan beside the folder holds the sha256 of every file. Files are
+trusted only after their heads agree: the parts of a tensor must follow each other from its first row to its last.
+Nothing is a pickle.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Part:
     aliases: Mapping[str, str]
 
     def staged(self, made: Collection[str] = ()) -> Part:
-        """Return a copy in this process's memory, which further training leaves as it is; the rows of the names
+        """Return a copy in this process's memory, which further training does not change. The rows of the names
         ``made`` are copies already."""
         copies = {name: (staged(rows), begin) for name, (rows, begin) in self.rows.items() if name not in made}
         return replace(self, rows={**self.rows, **copies})
@@ -77,7 +78,7 @@ class Shards:
 
     @property
     def plan(self) -> dict[str, object]:
-        """Return what a plan holds of the files."""
+        """Return the entry of the files in a plan."""
         return {"files": dict(self.files), "aliases": dict(self.aliases)}
 
     def group(self, name: str) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ class Shards:
 
 def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
     """Return this process's part of ``tensors``, sharded or the same in all processes of ``group``, which must call
-    together. Tensors that all have are dealt out, each to the process that has the least of them so far."""
+    together. An unsharded tensor goes to the process with the fewest bytes of unsharded tensors so far."""
     aliases = group.on_first(lambda: _aliases(tensors))
     rows: dict[str, tuple[Tensor, int]] = {}
     dealt = [0] * group.world
@@ -280,6 +281,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _cause(error: CheckpointException) -> Exception:
-    """Return the first failure of a process, of those that PyTorch reports."""
+    """Return the first exception among the failures of processes that PyTorch reports."""
     failures = [failure[0] for failure in error.failures.values()]
     return next((failure for failure in failures if isinstance(failure, Exception)), OSError(0, str(error)))

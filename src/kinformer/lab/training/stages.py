@@ -1,7 +1,7 @@
 """Training in stages: rows, batch, learning rate and settings of the model without weights, changed in the course of a
 run (Beltagy et al. 2020, Longformer, section 4.2; Press et al. 2021, Shortformer). Free of PyTorch.
 
-Every stage reads its rows from the start, in its own order, and carries no state over from the one before.
+Every stage reads its rows from the start, in its own order, and does not carry a state over from the stage before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Stage:
 
     settings: the settings of the run, with the changes of the stage.
     changes: overrides of the model's config.
-    rates: the steps from which and up to which the schedule of the learning rate runs; None is the run's end.
-    since: the first step from which on the model has these changes, so that metrics can be compared.
+    rates: the first step and the end of the schedule of the learning rate; None is the run's end.
+    since: the first step with these changes of the model. Metrics from this step on are comparable.
     """
 
     number: int

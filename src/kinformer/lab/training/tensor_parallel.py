@@ -2,15 +2,15 @@
 
     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
 
-A config says what one of N equal parts of it is (``core.division``): usually a config with fewer heads or hidden
-features, whose outputs add up to the output of the whole. The rows of each weight that a part takes follow from the two
-shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that cannot be
-divided raises the reason.
+A config returns one of N equal parts of itself (``core.division``), usually a config with fewer heads or hidden
+features. The outputs of the parts add up to the output of the whole. The rows of each weight that a part takes follow
+from the two shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that
+cannot be divided raises the reason.
 
 The weights of a part become DTensors of the mesh's axis "tp". FSDP can cut them again along another axis, and
-optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors: they
-run as they do in one process, on fewer heads. The rows of a part are not neighbours in the whole weight, so a
-checkpoint gathers one weight at a time into the order of the whole.
+optimisers, norms and checkpoints see whole weights. While a unit computes, its modules see plain local tensors and run
+as in one process, on fewer heads. The rows of a part are not adjacent in the whole weight, so a checkpoint gathers one
+weight at a time into the order of the whole.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kinformer.runtime.errors import KinformerError
 # mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
 # table, logits         rows of the vocabulary
 #
-# A config says what one part of it is (``part``), which is built and computes like any other module of fewer heads.
-# Which rows of a weight a part takes follows from the shapes of both, and from the ``blocks`` of products that make
-# several things side by side, such as queries, keys and values.
+# ``part`` of a config returns the config of one part, which is built and computes like any module with fewer heads. The
+# rows of a weight that a part takes follow from the shapes of both, and from the ``blocks`` of products that make
+# several tensors side by side, such as queries, keys and values.
 
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
 _ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
@@ -77,10 +77,11 @@ class Cut(NamedTuple):
 class Division:
     """The division of a model into ``parts``, by the names of its parameters and modules.
 
-    ``cuts``: the tensors that are cut. ``partial``: whole ones of divided modules, whose gradients are sums over parts.
-    ``added``: biases behind such a sum, of which each part adds its share. ``mixers``: the divided
-    mixers of chunks and states, ``feed_forwards``: the divided modules x -> y, mixers of encoders among them; the sum
-    of their outputs counts. ``vocabulary``: whether the table and the logits are cut.
+    ``cuts``: how each cut tensor is cut. ``partial``: whole tensors of divided modules, whose gradients are sums over
+    the parts. ``added``: biases added after a sum over the parts; each part adds an equal share of the bias.
+    ``mixers``: the divided mixers of chunks and states. ``feed_forwards``: the divided modules x -> y, mixers of
+    encoders included. The outputs of divided modules are summed over the parts. ``vocabulary``: whether the table and
+    the logits are cut.
     """
 
     parts: int
@@ -214,7 +215,7 @@ def _parts_of_layer(
 
 
 def _require_local(path: str, module: nn.Module) -> None:
-    """Refuse a divided ``module`` that learns other than by the gradients of its outputs."""
+    """Raise for a divided ``module`` that learns by other means than the gradients of its outputs."""
     for inner in module.modules():
         if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
             what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
@@ -230,8 +231,8 @@ def _take(
     division: Division,
     part: int,
 ) -> None:
-    """Fill the tensors of a divided ``model`` from those of the ``whole`` one, and record in ``division`` how each was
-    cut."""
+    """Fill the tensors of a divided ``model`` from the tensors of the ``whole`` model, and record in ``division`` how
+    each was cut."""
     inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
     inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
@@ -276,7 +277,7 @@ def _modules(model: DivisibleModel) -> dict[str, nn.Module]:
 
 
 def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
-    """Return the path of a model's head that is a product with a matrix of the vocabulary's rows, and the head."""
+    """Return the path of a model's head and the head, if it multiplies by a matrix with a row for every token."""
     head: object = model.head
     path = "head"
     while not isinstance(head, OutputProduct):
@@ -298,7 +299,7 @@ def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
 
 
 def _vocabulary(model: DivisibleModel) -> set[str]:
-    """Return the names of the tensors whose rows are those of the vocabulary."""
+    """Return the names of the tensors with a row for every token of the vocabulary."""
     product = output_product(model)
     assert product is not None
     path, head = product
@@ -307,13 +308,13 @@ def _vocabulary(model: DivisibleModel) -> set[str]:
 
 
 class VocabularyPart(NamedTuple):
-    """The cross-entropy of logits that are cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no
-    process has all logits of a token.
+    """The cross-entropy of logits cut along the vocabulary (Shoeybi et al. 2019, Megatron-LM, section 3): no process
+    has all logits of a token.
 
         loss = ln sum over parts of sum_v exp(l_v - m) + m - l_target,     m = the largest logit of all parts
 
-    The ``size`` tokens from ``begin`` on, which this process of ``mesh`` has; None where nothing is computed
-    (``estimation``).
+    This process of ``mesh`` has the logits of the ``size`` tokens from ``begin`` on. ``mesh`` is None where nothing is
+    computed (``estimation``).
     """
 
     begin: int
@@ -332,7 +333,7 @@ class VocabularyPart(NamedTuple):
         distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.mesh.get_group())
         local = targets - self.begin
         here = (local >= 0) & (local < self.size)
-        # By two indices, of which alone the backward keeps a copy: gather would keep all logits.
+        # Indexing keeps only the two indices for the backward; gather would keep all logits.
         rows = torch.arange(len(logits), device=logits.device)
         wanted = logits[rows, local.clamp(0, self.size - 1)]
         wanted = torch.where(here, wanted - top, wanted.new_zeros(()))
@@ -366,8 +367,8 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
 
 
 class MixerPart(ParallelStyle):
-    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, its state is that of
-    its heads."""
+    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, and its state covers
+    its own heads only."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
@@ -390,7 +391,7 @@ class FeedForwardPart(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
         module.register_forward_hook(lambda _, __, y: summed(y, device_mesh))
-        for loss in modules_of(module, AuxLoss):  # computed by all: its gradient is summed, so each gives a share
+        for loss in modules_of(module, AuxLoss):  # all processes compute it, and gradients are summed: scale by a share
             loss.register_forward_pre_hook(lambda _, inputs: (_shared_out(inputs[0], device_mesh.size()),))
         return module
 
@@ -414,7 +415,8 @@ class TablePart(ParallelStyle):
 
 
 class LogitsPart(ParallelStyle):
-    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined; losses take them as they are."""
+    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined over the processes for other readers. The
+    loss reads this process's logits without joining."""
 
     def __init__(self, begin: int, size: int) -> None:
         super().__init__()
@@ -457,7 +459,7 @@ class _Local:
 
     def enter(self, root: nn.Module, inputs: object) -> None:
         for module, key, partial, added in self.places:
-            # Found before the parameter of this name, which is a DTensor and stays what optimisers see.
+            # Attribute look-up finds this tensor first. Optimisers still see the parameter, a DTensor.
             module.__dict__[key] = self._local(module._parameters[key], partial, added)
 
     def leave(self, root: nn.Module, inputs: object, outputs: object) -> None:
@@ -466,7 +468,7 @@ class _Local:
 
     def _local(self, parameter: Any, partial: bool, added: bool) -> Tensor:
         local = parameter.to_local()
-        if partial:  # of what every process computes for its heads alone, gradients are parts of a sum
+        if partial:  # every process uses it for its own heads alone: the gradient is the sum over the processes
             local = copied(local, self.mesh)
         return local / self.parts if added else local
 
@@ -477,7 +479,8 @@ def _shared_out(cost: Tensor, parts: int) -> Tensor:
 
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
-    """Make DTensors of all parameters: those of the model cut as ``division`` says, all others the same everywhere."""
+    """Make DTensors of all parameters: the model's parameters are cut as ``division`` says, all others are the same in
+    all processes."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in step.named_modules():
         for key, parameter in list(module._parameters.items()):
