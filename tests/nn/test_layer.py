@@ -242,6 +242,18 @@ def test_settings_are_names_mappings_and_configs_alike():
     assert type(block.inner.feed_forward).__name__ == "SwiGLU"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("linformer", {"max_length": 64, "rank": 8}), ("rwkv7", {"value_rank": 32, "value_residual": False})],
+)
+def test_the_order_of_settings_does_not_matter(name, settings):
+    backwards = dict(reversed(settings.items()))
+    for given in (settings, backwards):
+        assert getattr(kinformer.layer(name, 32, **given).inner.config, next(iter(settings))) == next(
+            iter(settings.values())
+        )
+
+
 def _padded_grid(name):
     padding = torch.zeros(2, 16, dtype=torch.bool)
     layer, x = made(name), randn(2, 16, DIM)
