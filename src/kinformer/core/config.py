@@ -352,9 +352,10 @@ def _value(value: object, kind: object, changes: list[_Change], kinds: Kinds) ->
             value = _replace(value, list(some), kinds)
             continue
         for _, new, path in some:
-            count = plain(new)
-            cycled = isinstance(value, tuple) and isinstance(count, int) and not isinstance(count, bool)
-            value = _cycle(value, count, path) if cycled else parse(kind, new, kinds, path)
+            if isinstance(value, tuple) and isinstance(count := plain(new), int) and not isinstance(count, bool):
+                value = _cycle(value, count, path)
+            else:
+                value = parse(kind, new, kinds, path)
     return value
 
 
