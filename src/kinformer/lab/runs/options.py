@@ -148,7 +148,7 @@ class Machine(Checked):
             device = torch.device(self.device)
             if device.type != "cuda":  # which would begin to use the GPU, also in a process that only starts others
                 torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise KinformerError(f"`device` {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
