@@ -162,6 +162,13 @@ def parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
         if not isinstance(items, (list, tuple)):
             raise KinformerError(f"{place}: {value!r} is not a list.")
         return tuple(parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
+    if origin is dict:
+        table = plain(value)
+        if not isinstance(table, dict):
+            raise KinformerError(f"{place}: {value!r} is not a table.")
+        if args[1] not in (int, float):  # which only the config's owner checks
+            return table
+        return {key: parse(args[1], item, kinds, f"{place}.{key}") for key, item in table.items()}
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, Config):
             return _parse_object(kind, value, kinds, place)
