@@ -101,6 +101,12 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
         raise KinformerError(f"{path}: {what} ({reason.rstrip('.')}); {remedy}.") from None
 
 
+def absolute(path: str | Path) -> Path:
+    """Return the absolute path of a file or folder, which need not exist; ``~`` is the user's own folder. A link to
+    itself is returned as it is, where ``Path.resolve`` raises."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
 def require_file(path: Path) -> None:
     """Refuse a missing file and anything but a regular file before opening it; a FIFO would block its reader for
     ever."""

@@ -18,6 +18,7 @@ from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOp
 from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.files import absolute
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.next_token import Generated
@@ -275,7 +276,7 @@ def _refuse_terminal(inputs: str) -> None:
 
 def _refuse_same(out: str, inputs: str) -> None:
     """Refuse to write over the input file."""
-    if inputs != "-" and Path(out).expanduser().resolve() == Path(inputs).expanduser().resolve():
+    if inputs != "-" and absolute(out) == absolute(inputs):
         raise KinformerError(f"`out` {out}: is the file that is read; give another.")
 
 
