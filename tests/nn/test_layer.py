@@ -89,6 +89,10 @@ def test_bidirectional_layers_know_padding_and_packing(name):
     padded = layer(rows, key_padding_mask=padding)
     assert torch.allclose(padded[~padding], alone[0][0], atol=1e-9)
     assert not padded[padding].any()
+    padding = torch.tensor([[True] * 16, [False] * 16])  # a row of padding alone
+    padded = layer(x.expand(2, 16, DIM), key_padding_mask=padding)
+    assert torch.allclose(padded[1:], layer(x), atol=1e-9)
+    assert not padded[0].any()
 
 
 def test_global_tokens_see_all_and_are_seen_by_all():
