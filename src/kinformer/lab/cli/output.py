@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import platform
@@ -21,6 +20,7 @@ from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
+from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def age_of_process() -> float:
 
 def print_json(data: object) -> None:
     """Print ``data`` as indented JSON."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    print(dump_json(data, indent=2))
 
 
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:

@@ -19,6 +19,7 @@ from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import absolute
+from kinformer.runtime.parsing import dump_json
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.next_token import Generated
@@ -227,7 +228,7 @@ class Predict(PredictOptions, Printing):
                     write = write or files.enter_context(writing_table(self.out))
                     write(predicted.row)
                 elif self.json:
-                    print(json.dumps(predicted.row, ensure_ascii=False), flush=True)
+                    print(dump_json(predicted.row), flush=True)
                 else:
                     print(" ".join(predicted.line.splitlines()), flush=True)
         return 0
@@ -260,7 +261,7 @@ class Embed(EmbedOptions, Printing):
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
             for kind, name, vector in vectors:
-                print(json.dumps({kind: name, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+                print(dump_json({kind: name, "vector": vector.tolist()}), flush=True)
             return 0
         with writing_vectors(self.out) as write:
             for embedded in vectors:
