@@ -258,7 +258,14 @@ def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
     """Copy ``tensors`` into ``model``; names or shapes that differ are one clear sentence."""
-    require_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tensors, place)
+    weights = model.state_dict()
+    require_weights({name: tuple(tensor.shape) for name, tensor in weights.items()}, tensors, place)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensors[name].is_floating_point():
+            raise KinformerError(
+                f"{place}: {name} is {tensors[name].dtype}, but weights are floating-point numbers; restore the file "
+                "from a copy."
+            )
     model.load_state_dict(dict(tensors))
 
 
