@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
-from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.cli.output import print_blocks, print_json, printable
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
 from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.logging import size
@@ -230,7 +230,7 @@ class Predict(PredictOptions, Printing):
                 elif self.json:
                     print(dump_json(predicted.row), flush=True)
                 else:
-                    print(" ".join(predicted.line.splitlines()), flush=True)
+                    print(printable(" ".join(predicted.line.splitlines())), flush=True)
         return 0
 
 
