@@ -31,6 +31,7 @@ from kinformer.lab.data.files import (
     default_cache,
     fingerprint_of,
     folder_files,
+    readable,
     reading_corpus,
     refuse_packed,
     save_joined,
@@ -442,12 +443,14 @@ def read_texts(
     format: Format | None = None,
     limit: int | None = None,
     check: Check | None = None,
+    skip_bad: bool = False,
 ) -> Inputs[TextItem]:
     """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
     of texts; only the first ``limit`` of them.
 
     format: how the rows of a file are written; None goes by its ending, and reads lines where that says nothing.
     check: a function that raises for a text that the task cannot read; by default for an empty one.
+    skip_bad: note the files of a folder that hold no such text, and leave them out.
 
     A file is read twice, so that every error in it is reported before anything is computed.
 
@@ -469,6 +472,8 @@ def read_texts(
         raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
     if folder:
         files = [file.path for file in folder_files(path)]
+        if skip_bad:
+            files = [file for file, _ in readable(files, lambda file: check(_file(file)), skip_bad)]
         return _counted(lambda: map(_file, files), str(path), limit, check)
     if not path.is_file():
         raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")

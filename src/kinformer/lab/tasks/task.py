@@ -115,9 +115,9 @@ class Prediction:
     refusal: str | None = None
 
 
-PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size")
+PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size", "skip_bad")
 """The general options of predicting that say how items are read and what is said of each."""
-OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
+OF_TEXTS = ("text_field", "label_field", "format", "batch_size", "skip_bad")
 """Those that a task reads whose items are texts."""
 
 
