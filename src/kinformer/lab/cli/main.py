@@ -21,6 +21,7 @@ from kinformer.lab.cli.output import (
     age_of_process,
     describing_run,
     open_standard_streams,
+    printable,
     printing_notes,
     set_up,
     started,
@@ -283,5 +284,5 @@ def overview() -> str:
 
 
 def _fail(sentence: str, status: int = 2) -> int:
-    print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
+    print(f"kinformer: {printable(sentence)}", file=tolerant(sys.stderr))
     return status

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -21,6 +21,7 @@ from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
+from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
 
 if TYPE_CHECKING:
@@ -42,7 +43,15 @@ def age_of_process() -> float:
 
 def print_json(data: object) -> None:
     """Print ``data`` as indented JSON."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    print(dump_json(data, indent=2))
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` of others with its control characters, which a terminal would obey, spelled out."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:
@@ -95,7 +104,7 @@ def _packages() -> str:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
+        print(f"kinformer: {printable(record.getMessage())}", file=tolerant(sys.stderr), flush=True)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> None:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
-from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.cli.output import print_blocks, print_json, printable
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
 from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.files import absolute
+from kinformer.runtime.parsing import dump_json
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.next_token import Generated
@@ -226,9 +228,9 @@ class Predict(PredictOptions, Printing):
                     write = write or files.enter_context(writing_table(self.out))
                     write(predicted.row)
                 elif self.json:
-                    print(json.dumps(predicted.row, ensure_ascii=False), flush=True)
+                    print(dump_json(predicted.row), flush=True)
                 else:
-                    print(" ".join(predicted.line.splitlines()), flush=True)
+                    print(printable(" ".join(predicted.line.splitlines())), flush=True)
         return 0
 
 
@@ -259,7 +261,7 @@ class Embed(EmbedOptions, Printing):
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
             for kind, name, vector in vectors:
-                print(json.dumps({kind: name, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+                print(dump_json({kind: name, "vector": vector.tolist()}), flush=True)
             return 0
         with writing_vectors(self.out) as write:
             for embedded in vectors:
@@ -275,7 +277,7 @@ def _refuse_terminal(inputs: str) -> None:
 
 def _refuse_same(out: str, inputs: str) -> None:
     """Refuse to write over the input file."""
-    if inputs != "-" and Path(out).expanduser().resolve() == Path(inputs).expanduser().resolve():
+    if inputs != "-" and absolute(out) == absolute(inputs):
         raise KinformerError(f"`out` {out}: is the file that is read; give another.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import numpy as np
 from kinformer.lab.data.files import atomic_write
 from kinformer.lab.tasks.evaluation import Embedded
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.tables import require_folder_of
 
 # Files of vectors: .npz, which NumPy reads, or JSON lines of items and vectors; written vector by vector.
@@ -45,7 +45,7 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
 
             def write_line(embedded: Embedded) -> None:
                 row = {embedded.kind: embedded.name, "vector": embedded.vector.tolist()}
-                print(json.dumps(row, ensure_ascii=False), file=lines, flush=True)
+                print(dump_json(row), file=lines, flush=True)
 
             yield write_line
         return

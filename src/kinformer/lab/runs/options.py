@@ -153,7 +153,7 @@ class Machine(Checked):
             # On CUDA this check would create a context, also in a process that only starts others.
             if device.type != "cuda":
                 torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise KinformerError(f"`device` {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -38,6 +38,7 @@ from kinformer.lab.training.stages import stages_of
 from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
+from kinformer.runtime.files import absolute
 
 FIELD = "texts"
 
@@ -175,8 +176,8 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
             write_field(Path(options.data).expanduser(), options.text_field, file)
         return str(folder.resolve() / FIELD)
     if weights := mixture_of(options.data):
-        return ",".join(f"{path if path == STDLIB else Path(path).expanduser().resolve()}={w:g}" for path, w in weights)
-    return str(Path(options.data).expanduser().resolve())
+        return ",".join(f"{path if path == STDLIB else absolute(path)}={w:g}" for path, w in weights)
+    return str(absolute(options.data))
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
