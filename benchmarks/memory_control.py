@@ -52,7 +52,7 @@ def acted(name: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:
         kinformer.train(member, out=out, **RECIPE, **own, set={"layers": options.layers} | changes, **machine)
     found = kinformer.evaluate(out, episodes=options.episodes, threads=options.threads).facts
     log = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    above = (line["environment_steps"] for line in log if line.get("mean_return", 0) > SOLVED)
+    above = (line["environment_steps"] for line in log if (line.get("mean_return") or 0) > SOLVED)
     run = {"name": name, "seed": seed, "mean_return": found["mean_return"], "confidence": found["confidence"]}
     run |= {"solved_after": next(above, None), "environment_steps": log[-1].get("environment_steps")}
     print(f"{name}, seed {seed}: {run['mean_return']:.3f}, above {SOLVED} after {run['solved_after']}", flush=True)

@@ -17,7 +17,7 @@
     layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)     # one layer for a model of your own
     y, state = layer(x, return_state=True)                   # [batch, time, dim] -> the same
 
-Nothing here imports PyTorch before it is needed.
+PyTorch is imported when a function first needs it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ __all__ = [
 
 
 def members() -> list[Member]:
-    """Return the records of the family, in the order of the table, and then the records of other packages."""
+    """Return the records of all members: first the family in the order of its table, then members of other packages."""
     from kinformer.family.table import members
 
     return members()
@@ -120,13 +120,13 @@ def build(
     """Build a new model, randomly initialised from PyTorch's global generator.
 
     name: a member of the family (see :func:`members`).
-    recipe: which of its recipes; every member has ``tiny``, ``small`` and ``benchmark``, most have ``paper``.
-    vocab_size: how many ids the model knows; the recipe's own if not given.
+    recipe: the name of a recipe; every member has ``tiny``, ``small`` and ``benchmark``, and most have ``paper``.
+    vocab_size: the number of token ids; the recipe's number if not given.
     set: overrides of the recipe by their paths, such as ``{"dim": 256, "layers.*.mixer.num_heads": 8}``.
 
-    A causal member is a ``Decoder``, ``logits, state = model(tokens, state)``; any other an ``Encoder``, ``logits =
-    model(tokens, valid=, kinds=)``. An ``EncoderDecoder`` is a ``Decoder`` whose states begin over a source, by
-    ``model.begin(source, valid)``.
+    A causal member becomes a ``Decoder``: ``logits, state = model(tokens, state)``. Any other member becomes an
+    ``Encoder``: ``logits = model(tokens, valid=, kinds=)``. An ``EncoderDecoder`` is a ``Decoder`` whose first state
+    holds the source: ``model.begin(source, valid)``.
     """
     from kinformer.family.build import build
 
@@ -152,15 +152,15 @@ def layer(
 
     name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
     dim: the width.
-    block: the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
-    recipe: the recipe of the member for missing settings. Where its number of heads does not divide dim, the next
-        smaller divisor is taken.
+    block: build the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    recipe: the recipe of the member for missing settings. If its number of heads does not divide dim, the next smaller
+        divisor is taken.
     settings: settings of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A
         part may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
     set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
-    device, dtype: of the weights, which are initialised by PyTorch's global generator.
+    device, dtype: the device and type of the weights, which PyTorch's global generator initialises.
 
-    Positions that a member adds to its tokens, not inside attention, are not part of a layer.
+    Positions that a member adds to its tokens, outside attention, are not part of a layer.
 
     Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
     """
@@ -172,7 +172,7 @@ def layer(
 def layers() -> list[LayerRecord]:
     """Return the names that :func:`layer` takes, with ``.title``, ``.causal``, ``.growth`` and ``.settings``.
 
-    ``print`` of one shows its settings and their defaults.
+    ``print(record)`` shows the settings and their defaults.
     """
     from kinformer.nn.factory import layers
 
@@ -192,11 +192,11 @@ def generate(
 ) -> Tensor:
     """Continue prompts and return the new tokens [batch, new] int64.
 
-    model: a causal one.
+    model: a causal model.
     prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
     max_new_tokens: the most tokens to draw for each row.
     stop: sequences of ids; each ends a row as soon as the row has produced it.
-    valid: [batch, time] bool, the real tokens of prompts of unlike length.
+    valid: [batch, time] bool, the real tokens of prompts of different lengths.
     draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most; see ``generation.drafts``.
     sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,
         ``repetition_penalty`` (1.0), ``seed``.
@@ -211,7 +211,7 @@ def generate(
 
 
 def __getattr__(name: str) -> object:
-    """Return a function of :mod:`kinformer.lab.commands`, which is imported when it is first used."""
+    """Return a function of :mod:`kinformer.lab.commands`, which is imported at the first use."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from kinformer.lab import commands

@@ -2,8 +2,8 @@
 
     python -m kinformer.harness run --model kinformer --model_args run=runs/book --tasks blimp
 
-is the harness's own command with that model in it; versions of the harness that find models of other packages by
-themselves need no such import. ``kinformer evaluate DIR --harness TASKS`` does the same from our side.
+is the harness's own command with this model. A version of the harness that discovers models of other packages does not
+need this import. ``kinformer evaluate DIR --harness TASKS`` runs the same tasks from Kinformer's command line.
 """
 
 from __future__ import annotations

@@ -44,6 +44,9 @@ def test_unlike_comparisons_do_not_merge(other, told):
         (lambda data: data.update(schema=9), "has schema 9"),
         (lambda data: data.update(entrants=[{"name": "a"}]), "entrants.0"),
         (lambda data: data["entrants"][0]["runs"][0].update(value="good"), "'good' is not a number"),
+        (lambda data: data.update(seconds={"training": "long"}), "seconds.training: 'long' is not a number"),
+        (lambda data: data.update(seconds="long"), "seconds: 'long' is not a table"),
+        (lambda data: data["entrants"][0].update(state_bytes={"8": []}), "state_bytes.8: [] is not a whole number"),
         (lambda data: data.update(extra=1), "'extra' is not a field"),
     ],
 )

@@ -124,6 +124,37 @@ def test_overrides(changes, read):
     assert Stack(dim=16, layers=(Layer(), Layer(pattern=Local()))) == STACK
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bounded(Config):
+    least: int = 3
+    most: int = 9
+    layers: tuple[Layer, ...] = (Layer(),)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most:
+            raise KinformerError(f"least is {self.least}; give 0 to {self.most}.")
+
+
+@pytest.mark.parametrize("names", [("least", "most", "layers"), ("layers", "most", "least")])
+def test_settings_given_together_are_checked_together(names):
+    changes = {"least": 1, "most": 2, "layers": 2}
+    changed = override(Bounded(), {name: changes[name] for name in names}, {})
+    assert changed == Bounded(least=1, most=2, layers=(Layer(), Layer()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"least": 8, "most": 7}, "`set` most: least is 8; give 0 to 7."),  # either would do alone
+        ({"least": 12, "layers": 2}, "`set` least: least is 12; give 0 to 9."),
+    ],
+)
+def test_an_error_of_settings_given_together_names_what_caused_it(changes, message):
+    with pytest.raises(KinformerError) as caught:
+        override(Bounded(), changes, {})
+    assert caught.value.message == message
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -9,12 +9,19 @@ import torch
 
 from kinformer.runtime import files
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import load_tensors, reading, save_tensors
+from kinformer.runtime.files import load_tensors, load_weights, reading, save_tensors
 
 
 def test_its_contents_are_blamed():
     with pytest.raises(KinformerError, match=r"a\.json: is damaged \(no such key\); restore it"), reading("a.json"):
         raise ValueError("no such key.")
+
+
+def test_weights_are_floating_point_numbers():
+    layer = torch.nn.Linear(2, 3)
+    weights = {name: weight.long() for name, weight in layer.state_dict().items()}
+    with pytest.raises(KinformerError, match=r"a\.safetensors: weight is torch\.int64, but weights are floating-point"):
+        load_weights(layer, weights, "a.safetensors")
 
 
 def test_a_broken_installation_is_not():

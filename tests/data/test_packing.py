@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +186,33 @@ def test_two_processes_pack_as_one(folder: Path, tmp_path: Path) -> None:
     for workers in (1, 2):
         pack(Packing(data=str(folder), shard_bytes=2000), tmp_path / str(workers), workers, silent)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+@pytest.mark.parametrize("damage", [{"files": None}, {"splits": []}, {"splits": {"train": {}}}, {"place": 3}])
+def test_a_damaged_record_is_packed_again(folder: Path, tmp_path: Path, monkeypatch, damage: dict) -> None:
+    wanted, write_json = Packing(data=str(folder), shard_bytes=2000), packing.write_json
+    pack(wanted, tmp_path / "whole", 1, silent)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(packing, "_finish", interrupt)
+        pack(wanted, tmp_path / "shards", 1, silent)
+    path = packing.record_path(tmp_path / "shards", 0)
+    record = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
+    write_json(path, signed(record | damage))
+    pack(wanted, tmp_path / "shards", 1, silent)
+    assert contents(tmp_path / "shards") == contents(tmp_path / "whole")
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_script_without_a_main_guard_is_told(folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import kinformer\nkinformer.pack({str(folder)!r}, 'out', shard_mb=1, workers=2)\n")
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    *_, last = done.stderr.splitlines()
+    assert done.returncode == 1 and "outside of `if __name__" in last and done.stderr.count("Traceback") == 1
 
 
 def test_packing_leaves_the_environment_of_the_caller(folder: Path, tmp_path: Path) -> None:

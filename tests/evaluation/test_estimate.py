@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import kinformer
 from kinformer.core.pattern import Band
 from kinformer.core.state import nbytes
 from kinformer.family.build import configure
@@ -417,6 +418,13 @@ def test_command_prints_tables(capsys):
 def test_command_refuses(options, message):
     with pytest.raises(KinformerError, match=message):
         Estimate(member="gpt", recipe="tiny", **options).run()
+
+
+def test_a_source_beyond_its_mixer_is_refused():
+    mixers = [{"kind": "cross_linformer", "num_heads": 2, "rank": 4, "max_length": 16}]
+    changes = {"layers.*.further_mixers": mixers}
+    with pytest.raises(KinformerError, match="a text of 17 tokens is longer than max_length = 16 of the mixer"):
+        kinformer.estimate("vanilla", recipe="tiny", length=17, set=changes)
 
 
 @pytest.mark.parametrize("name", ["t5", "local", "linear-transformer", "transformer-xl", "etc", "speech-lstm"])

@@ -212,8 +212,16 @@ def test_a_package_of_other_weights_is_refused(tmp_path, capsys):
         ("gpt", {"format": "onxx"}, "did you mean"),
         ("gpt", {"format": "onnx", "dtype": "bfloat16"}, "is for format hf"),
         ("bert", {"format": "onnx"}, "continues sequences of tokens"),
-        ("compressive", {"format": "onnx"}, r"'compressive' is no graph.*\(it cuts segments where each sequence has"),
-        ("memorizing", {"format": "aoti"}, r"'memorizing' is no graph.*\(it evicts and searches memories\); export"),
+        (
+            "compressive",
+            {"format": "onnx"},
+            r"'compressive' cannot be in a graph.*\(it cuts segments where each sequence has",
+        ),
+        (
+            "memorizing",
+            {"format": "aoti"},
+            r"'memorizing' cannot be in a graph.*\(it evicts and searches memories\); export",
+        ),
         ("tensorized", {"format": "onnx"}, "depend on .* on the host, so that a graph"),
     ],
 )

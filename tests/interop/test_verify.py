@@ -34,6 +34,11 @@ class Model:
         logits = torch.cos(sums[..., None] * torch.arange(1, 12))
         return logits, (sums[:, -1:], 0)
 
+class Sizes:
+    vocab_size = 11
+
+sizes = Sizes()
+
 class Causality(Model): breaks = "causality"
 class Cache(Model): breaks = "cache"
 class Padding(Model): breaks = "padding"
@@ -151,6 +156,8 @@ def test_the_table(tmp_path, capsys):
         (["nowhere:Thing"], "nowhere:Thing: is not a folder, and not an object that can be imported"),
         (["broken_models:Nothing"], "has no attribute 'Nothing'"),
         (["broken_models:Model", "--length", "1"], "--length is 1 but must be 2 or more"),
+        (["broken_models:sizes"], "the object is a Sizes, which cannot be called; give a causal model"),
+        (["kinformer:__all__"], "the object does not have a vocab_size"),
         (["broken_models:MODULE"], "is not a folder, and not an object"),
     ],
 )

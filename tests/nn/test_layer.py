@@ -89,6 +89,10 @@ def test_bidirectional_layers_know_padding_and_packing(name):
     padded = layer(rows, key_padding_mask=padding)
     assert torch.allclose(padded[~padding], alone[0][0], atol=1e-9)
     assert not padded[padding].any()
+    padding = torch.tensor([[True] * 16, [False] * 16])  # a row of padding alone
+    padded = layer(x.expand(2, 16, DIM), key_padding_mask=padding)
+    assert torch.allclose(padded[1:], layer(x), atol=1e-9)
+    assert not padded[0].any()
 
 
 def test_global_tokens_see_all_and_are_seen_by_all():
@@ -240,6 +244,18 @@ def test_settings_are_names_mappings_and_configs_alike():
         assert torch.equal(layer(x), by_config(x))
     block = kinformer.layer("gpt", 64, block=True, feed_forward="swiglu", num_heads=8, dropout=0.5)
     assert type(block.inner.feed_forward).__name__ == "SwiGLU"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("linformer", {"max_length": 64, "rank": 8}), ("rwkv7", {"value_rank": 32, "value_residual": False})],
+)
+def test_the_order_of_settings_does_not_matter(name, settings):
+    backwards = dict(reversed(settings.items()))
+    for given in (settings, backwards):
+        assert getattr(kinformer.layer(name, 32, **given).inner.config, next(iter(settings))) == next(
+            iter(settings.values())
+        )
 
 
 def _padded_grid(name):

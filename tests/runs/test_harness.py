@@ -1,6 +1,7 @@
 """Runs as a model of lm-evaluation-harness: beside its own model of transformers, and by its own tasks."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -207,6 +208,10 @@ def _right(run, tasks, count):
 
 
 def test_the_harness_command_knows_the_model(runs, monkeypatch, capsys):
+    code = "import lm_eval, kinformer.harness as ours; from lm_eval.api.registry import get_model as get; "
+    code += "assert get('kinformer') is ours.KinformerLM; print(get('dummy').__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "lm_eval.models.dummy\n"  # the harness's own models are there too
     model = get_model("kinformer")
     assert model is KinformerLM
     options = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}

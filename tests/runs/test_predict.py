@@ -229,6 +229,43 @@ def test_vectors_of_pictures_are_pooled_hidden_states(cli, tmp_path):
     assert code == 2 and "reads none; leave it out" in err
 
 
+def test_files_that_cannot_be_read_are_left_out_where_one_asks_for_it(cli, classes_run, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, content in (("a", b"zzz, 1"), ("b", b" \n"), ("c", b"\xff"), ("d", b"aaa, 2\x1b[31m")):
+        (folder / f"{name}.txt").write_bytes(content)
+    assert cli("predict", classes_run, folder)[0] == 2
+    code, out, err = cli("predict", classes_run, folder, "--skip-bad")
+    assert code == 0 and out.count("\n") == 2 and out.endswith("aaa, 2\\x1b[31m\n")  # no escape sequence is printed
+    assert [name for line in err.splitlines() for name in ("b.txt", "c.txt") if name in line] == ["b.txt", "c.txt"]
+    sounds, (good, bad) = tmp_path / "sounds", ("good.wav", "bad.wav")
+    sounds.mkdir()
+    write_sound(sounds / good, tone(0.3, 8000), 8000)
+    (sounds / bad).write_bytes((sounds / good).read_bytes()[:30])
+    tiny = {"recipe": "tiny", "steps": 1, "batch_size": 4, "device": "cpu", "quiet": True}
+    run = kinformer.train("speech-softmax", data="dtmf", out=tmp_path / "run", **tiny).folder
+    with pytest.raises(KinformerError, match=bad):
+        kinformer.predict(run, sounds)
+    assert [Path(row["audio"]).name for row in kinformer.predict(run, sounds, skip_bad=True)] == [good]
+
+
+def test_pictures_that_cannot_be_read_are_left_out_where_one_asks_for_it(tmp_path):
+    from PIL import Image
+
+    tiny = {"recipe": "tiny", "steps": 1, "batch_size": 8, "device": "cpu", "quiet": True}
+    run = kinformer.train("vit", task="vision", data="digits", out=tmp_path / "vit", **tiny).folder
+    (tmp_path / "pictures").mkdir()
+    for name in ("a", "b", "c"):
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "pictures" / f"{name}.png")
+    (tmp_path / "pictures" / "a.png").write_bytes(b"no picture")
+    whole = (tmp_path / "pictures" / "b.png").read_bytes()
+    (tmp_path / "pictures" / "b.png").write_bytes(whole[:45])  # its head alone
+    with pytest.raises(KinformerError, match=r"a\.png"):
+        kinformer.predict(run, tmp_path / "pictures")
+    rows = kinformer.predict(run, tmp_path / "pictures", skip_bad=True)
+    assert [Path(row["image"]).name for row in rows] == ["c.png"]
+
+
 @pytest.mark.parametrize("member", ["speech-softmax", "speech-linear"])
 def test_vectors_of_sounds_are_pooled_hidden_states(member, tmp_path):
     tiny = {"recipe": "tiny", "steps": 2, "batch_size": 4, "device": "cpu", "quiet": True}

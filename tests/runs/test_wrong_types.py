@@ -37,6 +37,7 @@ GENERATE = [
     ({"stop": 3}, "stop is 3 but must be a list of sequences of token ids, as in [[10]]."),
     ({"stop": ["a"]}, "stop holds 'a' but must hold sequences of token ids"),
     ({"stop": [[1.5]]}, "stop holds [1.5] but must hold sequences of token ids"),
+    ({"temperature": 10**400}, "temperature is 1e+400 but must be below 2^63"),
     ({"temprature": 1.0}, "'temprature' is not an option of generation; did you mean 'temperature'"),
     ({"prompt_tokens": [[2**70]]}, "must hold ids, which are whole numbers"),
     ({"prompt_tokens": "hello"}, "must hold ids, which are whole numbers"),
@@ -79,6 +80,8 @@ CALLS = [
     (lambda: kinformer.train("gpt", out="out", set=3), "set is 3 but must be a mapping"),
     (lambda: kinformer.train(None, out="out"), "member is None but must be text"),
     (lambda: kinformer.train("gpt", out="out", seed=2**90), "but must be below 2^63"),
+    (lambda: kinformer.train("gpt", out="out", lr=10**400), "lr is 1e+400 but must be below 2^63"),
+    (lambda: kinformer.train("gpt", out="out", device="privateuseone"), "device privateuseone: cannot be used here"),
     (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: holds no values"),
     (lambda: kinformer.train("gpt", out="out", device=3), "device is 3 but must be text"),
 ]

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from kinformer.lab.cli.output import print_json
 from kinformer.lab.training.logging import EVENTS, METRICS, EventFile, Log
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -26,6 +27,15 @@ def test_curves_are_read_back_and_a_resumed_run_voids_what_lies_beyond(tmp_path)
     log.write(4, {"loss": 7.0})
     log.close()
     assert curve(tmp_path / EVENTS) == [(1, 1.0), (2, 0.5), (3, 0.3333), (4, 7.0)]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path, capsys):
+    log = Log(tmp_path, 0)
+    log.write(1, {"loss": float("nan"), "lr": 0.5})
+    log.close()
+    assert (tmp_path / METRICS).read_text() == '{"step": 1, "loss": null, "lr": 0.5}\n'
+    print_json({"facts": [(float("inf"), "é")]})
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"facts": [[None, "é"]]}
 
 
 @pytest.mark.parametrize("do", [shutil.rmtree, lambda folder: folder.rename(folder.with_name("moved"))])

@@ -13,7 +13,7 @@ from kinformer.lab.training.settings import Settings
 for kind in ("adamw", "muon", "adafactor", "adagrad", "sgd", "lamb", "radam"):
     torch.manual_seed(0)
     model = kinformer.build("gpt", recipe="tiny", set={"dim": 8, "layers": 1})
-    optimiser = Optimiser(model, Settings(optimizer=kind, lr=0.1))
+    optimiser = Optimiser(model, Settings(optimizer=kind, lr=0.1, beta2=0))  # also a whole number
     before = [parameter.clone() for parameter in model.parameters()]
     model(torch.ones(3, 4, dtype=torch.int64))[0].square().sum().backward()
     optimiser.step(0.1)

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import groupby
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from kinformer.runtime.errors import KinformerError, nearest
@@ -164,6 +165,13 @@ def parse(kind: object, value: object, kinds: Kinds, place: str) -> object:
         if not isinstance(items, (list, tuple)):
             raise KinformerError(f"{place}: {value!r} is not a list.")
         return tuple(parse(args[0], item, kinds, f"{place}.{i}") for i, item in enumerate(items))
+    if origin is dict:
+        table = plain(value)
+        if not isinstance(table, dict):
+            raise KinformerError(f"{place}: {value!r} is not a table.")
+        if args[1] not in (int, float):  # which only the config's owner checks
+            return table
+        return {key: parse(args[1], item, kinds, f"{place}.{key}") for key, item in table.items()}
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, Config):
             return _parse_object(kind, value, kinds, place)
@@ -307,39 +315,79 @@ def override(config: C, changes: Mapping[str, object], kinds: Kinds) -> C:
     replaced by its kind (``"pattern": "local"``) or by an object (``{"kind": "local", "window": 64}``), and a list is
     repeated or cut to a length by an integer (``"layers": 6``). The path of a kind (``"layers.*.kind": "parallel"``)
     changes it and keeps the fields that both kinds have.
+
+    Settings given together are checked together, so that their order matters only where one is inside another.
     """
-    for path, value in changes.items():
-        config = _replace(config, path.split("."), value, kinds, f"`set` {path}")
-    return config
+    wanted = [_Change(path.split("."), value, f"`set` {path}") for path, value in changes.items()]
+    return _replace(config, wanted, kinds) if wanted else config
 
 
-def _replace(node: object, keys: list[str], value: object, kinds: Kinds, path: str) -> Any:
-    key, rest = keys[0], keys[1:]
+class _Change(typing.NamedTuple):
+    keys: list[str]
+    value: object
+    path: str
+
+
+def _replace(node: object, changes: list[_Change], kinds: Kinds) -> Any:
+    """Return ``node``, a part or a list, after the changes inside it."""
+    path = changes[0].path
     if isinstance(node, tuple):
-        chosen = range(len(node)) if key == "*" else [_index(key, node, path)]
+        places = [(range(len(node)) if keys[0] == "*" else [_index(keys[0], node, path)]) for keys, _, path in changes]
+        inner = [change._replace(keys=change.keys[1:]) for change in changes]
         return tuple(
-            (_replace(item, rest, value, kinds, path) if rest else parse(type(item), value, kinds, path))
-            if i in chosen
-            else item
+            _value(item, type(item), [change for change, place in zip(inner, places, strict=True) if i in place], kinds)
             for i, item in enumerate(node)
         )
     if not isinstance(node, Config):
         raise KinformerError(
-            f"{path}: {key!r} is looked for inside {node!r}, which is a plain value; drop it from the path."
+            f"{path}: {changes[0].keys[0]!r} is looked for inside {node!r}, which is a plain value; drop it from the "
+            "path."
         )
+    inside: dict[str, list[_Change]] = {}
+    for change in changes:
+        key, *rest = change.keys
+        if key == "kind" and not rest:
+            node = _filled(node, inside, kinds)
+            node, inside = parse_slot(type(node).slot, _retyped(node, change.value, kinds), kinds, change.path), {}
+        elif key not in (fields := field_types(type(node))):
+            raise KinformerError(f"{change.path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
+        else:
+            inside.setdefault(key, []).append(change._replace(keys=rest))
+    return _filled(node, inside, kinds)
+
+
+def _value(value: object, kind: object, changes: list[_Change], kinds: Kinds) -> object:
+    """Return a field or an item, of the type ``kind``, after the changes of it and inside it."""
+    for inside, some in groupby(changes, lambda change: bool(change.keys)):
+        if inside:
+            value = _replace(value, list(some), kinds)
+            continue
+        for _, new, path in some:
+            if isinstance(value, tuple) and isinstance(count := plain(new), int) and not isinstance(count, bool):
+                value = _cycle(value, count, path)
+            else:
+                value = parse(kind, new, kinds, path)
+    return value
+
+
+def _filled(node: Config, inside: Mapping[str, list[_Change]], kinds: Kinds) -> Config:
+    """Return ``node`` with its fields changed and checked together. An error names the change that alone would be
+    refused in the same words, or else the last one."""
     fields = field_types(type(node))
-    if key == "kind" and not rest:
-        return parse_slot(type(node).slot, _retyped(node, value, kinds), kinds, path)
-    if key not in fields:
-        raise KinformerError(f"{path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
-    current = getattr(node, key)
-    if rest:
-        new = _replace(current, rest, value, kinds, path)
-    elif isinstance(current, tuple) and isinstance(count := plain(value), int) and not isinstance(count, bool):
-        new = _cycle(current, count, path)
-    else:
-        new = parse(fields[key], value, kinds, path)
-    return checked(lambda: node.replace(**{key: new}), path)
+    new = {key: _value(getattr(node, key), fields[key], changes, kinds) for key, changes in inside.items()}
+    try:
+        return node.replace(**new) if new else node
+    except KinformerError as error:
+        text = error.message
+    place = ""
+    for key, value in new.items():
+        place = inside[key][-1].path
+        try:
+            node.replace(**{key: value})
+        except KinformerError as error:
+            if error.message == text:
+                break
+    raise KinformerError(text if text.startswith(place) else f"{place}: {text}")
 
 
 def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, object]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.model import Model
-from kinformer.runtime.errors import KinformerError, nearest, require_seed
+from kinformer.runtime.errors import KinformerError, marked, nearest, require_below_largest, require_seed
 from kinformer.runtime.fields import require_types
 
 _BLOCK = 256
@@ -55,6 +55,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require_types(self, Sampling)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if isinstance(value := getattr(self, name), int):  # which may be too large for a float
+                require_below_largest(marked(name), value)
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise KinformerError(f"temperature is {self.temperature} but must be 0 (greedy) or a number above it.")
         if self.top_k is not None and self.top_k < 1:

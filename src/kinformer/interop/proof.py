@@ -44,13 +44,18 @@ class Plain:
     def __init__(self, model: Any) -> None:
         self.model = model.eval() if isinstance(model, nn.Module) else model
         self.vocab_size: int = getattr(model, "vocab_size", 0)
+        if self.vocab_size < 2:
+            raise KinformerError("the object does not have a vocab_size; give it one, the number of ids that it takes.")
+        if not callable(model):
+            raise KinformerError(
+                f"the object is a {type(model).__name__}, which cannot be called; give a causal model, which returns "
+                "(logits, state) of (tokens, state)."
+            )
         self.max_length = getattr(model, "max_length", None)
         call = model.forward if isinstance(model, nn.Module) else model
         parameters = inspect.signature(call).parameters
         self.takes_padding = "valid" in parameters
         self.takes_packing = self.promises_packing = "reset" in parameters
-        if self.vocab_size < 2:
-            raise KinformerError("the object does not have a vocab_size; give it one, the number of ids that it takes.")
 
     def __call__(self, tokens: Tensor, cache: State = None, valid: Tensor | None = None) -> tuple[Tensor, State]:
         """Return logits [batch, time, vocab] and the state for the next chunk."""

@@ -1,4 +1,4 @@
-"""The functions of the package that do the same as commands. Nothing here imports PyTorch before it is needed."""
+"""The functions of the package that correspond to commands. PyTorch is imported when a function first needs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ O = TypeVar("O")
 
 
 def preserving(function: Callable[P, R]) -> Callable[P, R]:
-    """Return ``function``, which restores the caller's threads and precision of products on leaving."""
+    """Return a wrapper of ``function`` that restores the caller's threads and precision of products at the end."""
 
     @wraps(function)
     def preserved(*arguments: P.args, **options: P.kwargs) -> R:
@@ -55,11 +55,12 @@ def preserving(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def request(kind: type[O], options: Mapping[str, object], function: str, tasks: OptionKind | None = None) -> O:
-    """Return the ``options`` of ``kinformer.<function>`` as the dataclass ``kind``, the tasks' own in ``task_options``.
+    """Return the ``options`` of ``kinformer.<function>`` as the dataclass ``kind``.
 
-    A path becomes text, and so does a list where ``kind`` has text, as in ``lengths=[128, 512]``.
+    The options of a task go into ``task_options``. A path becomes text. A list becomes text if the field of ``kind``
+    is text, as in ``lengths=[128, 512]``.
 
-    Errors: ``KinformerError`` for an unknown name, and for a value of another type.
+    Errors: ``KinformerError`` for an unknown name, and for a value of a wrong type.
     """
     from kinformer.lab.tasks.table import option_names
 
@@ -104,19 +105,19 @@ def train(
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
 
     data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
-    recipe, set: the model ("small" if not given), with overrides such as ``{"layers.*.mixer.num_heads": 8}``.
-    task: one of :func:`tasks` by name; if not given, the member's usual one.
+    recipe, set: the recipe ("small" if not given), and overrides such as ``{"layers.*.mixer.num_heads": 8}``.
+    task: the name of a task (see :func:`tasks`); the member's usual task if not given.
     options: by the names of the command's flags. With ``minutes`` alone, width, ``length``, ``batch_size``, optimiser
         and tokenizer are chosen so that the time is well spent. Settings: ``steps`` or ``minutes``, ``length``,
-        ``batch_size``, ``lr``, ``seed``, ... (see ``lab.training.settings.Settings``). Further ones: ``init``,
+        ``batch_size``, ``lr``, ``seed``, ... (see ``lab.training.settings.Settings``). Further options: ``init``,
         ``tokenizer``, ``resume``, ``devices``, ``device``, ``threads``, ... (see ``lab.runs.options.TrainOptions``).
-        The task's own: ``segments``, ``mask_share``, ``examples``, ... And ``quiet=True``: no progress on a terminal.
+        Options of the task: ``segments``, ``mask_share``, ``examples``, ... ``quiet=True``: no progress on a terminal.
 
-    Training seeds PyTorch's global random numbers for dropout and restores them at the end. So one
-    thread of a process trains at a time, and a second call waits. A thread that draws global numbers during training
-    shares them with it; processes share none.
+    Training seeds PyTorch's global random numbers for dropout and restores them at the end. So only one thread of a
+    process trains at a time, and a second call waits. Another thread that draws global random numbers during training
+    changes the numbers of the training; other processes do not.
 
-    Errors: ``KinformerError`` with one sentence; an unknown name is one that names the nearest.
+    Errors: ``KinformerError`` with one sentence; for an unknown name the sentence recommends the nearest name.
     """
     from kinformer.lab.runs import train as training
     from kinformer.lab.runs.options import TrainOptions
@@ -134,10 +135,10 @@ def train(
 
 @preserving
 def evaluate(run: str | Path, **options: object) -> Evaluation:
-    """Measure a run folder on held-out data as its task says: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
+    """Measure a run folder on held-out data by the run's task: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
     options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
-        (see ``lab.runs.options.EvaluateOptions``), and the task's own: ``context``, ``lengths``, ``baseline``, ...
+        (see ``lab.runs.options.EvaluateOptions``), and options of the task: ``context``, ``lengths``, ``baseline``, ...
     """
     from kinformer.lab.runs.inference import evaluate
     from kinformer.lab.runs.options import EvaluateOptions
@@ -148,20 +149,22 @@ def evaluate(run: str | Path, **options: object) -> Evaluation:
 
 @preserving
 def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: object) -> list[dict[str, Any]]:
-    """Predict with a trained run: a dictionary for every item, in order, as ``kinformer predict --json`` prints them.
+    """Predict with a trained run, and return a dictionary for every item, in order.
+
+    ``kinformer predict --json`` prints the same dictionaries.
 
         kinformer.predict("runs/reviews", ["A fine film."], top_k=2)
         [{"text": "A fine film.", "classes": [{"class": "good", "probability": 0.98}, ...]}]
 
-    The run's task decides what an item is and what its dictionary holds: ``classes`` of a text or an image, ``masks``
-    and the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, the ``actions``
-    of an episode.
+    The run's task decides the kind of items and the keys of dictionaries: ``classes`` of a text or an image, ``masks``
+    and the ``filled`` text, the ``text`` of a sound file, the ``translation`` or ``answer`` of a text, or the
+    ``actions`` of an episode.
 
     run: the run's folder.
-    inputs: a list of texts (or of paths, where items are files); or the path of a file or folder, as for the command.
-    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``set``,
-        ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and the task's own:
-        ``mask``, ``beam``, ``prefixes``, ...
+    inputs: a list of texts (or of paths, if items are files); or the path of a file or folder, as for the command.
+    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``skip_bad``,
+        ``set``, ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and options of the
+        task: ``mask``, ``beam``, ``prefixes``, ...
 
     Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
     """
@@ -187,8 +190,10 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
 
 
 def open_run(run: str | Path) -> Run:
-    """Open a run by its folder: ``member``, ``recipe``, ``config``, ``task`` and its ``options``, ``tokenizer``,
-    ``data``, ``training``, ``metrics`` (of the best validation) and ``model()``.
+    """Open a run by its folder.
+
+    The result has ``member``, ``recipe``, ``config``, ``task``, ``options`` (of the task), ``tokenizer``, ``data``,
+    ``training``, ``metrics`` (of the best validation) and ``model()``.
 
     run: the run's folder.
     """
@@ -211,11 +216,12 @@ def show(
     as text.
 
     member: a member of the family, or a run's folder.
-    recipe: which of the member's recipes ("small" if not given).
-    vocab_size: how many ids the model knows; the recipe's own if not given.
+    recipe: the name of the member's recipe ("small" if not given).
+    vocab_size: the number of token ids; the recipe's number if not given.
     set: overrides of the recipe by their paths.
 
-    Errors: ``KinformerError`` for unknown names, and for ``recipe`` or ``vocab_size`` of a run, which has its own.
+    Errors: ``KinformerError`` for unknown names, and for ``recipe`` or ``vocab_size`` with a run, whose config is
+    fixed.
     """
     from kinformer.lab.runs.describe import describe
 
@@ -224,12 +230,12 @@ def show(
 
 @preserving
 def estimate(member: str, **options: object) -> MemberEstimate:
-    """Estimate the costs of a member, before anything is run.
+    """Estimate the costs of a member without running it.
 
     The result has ``parameters`` and ``active_parameters`` (the parameters that one token uses); ``flops_inference``
-    (a forward without gradients), ``flops_forward`` (the forward of a training step) and ``flops_step``, additions and
-    multiplications for the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes`` (of a
-    process on a CPU); ``parts`` and ``memory``, which break these down; ``rules_of_thumb``; and ``cluster``, the
+    (a forward without gradients), ``flops_forward`` (the forward of a training step) and ``flops_step``, which count
+    additions and multiplications of the batch; ``train_bytes``, ``inference_bytes``, ``state_bytes`` and ``peak_bytes``
+    (of a process on a CPU); ``parts`` and ``memory``, the same costs by part; ``rules_of_thumb``; and ``cluster``, the
     costs on many devices.
 
     member: a member of the family.
@@ -247,16 +253,16 @@ def estimate(member: str, **options: object) -> MemberEstimate:
 
 @preserving
 def draw(subject: str | Path, **options: object) -> Drawing:
-    """Draw attention patterns, encodings of positions, spans, early exits or what a model sees in an image.
+    """Draw attention patterns, encodings of positions, spans, early exits or a model's attention to an image.
 
-    The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (what each panel shows) and
-    ``facts`` (all of it as data for JSON). It needs matplotlib.
+    The result has ``out`` (the file, PNG or SVG by its ending), ``title``, ``lines`` (a description of each panel) and
+    ``facts`` (the same as data for JSON). Drawing needs matplotlib.
 
-    subject: a member, a run's folder, a kind of pattern or position, or one as JSON.
+    subject: a member, a run's folder, a kind of pattern or position, or a pattern or position as JSON.
     options: ``out``, ``recipe``, ``set``, ``length`` (tokens), ``layer`` and ``head`` (from 1), ``pattern``,
         ``position``, ``spans``, ``exits``, ``image``, ...; see ``lab.drawing.options.DrawOptions``.
 
-    Errors: ``KinformerError`` for what cannot be drawn, and for options that do not go together.
+    Errors: ``KinformerError`` for a subject that cannot be drawn, and for options that do not go together.
     """
     from kinformer.lab.drawing.command import draw
     from kinformer.lab.drawing.options import DrawOptions
@@ -271,7 +277,7 @@ def bench(members: Sequence[str] = (), **options: object) -> Bench:
     The result has ``timings`` (seconds by member, work and length), ``failed`` (members that fail the check, and
     why), ``memory`` (bytes by member and length), ``floor`` (what this machine can do at most) and ``crossings``.
 
-    members: of the family; linear-transformer, fast-weights and local if there are none.
+    members: members of the family; linear-transformer, fast-weights and local if not given.
     options: ``lengths`` (tokens, as in ``[128, 512]``), ``batch_size``, ``work`` ("forward,step,prefill,decode"),
         ``rounds``, ``memory``, ``peers``, ``recipe``, ``set``, ``device``, ...;
         see ``lab.comparison.options.BenchOptions``.
@@ -291,18 +297,18 @@ def bench(members: Sequence[str] = (), **options: object) -> Bench:
 def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **options: object) -> Comparison:
     """Train members under one budget, measure them in turns, and write a report into the folder ``out``.
 
-    The result has ``finished`` (the members that have a metric, the best first), ``entrants`` (all, with
-    ``error`` where one is out), ``deciding`` (the metric) and ``seconds`` (by stage).
+    The result has ``finished`` (the members with a metric, the best first), ``entrants`` (all members, with ``error``
+    for a failed member), ``deciding`` (the metric) and ``seconds`` (by stage).
 
-    members: of the family; hybrids as "linear-transformer:3,gpt:1"; "wide=gpt" for another name. Without any, a small
-        comparison of five.
-    merge: files of finished comparisons of one task and data; they are put together and nothing is computed.
+    members: members of the family; hybrids as "linear-transformer:3,gpt:1"; "wide=gpt" for another name. Without
+        members, a small comparison of five.
+    merge: files of finished comparisons of one task and data, which are merged without any computation.
     options: ``data``, ``out``, one budget of ``steps``, ``tokens``, ``minutes`` or ``total_minutes``, ``parameters``,
-        ``seeds``, ``sweep``, ``set``, ...; see ``lab.comparison.options.CompareOptions``. And the task's own.
+        ``seeds``, ``sweep``, ``set``, ... (see ``lab.comparison.options.CompareOptions``), and options of the task.
 
     It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 
-    Errors: ``KinformerError`` for a mistake that concerns all members; a member that fails alone is out.
+    Errors: ``KinformerError`` for a mistake that concerns all members; the failure of one member does not raise.
     """
     from kinformer.lab.comparison.compare import report
     from kinformer.lab.comparison.options import CompareOptions
@@ -319,9 +325,9 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
 def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Calibrated | SearchResult:
     """Find thresholds of early exits on held-out text and write them into the run.
 
-    The lowest threshold whose risk is bounded (Learn then Test) is in ``.chosen``, None where there is none;
-    ``.tested`` has the others. With ``search``, the result has ``.thresholds`` of every exit and ``.bits_per_byte``.
-    Both have ``.exits`` (layers per token), ``.facts`` and ``.run``.
+    ``.chosen`` is the lowest threshold whose risk is bounded (Learn then Test), or None if every threshold failed.
+    ``.tested`` holds all tested thresholds. With ``search``, the result has ``.thresholds`` of every exit and
+    ``.bits_per_byte``. Both results have ``.exits`` (layers per token), ``.facts`` and ``.run``.
 
     run: the run's folder.
     quiet: no progress on a terminal.
@@ -339,13 +345,13 @@ def calibrate(run: str | Path, *, quiet: bool = True, **options: object) -> Cali
 
 @preserving
 def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **options: object) -> Indexed:
-    """Write a run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
+    """Write a run's vector of every context of a text, and the next token, into a datastore for kNN-LM.
 
-    A build that was stopped continues at the same place. The result has ``store``, ``new`` (entries that were written),
+    The same call continues a stopped build. The result has ``store``, ``new`` (the number of written entries),
     ``seconds``, ``bytes``, ``lists`` and ``facts``.
 
     run: the run's folder.
-    datastore: a new folder, or with ``append=True`` one that this run made.
+    datastore: a new folder, or with ``append=True`` a datastore of the same run.
     quiet: no progress on a terminal.
     options: ``data``, ``split``, ``max_bytes``, ``append``, ``approximate``, ``dtype``, ``context``, ...; see
         ``lab.runs.options.IndexOptions``.
@@ -360,16 +366,18 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
 
 @preserving
 def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: object) -> np.ndarray:
-    """Return vectors float32 [items, dim] of texts, images or sounds: the last hidden states of a trained run, pooled.
+    """Return vectors float32 [items, dim] of texts, images or sounds: the pooled last hidden states of a trained run.
 
-    run: the folder of a run whose model reads text (an encoder or a causal one), images or speech.
+    run: the folder of a run whose model reads text (an encoder or a decoder), images or speech.
     texts: a list of texts, or of the paths of images or sounds; or the path of a file or folder, as for the command.
     options: ``pooling`` ("mean" over an item's positions, "first" or "last"), ``batch_size`` (32), ``max_items``,
         ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
         see ``lab.runs.options.EmbedOptions``.
 
-    Texts longer than the training length count by their beginning. Errors: ``KinformerError`` for a run that reads
-    none of these, for a text that is empty or not UTF-8, and for a damaged file.
+    A text longer than the training length is cut to its beginning.
+
+    Errors: ``KinformerError`` for a run that reads neither text, images nor speech, for a text that is empty or not
+    UTF-8, and for a damaged file.
     """
     import numpy as np
 
@@ -398,20 +406,21 @@ def serve(run: str | Path, **options: object) -> None:
 
 @preserving
 def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
-    """Continue a text with a trained run; an iterator of the pieces of text, without delay.
+    """Continue a text with a trained run, and return an iterator that yields each piece of text without delay.
 
         for piece in kinformer.stream("runs/book", "It was ", max_new_tokens=100, temperature=0.8):
             print(piece, end="", flush=True)
 
-    Whoever stops iterating draws no more. The pieces together are what ``kinformer generate`` writes with that seed.
+    Generation stops when the iteration stops. The pieces together are the text of ``kinformer generate`` with the same
+    seed.
 
     run: the folder of a run of next-token.
-    prompt: the text to continue, of a character or more.
+    prompt: the text to continue, which must not be empty.
     options: by the names of the flags of ``kinformer generate``: ``max_new_tokens`` (256), ``temperature`` (0.8),
         ``top_k``, ``top_p``, ``min_p``, ``repetition_penalty`` (1.0), ``stop`` (a text or several), ``seed``,
         ``datastore``, ``device``, ...; see ``lab.runs.options.GenerateOptions``.
 
-    Errors: ``KinformerError`` for a run that continues no text, and for wrong options, when it is called.
+    Errors: the call raises ``KinformerError`` for a run that does not continue texts, and for wrong options.
     """
     from kinformer.lab.runs.inference import converse
     from kinformer.lab.runs.options import GenerateOptions
@@ -423,29 +432,31 @@ def stream(run: str | Path, prompt: str, **options: object) -> Iterator[str]:
 
 @preserving
 def trace(run: str | Path, text: str, **options: object) -> Trace:
-    """Trace a trained run on a text: what attends to what, and what becomes of every token, as plain tensors.
+    """Trace a trained run on a text: the attention of every head, and the states of every token, as plain tensors.
 
         traced = kinformer.trace("runs/book", "It was the best of times", layers=[1, 2])
         traced.tokens                       # ("I", "t", " ", ...), as many as T
-        traced.hidden_states[0]             # [T, dim], after the first layer; one for every use of a layer
-        traced.attention[0].weights         # [heads, T, T], queries by keys, of the first layer that was chosen
+        traced.hidden_states[0]             # [T, dim], after the first layer; one tensor for every use of a layer
+        traced.attention[0].weights         # [heads, T, T], queries by keys, of the first chosen layer
 
     ``attention`` has an entry for every mixer: ``place``, ``layer``, ``heads``, ``weights`` [heads, T, T], ``values``
     [heads, T, width], ``outputs`` [heads, T, width], ``buckets`` [heads, rounds, T] (Reformer, Routing Transformer),
-    ``spans`` ([heads] or [heads, T]). ``exits`` [T] counts the layers that a token went through, ``steps`` [T] those
-    that it took until it halted; both None where all take all. See ``lab.runs.trace``.
+    ``spans`` ([heads] or [heads, T]). ``exits`` [T] is the number of layers of each token, None for a model without
+    early exits. ``steps`` [T] is the number of steps until each token halted, None for a model whose tokens do not
+    halt. See ``lab.runs.trace``.
 
-    The weights are the ones in the mixer's kernels, not computed again by another way. Rows of softmax attention sum to
-    1. Kernel attention computes no probabilities: its weights are ``implied``, what each value adds to the output, of
-    any sign. Mechanisms without weights (LSTM, tensorized attention, a star) have None and a ``note`` that says why.
+    The weights come from the mixer's own kernels. Rows of softmax attention sum to 1. Kernel attention does not compute
+    probabilities; its weights are ``implied``: the factor of each value in the output, of any sign. Mechanisms without
+    weights (LSTM, tensorized attention, a star) have ``weights`` None and a ``note`` with the reason.
 
-    run: the folder of a run whose model reads text. Of a run that translates, the trace covers the target, and
+    run: the folder of a run whose model reads text. For a run that translates, the trace covers the target, and
         ``source`` covers the encoder.
-    text: what to trace; ``[MASK]`` stands for a mask where the model has one.
+    text: the text to trace; ``[MASK]`` stands for the mask token of a model with such a token.
     options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
         ``device``, ``threads``; see ``lab.runs.trace_options.TraceOptions``.
 
-    Errors: ``KinformerError`` for a run that reads no text, an empty text, and numbers of no layer or head.
+    Errors: ``KinformerError`` for a run that does not read text, for an empty text, and for numbers of missing layers
+    or heads.
     """
     from kinformer.lab.runs.trace import trace
     from kinformer.lab.runs.trace_options import TraceOptions
@@ -454,21 +465,20 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
     return trace(run, text, request(TraceOptions, options, "trace"))
 
 
-# Functions of the package that write folders: of the library transformers, of graphs, and of token shards. Free of
-# PyTorch until it is needed.
+# Functions of the package that read and write folders of the library transformers, graphs, and token shards.
 
 
 @preserving
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
     """Turn a Hugging Face checkpoint folder (config.json, safetensors) into a run folder that computes the same logits.
 
-    The result has ``run``, ``parameters``, ``tokenizer`` (whether there was one) and ``notes``.
+    The result has ``run``, ``parameters``, ``tokenizer`` (whether the folder had a tokenizer) and ``notes``.
 
-    folder: the checkpoint; the how-to on Hugging Face checkpoints lists what can be imported.
+    folder: the checkpoint; the how-to on Hugging Face checkpoints lists the supported architectures.
     out: the run folder, which must be new or empty.
     name: the name of the run's recipe.
 
-    Errors: ``KinformerError`` that names what cannot be imported faithfully.
+    Errors: ``KinformerError`` that names the part of the checkpoint that cannot be imported faithfully.
     """
     from kinformer.lab.runs.importing import import_checkpoint
 
@@ -484,23 +494,23 @@ def export(
     dtype: str = "float32",
     max_shard_size: str | int = "5GB",
 ) -> Exported | ExportedGraph:
-    """Write a run as a folder that the library transformers loads: config.json, safetensors, tokenizer, model card; or
-    as a graph without Python.
+    """Write a run as a folder that the library transformers loads, or as a graph without Python.
 
-    The result has ``folder``, ``model_type``, ``native`` (whether transformers loads it without code of ours),
-    ``reason`` (why not), ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``; of a graph
-    ``folder``, ``format``, ``file``, ``leaves``, ``parameters`` and ``difference``.
+    A folder of transformers has config.json, safetensors, tokenizer and model card. Its result has ``folder``,
+    ``model_type``, ``native`` (whether transformers loads the folder without code of Kinformer), ``reason`` (why not),
+    ``model_class``, ``auto_class``, ``parameters``, ``shards`` and ``dtype``. The result for a graph has ``folder``,
+    ``format``, ``file``, ``leaves``, ``parameters`` and ``difference``.
 
-    run: the folder of a run; of one whose model continues tokens for a graph.
+    run: the folder of a run; a graph needs a run whose model continues tokens.
     out: the folder to write, which must be new or empty.
     format: "hf" (transformers), "onnx" (one graph for prompts and steps), or "aoti" (a step compiled for this
         processor, for ``package`` of ``kinformer generate``).
-    dtype: the type of the weights there: "float32", "bfloat16" or "float16".
-    max_shard_size: the most that a file of weights holds, such as "500MB" or a number of bytes.
+    dtype: the type of the weights in the folder: "float32", "bfloat16" or "float16".
+    max_shard_size: the largest size of a file of weights, such as "500MB" or a number of bytes.
 
     PyTorch's compiler makes the graphs, and it resets PyTorch's global random numbers to their earlier state.
 
-    Errors: ``KinformerError`` for a model that the format has no place for, and wrong options.
+    Errors: ``KinformerError`` for a model that the format cannot hold, and for wrong options.
     """
     from kinformer.lab.runs.exporting import export
 
@@ -513,13 +523,13 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
 
     The result has ``holds``, ``laws`` and ``beside`` (verdicts with ``law``, ``holds``, ``difference``, ``case``).
 
-    subject: a run folder, a folder of transformers, or "module:object", a model that is called as ``model(tokens,
-        cache, valid)``, returns logits and the cache, and has ``vocab_size``.
-    trust_remote_code: run the code that a folder brings; without it such a folder is refused.
+    subject: a run folder, a folder of transformers, or "module:object": a model with the attribute ``vocab_size`` whose
+        call ``model(tokens, cache, valid)`` returns logits and the cache.
+    trust_remote_code: run the code in a folder of transformers; without it a folder with code is refused.
     length: the most tokens of a text, 2 to 64.
     limit: the largest difference of logits that counts as rounding, as a share of the largest logit.
 
-    Errors: ``KinformerError`` for a subject that is not a causal model or cannot be loaded.
+    Errors: ``KinformerError`` if the subject is not a causal model or cannot be loaded.
     """
     from kinformer.lab.runs.importing import verify
 
@@ -537,24 +547,25 @@ def pack(
     workers: int | None = None,
     quiet: bool = True,
 ) -> Packed:
-    """Turn text into token shards with a manifest, which training reads where they are: ``data=`` takes the folder.
+    """Turn text into token shards with a manifest. Training reads the shards in place: ``data=`` takes the folder.
 
-    The same call continues one that was killed. The result has ``folder``, ``manifest``, ``tokens``
-    (by split), ``bytes`` and ``facts``.
+    The same call continues a killed call. The result has ``folder``, ``manifest``, ``tokens`` (by split), ``bytes`` and
+    ``facts``.
 
-    data: a file, a folder or "stdlib"; JSON lines (.jsonl) and Parquet tables are documents, row by row. Or documents
-        that are streamed: "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT", a dataset of Hugging Face, or any iterable of
-        texts or of rows with a text that can be read again, such as its ``IterableDataset``.
+    data: a file, a folder or "stdlib"; each row of JSON lines (.jsonl) and of Parquet tables is a document. Documents
+        can also be streamed: from a dataset of Hugging Face, "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT", or from an
+        iterable of texts or of rows with a text, such as an ``IterableDataset``. The iterable must allow a second pass.
     out: a new folder.
     tokenizer: the path of a tokenizer.json; bytes if not given.
     text_field: the field or column of tables with the text ("text" if not given).
-    holdout: hold out this share for validation and test at once; else 5 % each, of tables by the documents' contents.
-    shard_mb: megabytes of the data that make a shard.
-    workers: processes, one for each processor if not given. With more than one, scripts need the usual
-        ``if __name__ == "__main__":``.
+    holdout: hold out this share for validation and test at once; if not given, 5 % for each. In tables, the
+        contents of a document decide its split.
+    shard_mb: megabytes of data for each shard.
+    workers: the number of processes, one for each processor if not given. With several processes, scripts need the
+        usual ``if __name__ == "__main__":``.
     quiet: no progress on a terminal.
 
-    Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else.
+    Errors: ``KinformerError`` for data that cannot be read, and for a folder with other contents.
     """
     from kinformer.lab.data.packing import packed
 
@@ -571,7 +582,7 @@ def pack(
 
 
 def check_shards(folder: str | Path) -> Packed:
-    """Hold every byte of a folder of token shards to its manifest's checksums.
+    """Compare every byte of a folder of token shards with the checksums in its manifest.
 
     Errors: ``KinformerError`` that names the first file that differs.
     """

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from decimal import Decimal
 from difflib import get_close_matches
 
 # The errors of Kinformer, as sentences for its users.
@@ -120,7 +121,9 @@ def require_finite(finite: bool, where: str = "") -> None:
 
 def require_finite_number(option: str, value: float | None) -> None:
     """Raise a :class:`KinformerError` when the ``value`` of ``option`` is infinite or no number at all."""
-    if value is not None and not math.isfinite(value):
+    if isinstance(value, int):  # which may be too large for a float
+        require_below_largest(marked(option), value)
+    elif value is not None and not math.isfinite(value):
         raise KinformerError(f"{marked(option)} is {value:g} but must be a finite number.")
 
 
@@ -141,7 +144,7 @@ LARGEST = 2**63
 def require_below_largest(name: str, value: int) -> None:
     """Raise a :class:`KinformerError` when the whole number ``value`` of ``name`` is none of 64 bits."""
     if abs(value) >= LARGEST:
-        raise KinformerError(f"{name} is {value:.4g} but must be below 2^63.")
+        raise KinformerError(f"{name} is {Decimal(value).normalize():.4g} but must be below 2^63.")
 
 
 def require_seed(value: int | None) -> None:

@@ -101,6 +101,12 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
         raise KinformerError(f"{path}: {what} ({reason.rstrip('.')}); {remedy}.") from None
 
 
+def absolute(path: str | Path) -> Path:
+    """Return the absolute path of a file or folder, which need not exist; ``~`` is the user's own folder. A link to
+    itself is returned as it is, where ``Path.resolve`` raises."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
 def require_file(path: Path) -> None:
     """Raise for a missing file and for anything except a regular file, before it is opened: a FIFO would block its
     reader for ever."""
@@ -253,7 +259,14 @@ def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], place: Path | str) -> None:
     """Copy ``tensors`` into ``model``; the error for different names or shapes is one sentence."""
-    require_weights({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, tensors, place)
+    weights = model.state_dict()
+    require_weights({name: tuple(tensor.shape) for name, tensor in weights.items()}, tensors, place)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not tensors[name].is_floating_point():
+            raise KinformerError(
+                f"{place}: {name} is {tensors[name].dtype}, but weights are floating-point numbers; restore the file "
+                "from a copy."
+            )
     model.load_state_dict(dict(tensors))
 
 

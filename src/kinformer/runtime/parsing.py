@@ -7,6 +7,7 @@ written again: numbers of thousands of digits in TOML, and halves of surrogate p
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from decimal import Decimal
@@ -55,6 +56,22 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
         return parse_json(line, "strict")
     except ValueError as error:
         raise KinformerError(f"{path}, line {number}: is not JSON ({error}); {remedy}.") from None
+
+
+def dump_json(data: object, indent: int | None = None) -> str:
+    """Return ``data`` as JSON text, in which a number that is not finite is null: JSON has none."""
+    try:
+        return json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_with_finite_numbers(data), indent=indent, ensure_ascii=False)
+
+
+def _with_finite_numbers(data: object) -> object:
+    if isinstance(data, dict):
+        return {name: _with_finite_numbers(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_with_finite_numbers(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def parse_toml(text: str) -> JsonObject:

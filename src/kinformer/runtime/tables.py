@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.parsing import dump_json
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -94,7 +95,7 @@ def writing_table(path: str | Path) -> Iterator[WriteRow]:
         ) from None
     with file:
         if path.suffix.lower() == ".jsonl":
-            yield lambda row: print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+            yield lambda row: print(dump_json(row), file=file, flush=True)
         else:
             table = _Table(file, tabs=path.suffix.lower() == ".tsv")
             yield table

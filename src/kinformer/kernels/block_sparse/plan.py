@@ -580,6 +580,8 @@ def _runs(positions: Tensor) -> Iterator[tuple[slice, int, slice | list[int]]]:
     batch, time = positions.shape
     on_host = positions.cpu()
     offset = on_host - torch.arange(time, device="cpu")
+    if not positions.numel():
+        return
     if bool((offset == offset[0, 0]).all()):
         yield slice(0, time), int(on_host[0, 0]), slice(None)
         return

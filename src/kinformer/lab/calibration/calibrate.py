@@ -1,5 +1,5 @@
-"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and stored in
-the run."""
+"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and are
+stored in the run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kinformer.runtime.files import locked
 from kinformer.runtime.progress import ProgressCallback, progressing
 
 CALIBRATION = "calibration"
-"""The key of a run's ``data`` that holds how its thresholds were found."""
+"""The key in a run's ``data`` under which the record of a calibration is stored."""
 
 
 def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated | SearchResult:
-    """Find thresholds of the run in ``folder`` and write them into its config, in place of the thresholds before."""
+    """Find thresholds of the run in ``folder``, and replace the thresholds in its config."""
     if options.search is not None:
         return search(folder, options)
     return bound_risk(folder, options, quiet)
@@ -43,11 +43,13 @@ def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True)
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """The thresholds ``tested``, in order, and the ``chosen`` threshold, None if even the most careful failed, so that
-    tokens use all layers.
+    """The result of a calibration by a bound on the risk.
 
-    ``exits`` are the exits of new tokens with the chosen threshold, ``data`` is the identity of the data, ``how`` the
-    way in which samples were written.
+    tested: the tested thresholds, in order.
+    chosen: the chosen threshold; None if even the most careful threshold failed, so that tokens use all layers.
+    exits: the exits of new tokens with the chosen threshold.
+    data: the identity of the data.
+    how: the settings by which samples were generated.
     """
 
     run: Run
@@ -61,7 +63,7 @@ class Calibrated:
 
     @property
     def saves(self) -> bool:
-        """Whether the chosen threshold saves FLOPs; otherwise it is not stored in the run."""
+        """Whether the chosen threshold saves FLOPs; a threshold that does not save any is not stored in the run."""
         return self.exits is not None and self.exits.saves
 
     @property
@@ -145,7 +147,7 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
 def _risk(
     samples: Samples, options: CalibrateOptions, progress: ProgressCallback | None, count: int
 ) -> Callable[[float], float]:
-    """Return the function threshold -> mean loss of all samples, the empirical risk."""
+    """Return the empirical risk as a function of the threshold: the mean loss of all samples."""
 
     def risk(threshold: float) -> float:
         if progress is not None:
@@ -168,10 +170,10 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """``bits_per_byte`` and ``exits`` with the ``thresholds`` that were stored, and the bits per byte of
-    ``all_layers``.
+    """The result of a search: the stored ``thresholds``, and the ``bits_per_byte`` and ``exits`` with them.
 
-    Thresholds are empty if none stayed within the tolerance. ``curve`` are the draws that no other draw beats.
+    ``all_layers`` is the bits per byte without early exits. ``thresholds`` is empty if no draw stays within the
+    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers.
     """
 
     run: Run
@@ -253,7 +255,11 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
 def _first_within(
     model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], limit: float
 ) -> tuple[tuple[float, ...], float, Exited | None]:
-    """Return the thresholds, bits per byte and exits of the first of ``draws`` with at most ``limit`` bits per byte."""
+    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte.
+
+    Each draw is measured with real early exits, because the search neglects one effect (see
+    ``lab.calibration.search``).
+    """
     for draw in draws:
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:
@@ -280,7 +286,7 @@ def check_thresholds(run: Run) -> None:
 
 
 def exit_changes(run: Run, options: CalibrateOptions) -> dict[str, object]:
-    """Return the changes of the run's config that put its exits after the layers that ``options`` name."""
+    """Return the changes of the run's config that move its exits behind the layers in ``options.after``."""
     layers = options.layers()
     if layers is None:
         return {}

@@ -25,11 +25,11 @@ class CalibrateOptions(Machine):
     confidence: float = 0.95
     """The probability with which the bound holds."""
     consistency: Literal["textual", "risk"] = "textual"
-    """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: by how much 1 - ROUGE-L of the
-    continuation and the text itself, or of the translation and its reference, is larger with early exits."""
+    """textual: 1 - ROUGE-L of the continuations with and without early exits. risk: the increase by early exits of
+    1 - ROUGE-L between the continuation and the text itself, or between the translation and its reference."""
     bound: Literal["bentkus", "hoeffding"] = "bentkus"
-    """Which inequality bounds the risk by the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM, which
-    needs more samples for the same bound."""
+    """Which inequality bounds the risk by the samples: bentkus, as in Learn then Test, or hoeffding, as in CALM.
+    Hoeffding's inequality needs more samples for the same bound."""
     data: str | None = None
     """The text: a path, - for standard input, or stdlib; the run's data if not given."""
     split: str = "validation"
@@ -46,16 +46,16 @@ class CalibrateOptions(Machine):
     thresholds: int = 24
     """How many thresholds may be tested, from 0.999 down to 0, closer to each other near 1."""
     decay_tokens: float | None = None
-    """Thresholds fall to nine tenths by exp(-position / this many tokens), stricter at the beginning (CALM, equation 5;
-    a quarter of the longest text there). If not given, the run's setting, by default none."""
+    """Thresholds fall to nine tenths by exp(-position / this many tokens), so they are stricter at the beginning (CALM,
+    equation 5; a quarter of the longest text there). If not given, the run's setting, by default without a fall."""
     after: str | None = None
     """Layers behind which tokens may leave, from 1, as in 2,4: an exit pays where its prediction costs less than the
     layers behind it. The run's exits if not given."""
     batch_size: int = 64
     """How many continuations grow side by side."""
     search: int | None = None
-    """Instead of a bound on a risk: draw N thresholds for every exit, and take those with the fewest layers per
-    token whose bits per byte stay within `tolerance` of all layers'."""
+    """Instead of a bound on a risk: draw N thresholds for every exit, and take the draw with the fewest layers per
+    token whose bits per byte stay within `tolerance` of the bits per byte of all layers."""
     tolerance: float | None = None
     """With `search`: how many bits per byte early exits may cost (0.01 if not given)."""
     max_bytes: int | None = None

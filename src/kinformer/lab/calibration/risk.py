@@ -28,7 +28,7 @@ from kinformer.lab.evaluation.depths import Exited, noting_exits
 
 
 class Tested(NamedTuple):
-    """A ``threshold``, the samples' mean loss ``risk`` with it, and the ``p``-value of a risk above delta."""
+    """The test of a ``threshold``: the mean loss ``risk`` of the samples, and the ``p``-value of a risk above delta."""
 
     threshold: float
     risk: float
@@ -50,7 +50,7 @@ def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
 
 
 def samples_needed(delta: float, epsilon: float, bound: Bound) -> int:
-    """Return the number of samples without any loss that shows a risk of at most ``delta``."""
+    """Return the least number of samples that can show a risk of at most ``delta``: enough if every loss is 0."""
     # p = epsilon at E = 0, solved for n: exp(-2 n delta^2), or exp(-n kl(0, delta)) = (1 - delta)^n.
     return ceil(log(1 / epsilon) / (2 * delta**2 if bound == "hoeffding" else -log(1 - delta)))
 
@@ -63,7 +63,7 @@ def fixed_sequence(
     epsilon: float,
     bound: Bound = "bentkus",
 ) -> list[Tested]:
-    """Test ``thresholds`` in this order up to the first that fails, and return the tests."""
+    """Test ``thresholds`` in order up to the first failure, and return the tests with the failed test last."""
     tested: list[Tested] = []
     for threshold in thresholds:
         measured = risk(threshold)
@@ -74,14 +74,14 @@ def fixed_sequence(
 
 
 def chosen(tested: Sequence[Tested], epsilon: float) -> Tested | None:
-    """Return the last threshold that passed, None if the first failed."""
+    """Return the test of the last threshold that passed; None if the first threshold failed."""
     passed = [threshold for threshold in tested if threshold.p <= epsilon]
     return passed[-1] if passed else None
 
 
 def grid(count: int, nearest: float = 1e-3) -> list[float]:
     """Return ``count`` thresholds from 1 - ``nearest`` down to 0, whose distances to 1 grow by a constant factor."""
-    # In equal ratios, since thresholds should be densest where the risk is least.
+    # Equal ratios put most thresholds near 1, where the risk is least.
     return [1 - nearest ** (1 - index / (count - 1)) for index in range(count)]
 
 
@@ -96,7 +96,7 @@ def dissimilarity(
     LCS / length.
     """
     lengths = np.array([len(a) + len(b) for a, b in zip(left, right, strict=True)])
-    # Two different fillings below all ids, so that they match nothing.
+    # The fillings -1 and -2 are not ids and differ from each other, so filled places never match.
     common = _common(_filled(left, -1), _filled(right, -2))
     return 1 - np.where(lengths > 0, 2 * common / np.maximum(lengths, 1), 1.0)
 
@@ -117,20 +117,21 @@ def _common(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         same = before[:, :-1] + (left[:, index, None] == right)
         after = np.zeros_like(before)
         after[:, 1:] = np.maximum(same, before[:, 1:])
-        # L(i, j) = max(L(i-1, j-1) + [same], L(i-1, j), L(i, j-1)), one row of the table at a time.
+        # L(i, j) = max(L(i-1, j-1) + [same], L(i-1, j), L(i, j-1)), one row of the table at a time. The running
+        # maximum along a row is the term L(i, j-1).
         before = np.maximum.accumulate(after, axis=1)
     return before[:, -1]
 
 
 def upper_bound(losses: np.ndarray, confidence: float) -> float:
-    """Return a bound that the mean of independent losses [n] in [0, 1] exceeds with a probability of at most 1 -
-    confidence.
+    """Return an upper bound on the expected loss, from independent ``losses`` [n] in [0, 1].
 
-    By Bentkus' inequality (2004) it is the largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence.
+    The expected loss exceeds the bound with a probability of at most 1 - confidence. By Bentkus' inequality (2004) the
+    bound is the largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence.
     """
     count, total = len(losses), _rounded_up(float(losses.sum()))
     low, high = float(losses.mean()), 1.0
-    # Bisection: 60 halvings exhaust float64.
+    # Bisection; after 60 halvings the interval is below the resolution of float64.
     for _ in range(60):
         middle = (low + high) / 2
         if exp(1) * _binomial(total, count, middle) > 1 - confidence:
@@ -141,7 +142,7 @@ def upper_bound(losses: np.ndarray, confidence: float) -> float:
 
 
 def _rounded_up(total: float) -> int:
-    # A rounding error of the sum must not raise a whole number to the next one.
+    # A rounding error in the sum must not raise a whole number to the next whole number.
     return ceil(total - 1e-9)
 
 
@@ -156,8 +157,8 @@ def _binomial(limit: int, count: int, share: float) -> float:
     )
 
 
-# Samples of text that a model writes with early exits and with all layers, and the loss of the first (Schuster et al.
-# 2022, section 3.1).
+# Samples of text that a model writes with early exits and with all layers, and the loss of the text with early exits
+# (Schuster et al. 2022, section 3.1).
 #
 #     textual    L = D(early, whole)                                     D = 1 - ROUGE-L of two sequences of tokens
 #     risk       L = max(0, D(early, truth) - D(whole, truth))
@@ -168,11 +169,14 @@ Written = Sequence[Sequence[int]] | np.ndarray
 
 
 class Samples:
-    """Samples of a task's data. A subclass sets ``truth``, the references in the data, defines ``write()`` and
-    ``saved(threshold)``, and then calls ``begin()``.
+    """Samples of a task's data.
 
-    ``identity`` is the identity of the data, ``how`` the settings of generation as JSON-ready data. ``exits`` has the
-    exits of the written tokens by threshold.
+    A subclass sets ``truth``, the references in the data, defines ``write()`` and ``saved(threshold)``, and then calls
+    ``begin()``.
+
+    identity: the identity of the data.
+    how: the settings of generation as JSON-ready data.
+    exits: the exits of the written tokens by threshold.
     """
 
     truth: Written
@@ -191,11 +195,11 @@ class Samples:
         raise NotImplementedError
 
     def saved(self, threshold: float) -> Exited:
-        """Return the exits at a ``threshold`` that was tried, with the savings for one growing sequence."""
+        """Return the exits at a tested ``threshold``, with the savings for one growing sequence."""
         raise NotImplementedError
 
     def losses(self, threshold: float, consistency: Consistency) -> np.ndarray:
-        """Return the loss of every sample, in [0, 1], shape [size]."""
+        """Return the loss of every sample with early exits at ``threshold``: [samples], from 0 to 1."""
         with at_threshold(self.model, threshold), noting_exits(self.model) as recorder:
             early = self.write()
         assert recorder.result is not None

@@ -1,8 +1,8 @@
 """Thresholds of every exit by random search (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2.2).
 
 The predictions of every exit for every token are recorded once, while all tokens go through all layers (as in aligned
-training); a draw of thresholds then costs nothing but comparisons. The search neglects that later layers absorb the
-vectors of tokens that have left, so its result must be measured afterwards.
+training). A draw of thresholds then costs only comparisons. The search neglects one effect: after a token has left,
+later layers absorb its last vector. So the result of a search must be measured with real early exits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _AT_ONCE = 1 << 22
 
 
 class Draw(NamedTuple):
-    """A draw: ``thresholds`` of every exit but the last, and the mean ``nats`` and ``layers`` per token with them."""
+    """A draw: ``thresholds`` of every exit except the last, and the resulting mean ``nats`` and ``layers`` per
+    token."""
 
     thresholds: tuple[float, ...]
     nats: float
@@ -44,10 +45,10 @@ class Outlook:
     layers: tuple[int, ...]
 
     def search(self, draws: int, seed: int) -> list[Draw]:
-        """Draw thresholds ``draws`` times, and return the draws that no other draw beats in both nats and layers, the
-        fewest layers first.
+        """Draw thresholds ``draws`` times, and return the draws that no other draw beats in both nats and layers.
 
-        The threshold of an exit is drawn evenly between its lowest and its highest confidence.
+        The draw with the fewest layers comes first. The threshold of an exit is drawn uniformly between the lowest and
+        the highest confidence at this exit.
         """
         generator = np.random.default_rng(seed)
         low, high = self.confidence.min(1), self.confidence.max(1)
@@ -62,20 +63,21 @@ class Outlook:
         return draws_in_front
 
     def _measured(self, thresholds: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield nats and layers, [some draws, 2]."""
+        """Yield the mean nats and layers of groups of draws, [draws of the group, 2]."""
         layers, count = np.array(self.layers), self.nats.shape[1]
         for some in np.array_split(thresholds, max(1, len(thresholds) * count // _AT_ONCE)):
             exit = np.full((len(some), count), len(self.layers) - 1)
             for number in range(len(self.layers) - 2, -1, -1):
-                # From the last exit down, so that the first exit by which a token leaves is written last.
+                # A token leaves at its first confident exit. Exits are visited from the last to the first, so the
+                # first confident exit overwrites the others.
                 exit[self.confidence[number] >= some[:, number, None]] = number
             nats = self.nats[exit, np.arange(count)].mean(1)
             yield np.stack([nats, layers[exit].mean(1)], axis=1)
 
 
 def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Outlook:
-    """Return the predictions of every exit of ``model``, whose stack has a threshold rule, for every token of
-    ``split``."""
+    """Return the predictions of every exit for every token of ``split``; the stack of ``model`` has a threshold
+    rule."""
     stack, last = model.stack, []
     recorder = _Recorder(stack.rule)
     with torch.inference_mode(), with_rule(stack, recorder):
@@ -91,8 +93,8 @@ def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Ou
 
 
 class _Recorder(ExitRule):
-    """A rule that lets no token leave, but records the confidence of ``rule`` and the nats of ``targets`` at every
-    exit."""
+    """A rule that keeps every token in all layers, and records the confidence of ``rule`` and the nats of ``targets``
+    at every exit."""
 
     targets: Tensor
 

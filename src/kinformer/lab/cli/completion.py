@@ -1,4 +1,4 @@
-"""``kinformer completion bash|zsh``: a script for the shell, to be read by ``eval "$(kinformer completion bash)"``."""
+"""``kinformer completion bash|zsh``: a script for the shell; ``eval "$(kinformer completion bash)"`` loads it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Completion(CommonOptions):
 
 
 def words() -> dict[str, list[str]]:
-    """Return the words that may follow each command: members, where it takes one, and options."""
+    """Return the words that may follow each command: its options, and the members if the command takes a member."""
     from kinformer.lab.cli.main import COMMANDS
 
     words_by_command = {}

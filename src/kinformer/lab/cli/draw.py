@@ -14,7 +14,7 @@ class Draw(DrawOptions, CommonOptions):
     """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
 
     def run(self) -> int:
-        """Draw, and print the picture's name."""
+        """Draw the picture, print its file name, and return the exit status."""
         from kinformer.lab.drawing.command import draw
 
         drawing = draw(self)

@@ -49,11 +49,11 @@ class Import(CommonOptions):
 class Export(Printing):
     """Write a folder for the library transformers (config.json, safetensors, tokenizer, and a model card), or a graph.
 
-    Where a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo Hybrid, Gemma 1 to 3, GPT-2, GPT-NeoX,
-    OPT, BLOOM or MPT, the folder is one, and whatever reads that architecture reads it. The same holds for encoders
-    of the kinds BERT, RoBERTa, Longformer, Big Bird, ViT, DeiT or Swin, for Marian translators, and for
-    Decision Transformers. All other causal models, encoders and translators of tokens, and encoders of images with
-    classes, come with a file of code that imports kinformer.
+    If a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo Hybrid, Gemma 1 to 3, GPT-2, GPT-NeoX,
+    OPT, BLOOM or MPT, every program that reads this architecture reads the folder. The same holds for encoders of the
+    kinds BERT, RoBERTa, Longformer, Big Bird, ViT, DeiT or Swin, for Marian translators, and for Decision Transformers.
+    All other causal models, encoders and translators of tokens, and encoders of images with classes, come with a file
+    of code that imports kinformer.
 
     A graph takes and returns tokens and the state. The format onnx is one file for prompts and steps, which onnxruntime
     runs without kinformer or PyTorch. The format aoti is a step that PyTorch compiles for this processor; generate
@@ -100,8 +100,8 @@ class Verify(Printing):
     """
 
     subject: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SUBJECT")]
-    """A run folder, a folder of transformers, or module:object, a model that is called as model(tokens, cache, valid)
-    and returns logits and the cache, with the attribute vocab_size."""
+    """A run folder, a folder of transformers, or module:object: a model with the attribute vocab_size whose call
+    model(tokens, cache, valid) returns logits and the cache."""
     trust_remote_code: bool = False
     """Run the code that a folder of transformers brings; without it such a folder is refused."""
     length: int = 24
@@ -113,7 +113,7 @@ class Verify(Printing):
         require_proof(self.length, self.limit)
 
     def run(self) -> int:
-        """Verify and print one table; returns 1 where a law is broken."""
+        """Verify the subject, print one table, and return 1 if a law is broken."""
         from kinformer.lab.runs.importing import TABLES, verify
 
         proof = verify(self.subject, trust_remote_code=self.trust_remote_code, length=self.length, limit=self.limit)
@@ -166,7 +166,7 @@ class Pack(Printing):
             raise KinformerError("`out`: give the new folder of the shards, or `check` a folder that is there.")
 
     def run(self) -> int:
-        """Pack the data or check the shards, and report."""
+        """Pack the data or check the shards, print a report, and return the exit status."""
         from kinformer.lab.data.packed import check_shards
         from kinformer.lab.data.packing import packed
 

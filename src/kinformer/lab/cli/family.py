@@ -40,8 +40,8 @@ class List(CommonOptions):
     ] = "members"
     """What is listed."""
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
-    """Print the family as a tree: by what members change (axis), by how their operations (cost) or state grow with the
-    length, by whether they are causal (others read a full sequence at once), or by year."""
+    """Print the family as a tree: by the part that members change (axis), by the growth of their operations (cost) or
+    state with the length, by whether members are causal (others read a full sequence at once), or by year."""
 
     def run(self) -> int:
         """Print the family and return the exit status."""
@@ -139,18 +139,19 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return ``text`` in lines of this many columns, broken between words where these fit."""
+    """Return ``text`` in lines of at most ``width`` columns, broken between words unless a word is longer."""
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _short(text: str, width: int) -> str:
-    """Return ``text`` in this many columns: without what stands in parentheses, or its last words, if it is longer."""
+    """Return ``text`` in at most ``width`` columns; a longer text loses its parentheses, then its last words."""
     return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
 
 
 MAX_PICTURES = 8
 MAX_COLUMN, NARROW = 38, 64
-"""Columns of settings, beyond which a meaning begins on the line below; in narrower terminals all do."""
+"""The most columns of a setting with its meaning on the same line; in a terminal narrower than the second number, every
+meaning begins on the next line."""
 DEFAULTS = ""
 
 
@@ -208,7 +209,7 @@ def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
 
 
 def _print_training(training: JsonObject) -> None:
-    """Print the settings of training that hold unless others are given, and the stages, one a line."""
+    """Print the default settings of training, and the stages, one a line."""
     options = {name: f"{value:.3g}" if isinstance(value, float) else value for name, value in training.items()}
     stages = options.pop("stages", ())
     if options:
@@ -246,7 +247,7 @@ def _print_state(page: DescriptionFacts) -> None:
 
 
 def folded(config: Config) -> dict[str, object]:
-    """Return a config's dict form in which settings at their defaults are only named, under the key DEFAULTS."""
+    """Return a config's dict form, in which the key DEFAULTS lists the names of settings with default values."""
     from kinformer.core.config import field_types, tags
 
     field_by_name = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
@@ -285,8 +286,10 @@ def _without_kind(value: dict[str, object]) -> dict[str, object]:
 
 
 def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
-    """Yield the lines of ``config`` with meanings, at most ``width`` columns wide where words allow; with ``brief``
-    without the settings that are at their defaults."""
+    """Yield the lines of ``config`` with the meanings of settings, at most ``width`` columns wide.
+
+    A longer word makes a longer line. With ``brief``, settings with default values are left out.
+    """
     rows = list(_rows(config, "  ", brief))
     column = min(MAX_COLUMN, max((len(left) for left, _ in rows), default=0)) + 2
     for left, text in rows:

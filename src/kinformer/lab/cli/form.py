@@ -48,10 +48,10 @@ GROUPS = {
     ),
     "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
 }  # fmt: skip
-"""Groups of options by their titles. Options in neither table come after the first ones."""
+"""Groups of options by their titles. Options in neither table come after the options in ``FIRST``."""
 
 CHANGES = Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH=VALUE")]
-"""``set`` on the command line; the options have it as a mapping."""
+"""The type of ``set`` on the command line; the dataclasses of options hold ``set`` as a mapping."""
 _PLACEHOLDERS: dict[object, str] = {float | None: "X", str | None: "TEXT"}
 _REQUIRED: dict[str, tuple[object, ...]] = {
     "member": (tyro.conf.Positional, tyro.conf.arg(metavar="MEMBER")),
@@ -76,13 +76,14 @@ def form_of(
     defaults: Mapping[str, object] | None = None,
     only: Collection[str] | None = None,
 ) -> type:
-    """Return a dataclass with the fields of ``options``: the most used first, the others in groups, and one group for
-    each class of tasks' own options.
+    """Return a dataclass with the fields of ``options``: first the most used options, then groups of other options,
+    and one group for each class of tasks' own options.
 
-    A group has the name of the first task with these options. Tasks share an option of one name, type and default. An
-    option whose name is taken has its task's name before its own: ``--task.option``.
+    The group of a class has the name of the first task with these options. Tasks share an option of one name, type and
+    default. An option whose name is taken gets its task's name as a prefix: ``--task.option``.
 
-    ``defaults``: values of missing options, by name. ``only``: the tasks whose options are shown (all).
+    defaults: values of missing options, by name.
+    only: the tasks whose options the help shows (all by default).
     """
     by_name = _entries(options, defaults or {})
     named = {
@@ -102,7 +103,7 @@ def form_of(
 
 
 def filled(options: type[O], form: DataclassInstance) -> O:
-    """Return ``options`` with the parser's values: changes by their paths, and the tasks' options in
+    """Return ``options`` with the parser's values: ``set`` as a mapping by path, and the options of tasks in
     ``task_options``."""
     names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -130,7 +131,7 @@ TRAINING = "training."
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:
-    """Return ``("path=value", ...)`` as a table; the value is all that follows the first equals sign."""
+    """Return ``("path=value", ...)`` as a mapping; the value is the text after the first equals sign."""
     for change in changes:
         if not re.match(r"[^=]+=", change):
             raise KinformerError(f"--set {change}: is not path=value; write for example layers.*.mixer.num_heads=8.")
@@ -154,7 +155,7 @@ def _training_settings(changes: Mapping[str, str], names: Collection[str]) -> di
 
 
 def flags(form: type) -> dict[str, object]:
-    """Return the types of all options, by their names as written after ``--``, and of positional arguments."""
+    """Return the types of all options and positional arguments by name; an option's name is the text after ``--``."""
     flags_by_name: dict[str, object] = {}
     for item in fields(form):
         inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
@@ -167,7 +168,7 @@ def flags(form: type) -> dict[str, object]:
 
 
 def is_positional(hint: object) -> bool:
-    """Return whether an option of type ``hint`` is positional: given without its name."""
+    """Return whether an option of type ``hint`` is positional, so that it is given without its name."""
     return tyro.conf.Positional in getattr(hint, "__metadata__", ())
 
 
@@ -177,7 +178,7 @@ def bare(hint: object) -> object:
 
 
 def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
-    """Return the entry of every option; its type's annotation holds its help and its parser."""
+    """Return the entry of every option; the annotation of its type holds the help and the parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):
@@ -196,11 +197,11 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
 
 
 def _parsed(hint: object, docs: str, default: Field[object]) -> object:
-    """Return ``hint`` with its help, a word for its value, and the parser of a number."""
+    """Return ``hint``, annotated with its help, the placeholder of its value, and the parser of a number."""
     inner = bare(hint)
     metavar, shown = None, "" if default.default is None or default.default == () else None
     if get_origin(inner) is tuple and not _has_default(default):
-        shown = "(required)"  # which tyro takes for an empty tuple
+        shown = "(required)"  # otherwise tyro shows an empty tuple as the default
     if inner in _PLACEHOLDERS and not _named(hint):
         metavar = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
@@ -258,13 +259,16 @@ def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None
 
 
 def _type_and_default(options: type, name: str) -> tuple[object, object]:
-    """Return the type and the default of an option, by which tasks share it; (None, MISSING) if there is none."""
+    """Return the type and the default of an option; (None, MISSING) for a missing option.
+
+    Tasks whose options agree in both share the option.
+    """
     flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}
     return flags_by_name.get(name, (None, MISSING))
 
 
 def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
-    """Return ``entry`` with a help that says which tasks have the option too."""
+    """Return ``entry`` with a help that also names the other tasks with this option, ``also``."""
     if not also:
         return entry
     name, hint, default = entry
@@ -275,7 +279,7 @@ def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
 
 
 def _number(text: str) -> float:
-    """Return a number; whether it is finite and in range, the options check."""
+    """Return the number in ``text``; the options check later whether it is finite and in range."""
     try:
         return float(text)
     except ValueError:
@@ -301,7 +305,7 @@ _NUMBER = PrimitiveConstructorSpec(
 def option_docs(options: type) -> dict[str, str]:
     """Return the text under every field of a dataclass and of its bases, by name, as one line.
 
-    The parser reads such texts too, but it cannot read them of a class that :func:`form_of` makes at run time.
+    The parser also reads such texts, but it needs source code, and a class that :func:`form_of` makes has none.
     """
     return {name: spelled(text) for name, text in field_docs(options).items()}
 
@@ -320,15 +324,15 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-# Parsing: what cannot be parsed is one sentence.
+# Parsing; an argument that cannot be parsed becomes an error of one sentence.
 
 
 def parse(
     options: type[O], kind: OptionKind | None, arguments: Sequence[str], *, prog: str, description: str
 ) -> O | None:
-    """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after the help was printed.
+    """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after printing the help.
 
-    ``kind``: which of the tasks' own options there are too.
+    ``kind`` names the class of tasks' own options that the command takes too.
     """
     name = prog.removeprefix("kinformer ")
     shape = form_of(options, kind)
@@ -359,7 +363,7 @@ def parse(
 
 
 def named_tasks(arguments: Sequence[str]) -> list[str]:
-    """Return the task that ``--task``, a member or a run folder among the arguments names, in a list, or an empty list.
+    """Return a list with the task that ``--task``, a member or a run folder in ``arguments`` names, or an empty list.
 
     This does not import PyTorch.
     """
@@ -377,7 +381,7 @@ def named_tasks(arguments: Sequence[str]) -> list[str]:
 
 
 def _config(arguments: Sequence[str]) -> str | None:
-    """Return the file that ``--config`` names, None where the option is absent."""
+    """Return the file that ``--config`` names; None without the option."""
     for index, argument in enumerate(arguments):
         if argument == "--config" and index + 1 < len(arguments):
             return arguments[index + 1]
@@ -387,11 +391,11 @@ def _config(arguments: Sequence[str]) -> str | None:
 
 
 def sentence(box: str, prog: str) -> str:
-    """Return the parser's message (framed as the terminal's encoding allows) as one sentence that says where help is.
+    """Return the parser's message, a printed ``box``, as one sentence that points to the help.
 
-    Tyro's only structured form of these messages is the private and unstable ``tyro._errors``, so this function reads
-    the printed box. ``tests/cli/test_main.py`` holds it to the version in ``constraints.txt``; a box of another form
-    would make the sentence longer, not lose it.
+    The terminal's encoding decides the frame of the box. Tyro's only structured form of these messages is the private
+    and unstable ``tyro._errors``, so this function reads the printed box. ``tests/cli/test_main.py`` tests it with the
+    version in ``constraints.txt``. A box of another form would give a longer sentence, but not lose the message.
     """
     rows = [row.strip("│").rstrip() for row in box.strip("\n").splitlines()]
     rows = rows[1:-1] if box.startswith("╭") else rows[2:]
@@ -412,7 +416,7 @@ def sentence(box: str, prog: str) -> str:
     return f"{prog.removeprefix('kinformer ')}: {sentence_text}; {remedy}"
 
 
-# ``--config run.toml``: options in a file, by their names.
+# ``--config run.toml``: options by name in a file.
 #
 # member = "gpt"
 # data = "book.txt"
@@ -421,7 +425,10 @@ def sentence(box: str, prog: str) -> str:
 
 
 def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Return positional arguments by name, and the options as arguments; ``valid_names`` are all, with their types."""
+    """Read a file of options, and return its positional arguments by name and its options as command-line arguments.
+
+    ``valid_names`` maps the names of all options and positional arguments to their types.
+    """
     require_file(Path(path))
     try:
         settings = parse_toml(Path(path).read_text(encoding="utf-8"))
@@ -455,7 +462,7 @@ def _switch(place: str, flag: str, value: object) -> list[str]:
 
 
 def _texts(place: str, value: object) -> list[str]:
-    """Return an option's value in the notation of the command line; of a list or a table, one text for each item."""
+    """Return an option's value as texts of the command line; a list or a table gives one text for each item."""
     if isinstance(value, dict):
         return [f"{path}={_setting(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
@@ -471,7 +478,7 @@ def _text(place: str, value: object) -> str:
     return str(value)
 
 
-# Names of options in other tools: a sentence names the option here.
+# Names of options in other tools: the error for such a name recommends the option of this command.
 
 OPTIONS = {
     "learning-rate": "lr",
@@ -512,7 +519,7 @@ OPTIONS = {
     "sentences": "batch-size",
     "rows": "batch-size",
 }
-"""A name in another tool to the option here, where the command has this option."""
+"""A name in another tool -> the option here. The suggestion is made if the command has this option."""
 
 MODEL = {
     "dim": "dim",
@@ -532,7 +539,7 @@ MODEL = {
     "n-head": "layers.*.mixer.num_heads",
     "vocab-size": "input.vocab_size",
 }
-"""A name in another tool to the path in a member's config, where the command takes changes."""
+"""A name in another tool -> the path in a member's config. The suggestion is made if the command takes ``--set``."""
 
 SENTENCES = {
     "epochs": ("steps", "there are no epochs; give --steps N or --minutes N."),
@@ -543,12 +550,14 @@ SENTENCES = {
     "cuda": ("device", "give --device cuda."),
     "cpu": ("device", "give --device cpu."),
 }
-"""A name in another tool to an option that the command must have, and the sentence."""
+"""A name in another tool -> an option, and a sentence. The sentence is shown if the command has this option."""
 
 
 def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """Return a sentence on the first argument that is a name in another tool of one of ``valid_names``; None without
-    such an argument."""
+    """Return a sentence about the first option in ``arguments`` that other tools use for one of ``valid_names``.
+
+    The result is None if there is no such option.
+    """
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()

@@ -1,4 +1,4 @@
-"""``kinformer launch -- train ...``: prints a line or a script that starts training on many machines."""
+"""``kinformer launch -- train ...``: the line or the script that starts a training on many machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options(CommonOptions):
     restarts: int = 3
     """How often all processes restart from the last checkpoint when one dies."""
     host: str | None = None
-    """With torchrun on several machines: name or address of the first one."""
+    """With torchrun on several machines: name or address of the first machine."""
 
     def __post_init__(self) -> None:
         require("nodes", self.nodes, 1)
@@ -83,8 +83,11 @@ def torchrun_line(options: Options, words: tuple[str, ...]) -> str:
 
 
 def slurm_script(options: Options, words: tuple[str, ...], training: Train) -> str:
-    """Return a script for sbatch. Slurm queues the job again when a machine fails or the job is pre-empted, so the
-    script adds ``--resume`` where the run folder exists, unless the user's words already do."""
+    """Return a script for sbatch.
+
+    Slurm queues the job again when a machine fails or the job is pre-empted. So the script adds ``--resume`` if the run
+    folder exists, unless the user's words contain it.
+    """
     gpus = f"#SBATCH --gpus-per-node={options.processes}\n" if training.device != "cpu" else ""
     rendezvous = f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$host:{PORT}"'
     line = _torchrun(f'--nnodes "$SLURM_NNODES" {rendezvous}', options, words)

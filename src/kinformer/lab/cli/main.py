@@ -1,8 +1,8 @@
 """The command line: ``kinformer COMMAND ...``.
 
-Nothing but the chosen command's module is imported, and PyTorch only when that command runs. Exit codes: 0, 1 where a
-command says so, 2 for a mistake of the user (one sentence on standard error), 130 after Ctrl-C, 141 when the reader of
-the output was closed.
+Only the module of the chosen command is imported, and PyTorch only when that command runs. Exit codes: 0; 1 for a
+command's negative result; 2 for a mistake of the user (one sentence on standard error); 130 after Ctrl-C; 141 after the
+reader of the output was closed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kinformer.lab.cli.output import (
     age_of_process,
     describing_run,
     open_standard_streams,
+    printable,
     printing_notes,
     set_up,
     started,
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command by the place of its class, a dataclass of options with a method ``run() -> int``.
+    """A command, named by the place of its class: a dataclass of options with a method ``run() -> int``.
 
     example: the last line of the command's help.
-    tasks: which of the tasks' own options the command takes too.
-    computes: whether the command runs models for long.
+    tasks: the class of tasks' own options that the command takes too.
+    computes: whether the command runs models for a long time.
     """
 
     place: str
@@ -186,7 +187,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (by default the process's) and return its exit code.
 
-    Only without ``argv`` is the process the command's own, and set up to compute (``runtime.process``).
+    Without ``argv`` the process belongs to the command, so the settings of the process are changed for computing
+    (``runtime.process``). With ``argv`` the caller's settings are restored.
     """
     with started(is_command=argv is None), as_flags():
         return _main(argv)
@@ -282,5 +284,5 @@ def overview() -> str:
 
 
 def _fail(sentence: str, status: int = 2) -> int:
-    print(f"kinformer: {sentence}", file=tolerant(sys.stderr))
+    print(f"kinformer: {printable(sentence)}", file=tolerant(sys.stderr))
     return status

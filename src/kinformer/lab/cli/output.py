@@ -1,12 +1,12 @@
-"""The output of commands: JSON, text, tables (framed on a terminal, plain in a pipe), notes."""
+"""The output of commands: JSON, text, tables (framed on a terminal, plain in a pipe) and notes."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -21,6 +21,7 @@ from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
+from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
-"""When the command was given, by ``time.monotonic()``."""
+"""The time at which the command began, by ``time.monotonic()``."""
 
 
 def age_of_process() -> float:
-    """Return the seconds since this process was started, where the system tells (Linux); else 0."""
+    """Return the seconds since the start of this process on Linux; 0 on systems that do not tell."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -42,7 +43,15 @@ def age_of_process() -> float:
 
 def print_json(data: object) -> None:
     """Print ``data`` as indented JSON."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    print(dump_json(data, indent=2))
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` of others with its control characters, which a terminal would obey, spelled out."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:
@@ -56,7 +65,7 @@ def print_blocks(blocks: Iterable[str | TextTable]) -> None:
 
 @contextmanager
 def printing_notes(quiet: bool = False) -> Iterator[None]:
-    """Print the library's notes on standard error within the context, or with ``quiet`` nowhere."""
+    """Print the library's notes on standard error within the context; with ``quiet`` drop the notes."""
     if quiet:
         yield
         return
@@ -89,17 +98,17 @@ def describing_run(options: Printing) -> Iterator[None]:
 
 
 def _packages() -> str:
-    """Name the packages that compute, with their versions, without importing them."""
+    """Return the names and versions of the packages that compute, without importing the packages."""
     return ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))
 
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"kinformer: {record.getMessage()}", file=tolerant(sys.stderr), flush=True)
+        print(f"kinformer: {printable(record.getMessage())}", file=tolerant(sys.stderr), flush=True)
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeric: Sequence[int] = ()) -> None:
-    """Print a table, whose columns in ``numeric`` are aligned to the right."""
+    """Print a table; the columns in ``numeric`` are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_framed(headers, cells, numeric)
@@ -141,7 +150,10 @@ def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
 
 @contextmanager
 def started(is_command: bool) -> Iterator[None]:
-    """Turn garbage collection off in a command's own process until :func:`set_up`, since imports make no garbage."""
+    """Turn garbage collection off until :func:`set_up`, because imports make no garbage.
+
+    This is for a command in a separate process alone; a caller's process keeps its setting.
+    """
     if not is_command:
         yield
         return
@@ -153,12 +165,15 @@ def started(is_command: bool) -> Iterator[None]:
 
 
 def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> AbstractContextManager[None]:
-    """Set up the process for a command that computes, if it is the command's own; else restore its settings at the end.
+    """Set up the process for a command that computes.
 
-    ``fast_products``: whether large products may take oneDNN's path.
+    is_command: whether the process belongs to the command. Otherwise the returned context restores the caller's
+        settings.
+    fast_products: whether large products may use oneDNN.
 
-    From here on garbage is collected, but objects that are loaded by now are not searched: a search takes two fifths of
-    a short command's time (``benchmarks/first_seconds.py``). So commands that compute load the parts of models before.
+    After this call garbage is collected, but without a search of the objects that exist now: such a search takes two
+    fifths of a short command's time (``benchmarks/first_seconds.py``). So commands that compute first load the parts of
+    models.
     """
     if computes:
         from kinformer.runtime.process import begin_process, preserved
@@ -175,7 +190,7 @@ def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> Abst
 
 
 def open_standard_streams() -> None:
-    """Open closed standard streams on the null device; else the next file to be opened would take their place."""
+    """Open closed standard streams on the null device; otherwise the next open file would take their number."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -187,6 +202,6 @@ def open_standard_streams() -> None:
 
 
 def _tolerate(stream: TextIO) -> None:
-    """Replace characters that the terminal cannot show by question marks instead of crashing."""
+    """Print a question mark for a character that the terminal cannot show, instead of raising an error."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")

@@ -30,7 +30,7 @@ class Estimate(EstimateOptions, CommonOptions):
     """Estimate parameters, FLOPs, training and inference memory of a member, by part and in all."""
 
     def run(self) -> int:
-        """Print the estimate; returns the exit status."""
+        """Print the estimate, and return the exit status."""
         from kinformer.lab.runs.describe import estimate_member
 
         result = estimate_member(self)
@@ -132,14 +132,14 @@ class Compare(CompareOptions, CommonOptions):
     """
 
     members: Members = ()
-    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name; without any, a comparison of
+    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name. Without members: a comparison of
     five on the standard library's sources, in at most 45 minutes."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
     """Train nothing: merge this comparison with the following ones, all of one task and data, as in
     --merge A.json B.json, and report on all."""
 
     def run(self) -> int:
-        """Compare, write the report, and print it; returns 1 where a member is out."""
+        """Compare the members, write and print the report, and return 1 if a member is out."""
         from kinformer.lab.comparison.compare import report
         from kinformer.lab.comparison.record import as_json
 
@@ -156,14 +156,15 @@ class Compare(CompareOptions, CommonOptions):
 class Bench(BenchOptions, CommonOptions):
     """Time members in turns with plain attention, at several lengths, beside this machine's measured peak.
 
-    A member is not timed if its outputs in chunks differ from its outputs of the whole, or if it sees later tokens.
+    A member is not timed if its outputs in chunks differ from its outputs for the whole text, or if it sees later
+    tokens.
     """
 
     members: Members = ()
     """Members of the family; linear-transformer, fast-weights and local if none is given. gpt is always there."""
 
     def run(self) -> int:
-        """Time, and print; returns 1 where a member fails the check of correctness."""
+        """Time the members, print the times, and return 1 if a member fails the check of correctness."""
         from kinformer.lab.comparison.bench import bench
 
         timed = bench(self.members, self)

@@ -1,4 +1,4 @@
-"""``kinformer trace DIR [TEXT]``: what a trained run attends to in a text, as an interactive page."""
+"""``kinformer trace DIR [TEXT]``: the attention of a trained run on a text, as an interactive page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trace(TraceOptions, Printing):
     no file with --json."""
 
     def run(self) -> int:
-        """Trace, write the page or the arrays, and print what each head looks at."""
+        """Trace the text, write the page or the arrays, and print a line about each mixer."""
         from kinformer.lab.runs.trace import check, facts_of, lines_of, trace, write
 
         default = None if self.json else f"{Path(self.folder).name}.html"

@@ -1,4 +1,4 @@
-"""``kinformer train MEMBER --data PATH --out DIR``: trains a member and writes a run folder."""
+"""``kinformer train MEMBER --data PATH --out DIR``: the training of a member, which writes a run folder."""
 
 from __future__ import annotations
 

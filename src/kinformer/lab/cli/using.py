@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
-from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.cli.output import print_blocks, print_json, printable
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
 from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.files import absolute
+from kinformer.runtime.parsing import dump_json
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.next_token import Generated
@@ -84,7 +86,7 @@ class Generate(GenerateOptions, Printing):
         return 130 if result.interrupted else 0
 
     def _read_prompt(self, by_line: bool) -> str | bytes | Iterator[bytes] | None:
-        """Return the prompt, or with ``by_line`` the lines of standard input as they come."""
+        """Return the prompt; with ``by_line`` an iterator of the lines of standard input."""
         if self.prompt is not None and self.prompt_file is not None:
             raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
         if self.prompt_file is not None:
@@ -126,9 +128,9 @@ class Generate(GenerateOptions, Printing):
 
 
 class _Echo:
-    """Writes every piece of text as it comes, and the prompt before the first piece.
+    """Writes every piece of text as soon as it arrives, and the prompt before the first piece.
 
-    By then the prompt was read without an error.
+    The prompt waits for the first piece, because an error in the prompt is raised before any piece.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -145,7 +147,7 @@ AGAIN, END = "/new", "/quit"
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(GenerateOptions, Printing):
-    """Continue a text in turns, with the state carried from one to the next.
+    """Continue a text in turns; the state is carried from turn to turn.
 
     A line /new begins a new text; /quit, or the end of the input, ends the chat.
     """
@@ -153,15 +155,15 @@ class Chat(GenerateOptions, Printing):
     folder: RunFolder
     """The run folder."""
     before: str = ""
-    """What stands before every line of yours in the text; a backslash and n are a new line."""
+    """The text before every line of yours; a backslash and n are a new line."""
     after: str = "\\n"
-    """What stands after every line of yours, and which the run continues; a backslash and n are a new line."""
+    """The text after every line of yours, which the run then continues; a backslash and n are a new line."""
     samples: Hidden = 1
     json: bool = False
     """Print a JSON object for every turn, one on a line, instead of text at once."""
 
     def run(self) -> int:
-        """Read lines and stream what follows each, until the input ends."""
+        """Read lines and stream the continuation of each line, until the input ends."""
         from kinformer.lab.runs.inference import converse
 
         stop = tuple(text.replace("\\n", "\n") for text in self.stop)
@@ -187,7 +189,7 @@ class Chat(GenerateOptions, Printing):
                 else:
                     for piece in pieces:
                         print(piece, end="", flush=True)
-            except KeyboardInterrupt:  # this turn alone ends
+            except KeyboardInterrupt:  # Ctrl-C ends this turn, not the chat
                 pass
             except KinformerError as error:
                 if not asks:
@@ -211,7 +213,7 @@ class Predict(PredictOptions, Printing):
     """Print a JSON object for every item, one on a line."""
 
     def run(self) -> int:
-        """Predict, and write every prediction as it comes."""
+        """Predict, and write every prediction without delay."""
         from kinformer.lab.runs.inference import predictions
         from kinformer.runtime.tables import check_table, writing_table
 
@@ -226,9 +228,9 @@ class Predict(PredictOptions, Printing):
                     write = write or files.enter_context(writing_table(self.out))
                     write(predicted.row)
                 elif self.json:
-                    print(json.dumps(predicted.row, ensure_ascii=False), flush=True)
+                    print(dump_json(predicted.row), flush=True)
                 else:
-                    print(" ".join(predicted.line.splitlines()), flush=True)
+                    print(printable(" ".join(predicted.line.splitlines())), flush=True)
         return 0
 
 
@@ -248,7 +250,7 @@ class Embed(EmbedOptions, Printing):
     """Print a JSON object for every item, one on a line, as without `out`."""
 
     def run(self) -> int:
-        """Embed, and write every vector as it comes."""
+        """Embed the items, and write every vector without delay."""
         from kinformer.lab.runs.files import check_vectors, writing_vectors
         from kinformer.lab.runs.inference import embeddings
 
@@ -259,7 +261,7 @@ class Embed(EmbedOptions, Printing):
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
             for kind, name, vector in vectors:
-                print(json.dumps({kind: name, "vector": vector.tolist()}, ensure_ascii=False), flush=True)
+                print(dump_json({kind: name, "vector": vector.tolist()}), flush=True)
             return 0
         with writing_vectors(self.out) as write:
             for embedded in vectors:
@@ -268,14 +270,14 @@ class Embed(EmbedOptions, Printing):
 
 
 def _refuse_terminal(inputs: str) -> None:
-    """Refuse to read items from a terminal, as a command without a file would."""
+    """Refuse to read items from a terminal, where a command without a file would wait for input."""
     if inputs == "-" and getattr(sys.stdin, "isatty", bool)():
         raise KinformerError("there must be something to predict from; give a FILE, a FOLDER, or lines by a pipe.")
 
 
 def _refuse_same(out: str, inputs: str) -> None:
     """Refuse to write over the input file."""
-    if inputs != "-" and Path(out).expanduser().resolve() == Path(inputs).expanduser().resolve():
+    if inputs != "-" and absolute(out) == absolute(inputs):
         raise KinformerError(f"`out` {out}: is the file that is read; give another.")
 
 
@@ -286,7 +288,7 @@ class Serve(ServeOptions, Printing):
     folder: RunFolder
     """The run folder."""
     json: bool = False
-    """Print where the server listens as one JSON object, as {"url": ..., "model": ...}; for --port 0."""
+    """Print the address of the server as one JSON object, as in {"url": ..., "model": ...}; useful with --port 0."""
 
     def run(self) -> int:
         """Answer requests until Ctrl-C."""

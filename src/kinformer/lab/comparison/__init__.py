@@ -1,1 +1,1 @@
-"""Comparison of members: trained under one budget, measured in turns, reported in one page."""
+"""Comparison of members: training under one budget, measurements in turns, and a report in one page."""

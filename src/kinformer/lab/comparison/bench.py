@@ -1,4 +1,4 @@
-"""Members timed in turns with plain attention at several lengths: forward, step, reading a prompt, decoding."""
+"""Timing of members in turns with plain attention at several lengths: forward, step, reading a prompt, decoding."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "rea
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one work of one member at one length. ``seconds`` is per call, in decoding per token of all rows;
-    ``share`` is the part of the machine's measured floor that it reaches, None where the operations are unknown."""
+    """The time of one work of one member at one length.
+
+    seconds: the seconds of a call; in decoding, the seconds of one token of all rows.
+    share: the reached share of the machine's measured limit, None if the operations are unknown.
+    """
 
     member: str
     work: str
@@ -57,8 +60,12 @@ class BenchFacts(TypedDict):
 
 @dataclass(frozen=True)
 class Bench:
-    """The results: ``failed`` are members that were refused, with the reason; ``memory`` is bytes by member and length;
-    ``crossings`` are sentences about the lengths at which members overtake plain attention."""
+    """The results of a benchmark.
+
+    failed: members that fail the check of correctness, with the reason.
+    memory: bytes by member and length.
+    crossings: sentences about the lengths at which members overtake plain attention.
+    """
 
     members: tuple[str, ...]
     timings: tuple[Timing, ...]
@@ -121,7 +128,7 @@ def _config(name: str, options: BenchOptions) -> ModelConfig:
 
 
 def _checked(builders: Mapping[str, Callable[[], M]], seed: int, device: str) -> tuple[dict[str, M], dict[str, str]]:
-    """Return the models that pass the check of correctness, and why others do not."""
+    """Return the models that pass the check of correctness, and the reasons of the failures, by name."""
     models, failed = {}, {}
     for name, build in builders.items():
         torch.manual_seed(seed)
@@ -138,7 +145,8 @@ def _checked(builders: Mapping[str, Callable[[], M]], seed: int, device: str) ->
 
 
 def _peers(config: ModelConfig, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
-    """Return decoders of other libraries, as large as ``config``, that pass the same check, and why others do not."""
+    """Return decoders of other libraries, as large as ``config``, that pass the same check, and the reasons of the
+    failures."""
     builders = installed() if options.peers else {}
     if options.peers and not builders:
         note("no peer is installed; pip install transformers, or x-transformers, gives one.")
@@ -172,8 +180,11 @@ def _timed(
 
 
 def _share(model: Timed, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
-    """Return the reached share of the floor: of its products per second, or in decoding of its bytes per second,
-    since every token reads all weights and states once."""
+    """Return the reached share of the machine's limit.
+
+    The limit is FLOPs per second. In decoding it is bytes per second, because every token reads all weights and states
+    once.
+    """
     batch, length = sizes
     if not isinstance(model.config, ModelConfig):  # a peer's
         return None
@@ -192,7 +203,7 @@ def _memory(config: ModelConfig, options: BenchOptions, device: str) -> dict[int
 
 
 def step_peaks(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
-    """Return the peak bytes of a training step by length, above the model itself; for a fresh process."""
+    """Return (length, peak bytes of a training step above the model itself) for each length; for a fresh process."""
     model = model_config(data).build().to(device)
     peak, peaks = Peak(device), []
     for length in lengths:

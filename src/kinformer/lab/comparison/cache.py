@@ -1,4 +1,4 @@
-"""Results stored under a key of their inputs, so that nothing is computed twice."""
+"""A cache of results under keys of their inputs, so that no result is computed twice."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def key_of(content: object) -> str:
 
 
 def file_name(text: str) -> str:
-    """Return ``text`` as part of a file's name."""
+    """Return ``text`` with only characters that a file name may hold."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
 
 
 class Cache:
-    """JSON values in a folder, each by its kind and key."""
+    """A folder of JSON values, each under its kind and key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, kind: str, key: str) -> Path:
-        """Return the file in which a value is stored."""
+        """Return the path of the file that holds a value."""
         return self.folder / f"{kind}-{key}.json"
 
     def get(self, kind: str, key: str) -> Any | None:
-        """Return the stored value, None if there is none.
+        """Return the stored value; None without a stored value.
 
         Errors: ``KinformerError`` for a damaged file.
         """
@@ -45,11 +45,11 @@ class Cache:
         return data["value"]
 
     def put(self, kind: str, key: str, value: object) -> None:
-        """Store a value, signed, under its kind and key."""
+        """Store a value with a checksum under its kind and key."""
         write_json(self.path(kind, key), signed({"value": value}))
 
     def once(self, kind: str, key: str, make: Callable[[], T]) -> T:
-        """Return the stored value, or what ``make`` returns, which is stored then."""
+        """Return the stored value; without a stored value call ``make``, and store and return its result."""
         value: T | None = self.get(kind, key)
         if value is None:
             value = make()

@@ -1,4 +1,4 @@
-"""A comparison from end to end: every finished stage is stored, so that a killed comparison continues there."""
+"""A comparison from end to end. Every finished stage is stored, so a killed comparison continues at the next stage."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ from kinformer.runtime.files import locked, reading, require_utf8, write_atomic
 from kinformer.runtime.progress import note
 from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
 
-# The battery's laws, checked on every contestant: the badges of the report.
+# The badges of the report: the battery's laws, checked on every contestant.
 #
-# They are checked in float64 on the members' recipe tiny with the same changes, whose windows and segments are so
-# small that the battery crosses them; sizes that only fit a larger model are left out of the changes.
+# The laws are checked in float64 on the recipe tiny of the members, with the same changes. The windows and segments of
+# tiny are so small that the battery crosses them. Changes that only fit a larger model are left out.
 
 VOCAB = 23
 LAWS = {
@@ -75,7 +75,7 @@ LAWS = {
 
 
 def badges(entrant: Entrant) -> list[Badge]:
-    """Return a badge for each law; none for a model whose inputs the battery cannot make."""
+    """Return a badge for each law; an empty list for a model whose inputs the battery cannot make."""
     config, left_out = tiny(entrant)
     if not reads_tokens(config):
         return []
@@ -96,7 +96,7 @@ def badges(entrant: Entrant) -> list[Badge]:
 
 
 def tiny(entrant: Entrant) -> tuple[ModelConfig, list[str]]:
-    """Return the entrant's config in the recipe tiny, and the changes that this recipe cannot have."""
+    """Return the entrant's config in the recipe tiny, and the changes that do not fit this recipe."""
     config = configure(entrant.member, "tiny")
     if reads_tokens(config):
         config = configure(entrant.member, "tiny", VOCAB)
@@ -114,16 +114,16 @@ def tiny(entrant: Entrant) -> tuple[ModelConfig, list[str]]:
 
 
 EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
-"""Of the whole comparison's minutes what measuring takes, and of each member the seconds that do not shrink with it."""
+"""The share of the total minutes for measuring, and the seconds of each member that the total minutes do not change."""
 VALIDATED = 1.15
-"""What a step takes with its share of validations and checkpoints."""
+"""The time of a step with its share of validations and checkpoints, relative to the step alone."""
 
 
 @seeding
 def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
-    """Train and measure ``members`` as ``options`` say.
+    """Train and measure ``members`` by ``options``.
 
-    A member that fails is out, with the reason; the others continue. The report shows ``command``.
+    A member that fails is out, with a reason, and the other members continue. The report shows ``command``.
 
     Errors: ``KinformerError`` for a mistake that concerns all members.
     """
@@ -157,7 +157,7 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
 
 
 def _flops(contestant: Contestant) -> float | None:
-    """Return the FLOPs of a training step, None where they cannot be estimated."""
+    """Return the FLOPs of a training step; None if they cannot be estimated."""
     base = contestant.base
     with suppress(Exception):
         settings = base.settings()
@@ -167,8 +167,10 @@ def _flops(contestant: Contestant) -> float | None:
 
 
 def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
-    """Return the steps of a run, by contestant. Steps that depend on measured speeds are stored, so that a killed
-    comparison continues with the same steps."""
+    """Return the steps of a run by contestant.
+
+    Steps that depend on measured speeds are stored, so a killed comparison continues with the same steps.
+    """
     left = still_in(contestants)
     if not left:
         raise KinformerError(f"no member can be trained: {contestants[0].name} {contestants[0].error}")
@@ -198,7 +200,8 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     assert options.total_minutes is not None
     seconds = (1 - EVALUATION_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
     seconds_of_all = sum(_step_seconds(contestant) for contestant in left)
-    tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE  # one more, where an optimum stands at an end
+    # A best learning rate at an end of the sweep costs one more trial.
+    tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE
     steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
     if steps < 20:
         raise KinformerError(
@@ -227,7 +230,7 @@ def _train(
     steps: dict[str, int],
     metric: Metric,
 ) -> None:
-    """Run the sweeps, then the seeds one after the other, so that all contestants have one run before any has two."""
+    """Run the sweeps, then the seeds one by one, so that all contestants have one run before any contestant has two."""
     for contestant in still_in(contestants):
         with clock("sweeps"), guarded(contestant, "the sweep"):
             sweep(contestant, options, cache, steps[contestant.name], metric)
@@ -274,7 +277,7 @@ def _one_seed(
 
 
 def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
-    """Measure what does not depend on the weights: speeds in turns, memory, the battery."""
+    """Measure the properties that do not depend on trained weights: speeds in turns, memory, and the battery's laws."""
     with clock("measuring"):
         generation_speeds(contestants, options, cache)
         length_speeds(contestants, options, cache)
@@ -325,7 +328,7 @@ def _comparison(
 
 
 def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
-    """Return the finished record of a contestant, measured on the machine ``where``."""
+    """Return the complete record of a contestant; ``where`` describes the machine of the measurements."""
     base, record = contestant.base, contestant.record
     settings = settings_of(base.settings()) | {
         "lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe,
@@ -338,11 +341,11 @@ def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
     )
 
 
-# A comparison from members, or from files of comparisons, to its report as JSON, Markdown and one HTML page.
+# The report of a comparison, from members or from files of comparisons, as JSON, Markdown and one HTML page.
 
 JSON, MARKDOWN, HTML = "comparison.json", "comparison.md", "comparison.html"
 MERGED = "merged"
-"""The folder of a merged report where no other is named."""
+"""The default folder of a merged report."""
 
 
 @dataclass(frozen=True)
@@ -355,8 +358,10 @@ class Written:
 
 
 def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str], command: str) -> Written:
-    """Compare ``members``, or merge the files ``merge`` (and those in ``members`` beside them), and write the report
-    into the folder ``options.out``. The report shows ``command``."""
+    """Compare ``members``, or merge the files ``merge`` and further files in ``members``, and write the report.
+
+    The report is in the folder ``options.out`` and shows ``command``.
+    """
     out, files = Path(options.out), list[Path]()
     if merge:
         files = [Path(path) for path in (*merge, *members)]
@@ -369,8 +374,10 @@ def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str]
 
 
 def write(comparison: Comparison, folder: Path) -> Written:
-    """Write the report in all forms into ``folder``; the page needs matplotlib and Jinja2, and is left out with a note
-    where these are not installed."""
+    """Write the report in all forms into ``folder``.
+
+    The page needs matplotlib and Jinja2. Without these packages a note replaces the page.
+    """
     from importlib.util import find_spec
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,24 +29,24 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "parameters": 10_000_000, "steps": 20, "sweep": 0, "max_bytes": 20_000, "contexts": "1x", "lengths": "512,2048",
     },
 }  # fmt: skip
-"""What ``plan`` chooses where nothing else is given. Without it, the window of ``local`` would be as long as a row of
-training, and ``local`` would train as ``rope`` does."""
+"""The choices of each ``plan`` for missing options. The plan text narrows the window of ``local``, because otherwise
+the window is as long as a training row and ``local`` trains exactly as ``rope``."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
 """The usual number of bytes of the test split to measure on."""
 WORKS = ("forward", "step", "prefill", "decode")
-"""What can be timed of a model."""
+"""The works of a model that can be timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(LearningOptions):
-    """Members side by side: one parameter budget, one data set in one order, one recipe except for the learning
+    """Members side by side: one parameter budget, one data set in one order, and one recipe except for the learning
     rate."""
 
     plan: Literal["text", "recall", "long-text", "generation"] | None = None
     """The use of the members: chooses missing options such as task, sizes and minutes, to compare members by quality on
-    text, by recall, on long text, or by speed of generation alone (text if no member is named)."""
+    text, by recall, by quality on long text, or by speed of generation alone (text if members are missing)."""
     parameters: int | None = None
     """Parameters of every model, within 5 %; as many as the first member's recipe has if not given."""
     steps: int | None = None
@@ -74,7 +74,7 @@ class CompareOptions(LearningOptions):
     optimizer: OptimizerName = "muon"
     """Muon takes the layers' matrices and AdamW the rest."""
     precision: Precision = "fp32"
-    """bf16-mixed computes in bfloat16 where that is safe."""
+    """bf16-mixed computes in bfloat16 where bfloat16 is safe."""
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
     max_bytes: int | None = None
@@ -88,7 +88,7 @@ class CompareOptions(LearningOptions):
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to all members, or NAME:PATH=VALUE to one, as in wide:layers=8; may be given again."""
     out: str = "comparison"
-    """The folder of results; results that are there already are not computed again."""
+    """The folder of results; results in this folder are not computed again."""
     seed: int = 0
     """The first seed."""
 
@@ -117,13 +117,13 @@ class CompareOptions(LearningOptions):
 
     @property
     def row_length(self) -> int:
-        """The ``length`` of a planned comparison."""
+        """The tokens of a row; ``with_length`` sets ``length`` first."""
         assert self.length is not None
         return self.length
 
     @property
     def middle(self) -> float:
-        """The middle of the sweep's learning rates; Muon's usual one is ten times AdamW's."""
+        """The middle of the sweep's learning rates; the default for Muon is ten times the default for AdamW."""
         return self.lr if self.lr is not None else 1e-2 if self.optimizer == "muon" else 1e-3
 
     @property
@@ -134,7 +134,7 @@ class CompareOptions(LearningOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Machine):
-    """The options by which members are timed."""
+    """The options of timing members."""
 
     recipe: str = "benchmark"
     """Which of the members' recipes."""
@@ -187,9 +187,9 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """Return the members and options of a comparison, with the choices of its plan for options that are not given.
+    """Return the members and options of a comparison; the plan chooses missing members and options.
 
-    Without a plan, members that are named keep their options.
+    Without a plan, named members keep their options.
     """
     plan = options.plan or (None if members else DEFAULT_PLAN)
     chosen = dict(PLANS[plan]) if plan else {}

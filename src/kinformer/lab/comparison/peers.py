@@ -1,7 +1,7 @@
-"""Decoders of other libraries with the sizes of ours, timed beside them where they are installed.
+"""Peers: decoders of other libraries with the sizes of gpt, which are timed beside members if they are installed.
 
-Each is built as its authors show, in float32 and without dropout, and is called like a model of ours: ``logits, state =
-model(tokens, state)``, the state being its own cache. So the check of correctness is the same.
+A peer is built as its authors recommend, in float32 and without dropout. It is called like a member, ``logits, state =
+model(tokens, state)``, and its state is its own cache. So the same check of correctness applies to peers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kinformer.runtime.matmul import few_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PeerShape:
-    """Sizes of a decoder; ``length`` is how many positions it must have."""
+    """The sizes of a decoder; ``length`` is the least number of positions."""
 
     layers: int
     dim: int
@@ -37,7 +37,7 @@ class PeerShape:
 
 
 def shape_of(config: Any) -> PeerShape:
-    """Return the sizes of a gpt's config, whose parts must be gpt's own."""
+    """Return the sizes of a config of gpt, whose parts must be unchanged."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
         raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
@@ -53,7 +53,7 @@ def shape_of(config: Any) -> PeerShape:
 
 
 def gpt2(shape: PeerShape) -> nn.Module:
-    """Return a GPT2LMHeadModel of transformers, which has heads x head_dim = dim."""
+    """Return a GPT2LMHeadModel of transformers, which requires heads x head_dim = dim."""
     module = import_module("transformers")
     config = module.GPT2Config(
         vocab_size=shape.vocab,
@@ -113,21 +113,21 @@ def _decode(peer: HuggingFace, batch: int, length: int) -> Work:
 
 @dataclass(frozen=True)
 class PeerInput:
-    """The input of a peer, with the vocabulary where models of ours have it."""
+    """The input of a peer, with the size of the vocabulary at the same attribute as in members."""
 
     vocab_size: int
 
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """The config of a peer, as far as models of ours are asked for theirs."""
+    """The config of a peer, with the fields that timing reads from the config of a member."""
 
     input: PeerInput
     protocol: ClassVar[type] = CausalModel
 
 
 class PeerModel(nn.Module):
-    """A decoder of another library, of a ``shape``; ``works`` are the works that can be timed."""
+    """A decoder of another library with the sizes ``shape``; ``works`` are the works that can be timed."""
 
     package: str
     works: Mapping[str, Begin] = {"forward": forward, "step": step}
@@ -140,12 +140,12 @@ class PeerModel(nn.Module):
 
     @property
     def version(self) -> str:
-        """The version of the package that the model comes from."""
+        """The version of the model's package."""
         return version(self.package)
 
 
 class HuggingFace(PeerModel):
-    """GPT2LMHeadModel of transformers, with its cache; attention is PyTorch's fused one."""
+    """GPT2LMHeadModel of transformers, with its cache and PyTorch's fused attention."""
 
     package = "transformers"
     works = {"forward": forward, "step": step, "prefill": _prefill, "decode": _decode}
@@ -164,7 +164,7 @@ class HuggingFace(PeerModel):
 
 
 class XTransformers(PeerModel):
-    """The decoder of x-transformers with its option for PyTorch's fused attention."""
+    """The decoder of x-transformers, with its option for PyTorch's fused attention on."""
 
     package = "x-transformers"
 
@@ -172,7 +172,7 @@ class XTransformers(PeerModel):
         super().__init__(x_transformers(shape, flash=True), shape)
 
     def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
-        before = tokens if state is None else torch.cat([state, tokens], 1)  # its cache is not used
+        before = tokens if state is None else torch.cat([state, tokens], 1)  # the cache of x-transformers is not used
         return self.model(before)[:, -tokens.shape[1] :], before
 
 
@@ -185,4 +185,4 @@ PEERS: dict[str, tuple[str, Callable[[PeerShape], PeerModel]]] = {
     "transformers' GPT-2": ("transformers", HuggingFace),
     "x-transformers": ("x_transformers", XTransformers),
 }
-"""The module that must be installed, and what builds the peer."""
+"""The required module of each peer, and the builder of the peer."""

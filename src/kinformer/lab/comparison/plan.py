@@ -1,4 +1,4 @@
-"""The plan of a comparison: the same data, order and recipe for every contestant, at one parameter budget."""
+"""The plan of a comparison: every contestant has the same data, order, recipe and parameter budget."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kinformer.runtime.fields import require_kind
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
-# The entrants of a comparison: members, or hybrids of them in a ratio, with their changes, at one budget of
+# The entrants of a comparison: members, or hybrids of members in a ratio, with their changes, at one budget of
 # parameters.
 
 TOLERANCE = 0.05
@@ -50,8 +50,13 @@ _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+
 
 @dataclass(frozen=True)
 class Entrant:
-    """A model to compare: its ``name`` in the comparison; ``parts``, members with the number of layers that each has
-    in a row of the stack's cycle; the first part gives all but layers; and the ``changes`` of its config."""
+    """A model to compare.
+
+    name: the name in the comparison.
+    parts: the members of a hybrid with their numbers of consecutive layers in the stack's cycle. The first part also
+        gives everything except layers. A plain member is one part.
+    changes: the changes of the config.
+    """
 
     name: str
     spec: str
@@ -60,11 +65,11 @@ class Entrant:
 
     @property
     def member(self) -> str:
-        """The member that gives all but layers."""
+        """The member that gives everything except layers."""
         return self.parts[0][0]
 
     def needs(self, task_options: type) -> dict[str, object]:
-        """Return the options of the task without which its members are not themselves."""
+        """Return the options of the task that belong to the method of its members."""
         option_fields = {item.name for item in fields(task_options)}
         needed: dict[str, object] = {}
         for name, _ in self.parts:
@@ -72,7 +77,7 @@ class Entrant:
         return needed
 
     def layers(self, recipe: str, config: ModelConfig) -> dict[str, object]:
-        """Return the changes that put the other members' layers into the cycle; none for a plain member."""
+        """Return the changes that put the layers of the other members into the cycle; empty for a plain member."""
         if len(self.parts) == 1:
             return {}
         cycle = [name for name, count in self.parts for _ in range(count)]
@@ -88,7 +93,7 @@ class Entrant:
 def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entrant]:
     """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
 
-    ``changes``: ``path -> value`` for all, ``NAME:path -> value`` for one.
+    ``changes`` maps ``path`` to a value for all entrants, or ``NAME:path`` to a value for one entrant.
     """
     parsed = [_parsed(spec) for spec in specs]
     names = [entrant.name for entrant in parsed]
@@ -143,11 +148,12 @@ def parameters_of(config: ModelConfig) -> int:
 def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, int]:
     """Return changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
 
-    The width is the nearest multiple of 16 (or of 4), and the number of heads stays; then the feed-forwards become
+    The width is the nearest multiple of 16 (or of 4), and the number of heads stays. Then the feed-forwards become
     wider or narrower to meet the rest of the budget.
-    Errors: ``KinformerError`` where no width does.
+
+    Errors: ``KinformerError`` if no width fits.
     """
-    parameters_of(override(config, changes, kinds()))  # raises where the changes themselves are wrong
+    parameters_of(override(config, changes, kinds()))  # raises for wrong changes, before any width is tried
     candidates = list(_near(config, changes, budget)) if "dim" not in changes else [{}]
     best: tuple[float, dict[str, int]] = (float("inf"), {})
     for widths in candidates:
@@ -197,7 +203,7 @@ def _count(config: ModelConfig, changes: Mapping[str, object]) -> int | None:
 def _feed_forwards(
     config: ModelConfig, widths: dict[str, int], changes: Mapping[str, object], budget: int
 ) -> dict[str, int]:
-    """Return ``widths`` with feed-forwards so wide that the parameters meet the budget, which they do in proportion."""
+    """Return ``widths`` with feed-forwards whose width meets the budget: parameters are linear in this width."""
     paths = {path: value for path, value in widths.items() if path.endswith("hidden_dim") and path not in changes}
     if not paths:
         layers = config.layers
@@ -214,7 +220,7 @@ def _feed_forwards(
 
 
 def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
-    """Return an entrant's fact sheet as data that JSON can hold; the model is built on the meta device."""
+    """Return an entrant's fact sheet as JSON-ready data; the model is built on the meta device."""
     with unallocated():
         model = config.build()
     limit = model.max_length
@@ -237,7 +243,7 @@ def _lines(formula: Formula) -> list[str]:
 
 
 def _sheet(record: Member) -> MemberSheet:
-    """Return the part of a fact sheet about a member, as JSON gives it back."""
+    """Return the part of a fact sheet about a member, in the types that JSON returns."""
     sheet = record.sheet
     return {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])}
 
@@ -252,9 +258,15 @@ USUAL_LENGTH = 256
 
 @dataclass
 class Contestant:
-    """An entrant with the ``base`` of its training (steps, learning rate and folder are still open), its model's
-    config (None: not known), and its parameters; ``error`` says why it is out. ``record`` holds the results so far,
-    ``measured`` the metrics of its runs on the test split."""
+    """An entrant in a comparison.
+
+    base: the options of training; steps, learning rate and folder are still open.
+    fitted: the config of the model at the budget; None before the fit.
+    parameters: the number of parameters.
+    error: the reason why the contestant is out.
+    record: the results so far.
+    measured: the metrics of the contestant's runs on the test split.
+    """
 
     entrant: Entrant
     base: TrainOptions
@@ -279,7 +291,7 @@ class Contestant:
 
     @property
     def config(self) -> ModelConfig:
-        """The config of its model; every contestant that is still in has one."""
+        """The config of the model, which every contestant without an error has."""
         assert self.fitted is not None
         return self.fitted
 
@@ -295,16 +307,16 @@ class Contestant:
 
     @cached_property
     def model_key(self) -> str:
-        """The key under which results of this model are stored: a digest of its config."""
+        """The key of stored results of this model: a digest of the config."""
         return key_of(storable(self.config))
 
     def options(self, out: Path, lr: float, seed: int, steps: int, **settings: int) -> TrainOptions:
-        """Return the options of one of its runs, with the further ``settings`` that its task reads."""
+        """Return the options of a run, with the further ``settings`` that the task reads."""
         read: dict[str, Any] = {name: value for name, value in settings.items() if name not in self.task.data.refused}
         return replace(self.base, out=str(out), lr=lr, seed=seed, steps=steps, **read)
 
     def run_key(self, options: TrainOptions) -> str:
-        """Return a digest of all that decides the outcome of a run."""
+        """Return a digest of all options that decide the result of a run."""
         content = {
             "model": storable(self.config),
             "data": self.identity,
@@ -322,19 +334,19 @@ def planned(options: TrainOptions) -> tuple[Task, TrainingPlan]:
 
 
 def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
-    """Return ``options`` with a length of rows that all entrants' models can read: the usual one, or the least of
-    theirs."""
+    """Return ``options`` with a length of rows that all models can read: the usual length, or the least maximum."""
     if options.length is not None:
         return options
     task, lengths = first_task(entrants, options), [USUAL_LENGTH]
     for entrant in entrants:
-        with suppress(KinformerError):  # its contestant reports the error
+        with suppress(KinformerError):  # the contestant of this entrant reports the error later
             lengths.append(planned(_base(entrant, options, task))[1].settings.length)
     return replace(options, length=min(lengths))
 
 
 def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
-    """Return ``options`` with the tokenizer of ``train_tokenizer``, trained once and stored in the folder."""
+    """Return ``options`` with the tokenizer that ``train_tokenizer`` asks for, trained once and stored in the
+    folder."""
     size = options.train_tokenizer
     if size is None:
         return options
@@ -369,7 +381,7 @@ def _refuse_unread(task: Task, options: CompareOptions) -> None:
 
 
 def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
-    """Return the entrants at the parameter budget; one that cannot be brought to it is out, with the reason.
+    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
 
     Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
     """
@@ -412,13 +424,13 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     )
     shared_values = {name: getattr(options, name) for name in shared}
     if options.length is not None and type(task).length is not Task.length:
-        shared_values["length"] = None  # the data decide it, for every model by itself
+        shared_values["length"] = None  # the data decide the length of each model
     task_options = {**entrant.needs(task.Options), **options.task_options}
-    # What a recipe's paper trained with gives way to what all members share.
+    # All members share one recipe of training, so the settings of a member's paper give way to the usual settings.
     for name in member(entrant.member).training.get(recipe, {}):
         if shared_values.get(name) is None and name not in ("steps", "length"):
             usual = task.settings.get(name, getattr(Settings, name))
-            shared_values[name] = () if name == "stages" else usual  # None would be the recipe's
+            shared_values[name] = () if name == "stages" else usual  # None would mean the recipe's stages
     return TrainOptions(
         member=entrant.member,
         out=options.out,
@@ -431,7 +443,7 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
 
 
 def _fit(contestant: Contestant, budget: int) -> None:
-    """Put a hybrid's layers in their places, solve for the width, and check what would be trained as a new run does."""
+    """Put a hybrid's layers in their places, solve for the width, and check the plan as a new run does."""
     entrant, base = contestant.entrant, replace(contestant.base, set={})
     _, plan = planned(base)
     layers = entrant.layers(str(base.recipe), plan.config)
@@ -446,7 +458,7 @@ def _fit(contestant: Contestant, budget: int) -> None:
 
 @contextmanager
 def guarded(contestant: Contestant, stage: str, notes: bool = True) -> Iterator[None]:
-    """Put the contestant out, with a sentence, where anything inside fails; with ``notes`` it is printed at once."""
+    """Put the contestant out, with a sentence, if the block raises; with ``notes`` print the sentence at once."""
     try:
         yield
     except Exception as error:
@@ -458,7 +470,7 @@ def guarded(contestant: Contestant, stage: str, notes: bool = True) -> Iterator[
 
 
 def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Return the contestants that are not out."""
+    """Return the contestants without an error."""
     return [item for item in contestants if item.error is None]
 
 

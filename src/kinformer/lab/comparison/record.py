@@ -1,4 +1,4 @@
-"""The record of a comparison: plain data, checked when it is read from a file, so that others' can be merged."""
+"""The record of a comparison: plain data, which is checked on reading, so that comparisons of others can be merged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
 from kinformer.runtime.parsing import JsonObject
 
-# What is measured of the entrants of a comparison, as JSON holds it in the cache and in the record.
+# The measurements of entrants, in the form of the cache and the record.
 
 
 class FactSheet(TypedDict, total=False):
-    """An entrant's fact sheet: ``config`` is its model's config, ``state_bytes`` the bytes of one row's state by
-    absorbed tokens, and ``needs`` the options of training that belong to its method. The sheet is empty where it
-    could not be made."""
+    """An entrant's fact sheet, which is empty if it could not be made.
+
+    config: the config of the model.
+    state_bytes: the bytes of the state of one row, by absorbed tokens.
+    needs: the options of training that belong to the member's method.
+    """
 
     members: list[MemberSheet]
     config: JsonObject
@@ -75,8 +78,10 @@ class Memory(TypedDict):
 
 
 class Badge(TypedDict):
-    """Whether a ``law`` of the battery ``holds`` (None: not judged), with the reason if not. ``left_out``: changes that
-    the judged model could not have."""
+    """Whether a ``law`` of the battery ``holds`` (None: not judged), with the reason of a failure.
+
+    ``left_out``: changes that do not fit the judged model.
+    """
 
     name: str
     law: str
@@ -86,7 +91,7 @@ class Badge(TypedDict):
 
 
 class MachineFacts(TypedDict, total=False):
-    """The facts of the machine on which something was measured, and the ``versions`` of packages there."""
+    """The facts of the machine of a measurement, and the ``versions`` of its packages."""
 
     processor: str
     architecture: str
@@ -117,7 +122,7 @@ class ContextValue(TypedDict):
 
 
 class Budget(TypedDict, total=False):
-    """The budget of all entrants. ``steps`` and ``sweep_steps`` are the different numbers there are, in order."""
+    """The budget of all entrants. ``steps`` and ``sweep_steps`` list the different numbers of steps, in order."""
 
     parameters: int
     steps: list[int]
@@ -129,8 +134,10 @@ class Budget(TypedDict, total=False):
 
 
 class RunResult(TypedDict, total=False):
-    """A training run: its ``folder``, best ``validation``, ``log`` and the ``command`` that repeats it; of one that
-    ``diverged`` only the reason."""
+    """A training run: its ``folder``, best ``validation``, ``log`` and the ``command`` that repeats it.
+
+    A run that ``diverged`` has only the reason.
+    """
 
     folder: str
     validation: dict[str, float | None]
@@ -164,8 +171,10 @@ class Trial(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Config):
-    """A point of a run's curve: the validation's metric after ``step`` steps, ``seconds`` of training and ``flops``;
-    the last two are None where they are unknown."""
+    """A point of a run's curve: the metric of a validation after ``step`` steps, ``seconds`` of training and ``flops``.
+
+    ``seconds`` and ``flops`` are None if unknown.
+    """
 
     step: int
     value: float
@@ -175,8 +184,8 @@ class Point(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SeedRun(Config):
-    """One run: its metrics on the test split (``value`` is the deciding one), how it got there (``curve``), its values
-    at lengths of context, and the command that repeats it."""
+    """One run: its metrics on the test split (``value`` is the deciding metric), its ``curve`` of validations, its
+    values at lengths of context, and the command that repeats it."""
 
     seed: int
     value: float
@@ -190,8 +199,11 @@ class SeedRun(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
-    """The results of one entrant, stage by stage. ``moved`` says what became of an optimum at an end of the sweep,
-    ``error`` why the entrant is out; what was not measured is None."""
+    """The results of one entrant by stage; a missing measurement is None.
+
+    moved: a sentence about an optimum at an end of the sweep.
+    error: the reason why the entrant is out.
+    """
 
     name: str
     spec: str
@@ -215,13 +227,16 @@ class EntrantRecord(Config):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The deciding metric of every seed."""
+        """The value of the deciding metric for every seed."""
         return tuple(run.value for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Config):
-    """Entrants on one task and data. ``budget`` and ``settings`` are as in the command; ``seconds`` by stage."""
+    """A comparison of entrants on one task and data.
+
+    ``budget`` and ``settings`` repeat the command. ``seconds`` are the seconds of each stage.
+    """
 
     kinformer: str
     created: str
@@ -262,14 +277,14 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:
-    """Return the comparison as data that JSON can hold, with the schema's number."""
+    """Return the comparison as JSON-ready data, with the number of the schema."""
     return {"schema": SCHEMA} | to_dict(comparison)
 
 
 def read(path: Path) -> Comparison:
     """Return the comparison in a file.
 
-    Errors: ``KinformerError`` for a file that holds none, or one of another schema.
+    Errors: ``KinformerError`` for a file without a comparison, or with another schema.
     """
     data = read_json(path)
     if not isinstance(data, dict) or "entrants" not in data:
@@ -284,10 +299,12 @@ def read(path: Path) -> Comparison:
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
-    """Return one comparison with the entrants of several on one task and the same data. An entrant with another
-    entrant's name gets the name of its file too, and runs of the same entrant with other seeds are joined.
+    """Return one comparison with the entrants of several comparisons on one task and the same data.
 
-    Errors: ``KinformerError`` for another task, other data or another figure.
+    If two entrants have the same name, the name of the file is added to the second name. Runs of the same entrant with
+    different seeds are joined.
+
+    Errors: ``KinformerError`` for another task, other data or another deciding metric.
     """
     (first_path, first), *others = comparisons
     entrants: dict[str, EntrantRecord] = {item.name: item for item in first.entrants}
@@ -328,7 +345,7 @@ def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
 
 
 def _free(name: str, taken: Container[str]) -> str:
-    """Return ``name``, or with a number behind it if it is among those ``taken``."""
+    """Return ``name``, with a number behind it if the name is in ``taken``."""
     count = 2
     result = name
     while result in taken:

@@ -1,4 +1,4 @@
-"""The report of a comparison as Markdown, and as one HTML page that holds its style, script, charts and data."""
+"""The report of a comparison as Markdown, and as one self-contained HTML page with style, script, charts and data."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kinformer.runtime.errors import plural
 
 SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 INK, QUIET, FAINT = "#010101", "#020202", "#030303"
-"""Colours that stand for the page's until the SVG is finished."""
+"""Placeholders in matplotlib's SVG, which the colours of the page replace."""
 COLOURS = 8
 MARKERS, SIGNS = ("o", "s", "^", "D", "v", "P", "X", "p"), "●■▲◆▼✚✖⬟"
-"""The shapes of points in charts, and the same shapes as characters for the legend."""
+"""The markers of points in charts, and the same shapes as characters for the legend."""
 DASHES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT, MAX_POINTS = 5.4, 3.3, 60
 
@@ -41,7 +41,8 @@ ChartPoint: TypeAlias = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its ``name``, its ``index`` among the entrants (which gives colour, marker and dashes), its points."""
+    """A curve: its ``name``, its ``index`` among the entrants (which decides colour, marker and dashes), and its
+    points."""
 
     name: str
     index: int
@@ -50,7 +51,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Series over common axes. ``joined``: lines between the points; ``log`` names the logarithmic axes."""
+    """Series over common axes. ``joined``: lines join the points. ``log``: the names of logarithmic axes."""
 
     key: str
     title: str
@@ -110,7 +111,7 @@ def svg(chart: Chart) -> str:
 
 
 def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
-    """Return matplotlib's SVG with labels at its points, the page's colours, and ids that no other chart has."""
+    """Return matplotlib's SVG with labels at its points, the colours of the page, and unique ids."""
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
     root = ElementTree.fromstring(text[text.index("<svg") :])
@@ -134,7 +135,7 @@ def _adapted(text: str, chart: Chart, series: Sequence[Series]) -> str:
 
 
 def _placeholder(index: int) -> str:
-    """Return a colour that stands for an entrant's until the SVG is finished."""
+    """Return the placeholder of an entrant's colour in matplotlib's SVG."""
     return f"#0a0b{0x10 + index % COLOURS:02x}"
 
 
@@ -144,7 +145,7 @@ def _shape(index: int) -> int:
 
 
 def _drawable(points: Sequence[ChartPoint], log: str) -> Sequence[ChartPoint]:
-    """Return the points with a place on the axes, at most ``MAX_POINTS`` with the first and the last."""
+    """Return at most ``MAX_POINTS`` points that the axes can show, with the first and the last point."""
     points = [
         point
         for point in points
@@ -286,7 +287,7 @@ def _states(entrant: EntrantRecord) -> Iterator[ChartPoint]:
             yield length, count / 1024, f"{plural(length, 'token')}, {size(count)}"
 
 
-# The table of results, the heading and the conditions, in both forms of the report.
+# The table of results, the heading and the conditions for both forms of the report.
 
 
 def columns(comparison: Comparison) -> list[Measure]:
@@ -308,7 +309,7 @@ def columns(comparison: Comparison) -> list[Measure]:
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
-    """Return the entrants, the best first, failed entrants last."""
+    """Return the entrants from the best to the worst, with failed entrants last."""
     return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
 
 
@@ -353,15 +354,17 @@ def markdown(comparison: Comparison) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return ``text``, which may hold others' names, so that Markdown shows it unchanged: without HTML, links or
-    marks."""
+    """Return ``text`` with escapes, so that Markdown shows it unchanged, without HTML, links or formatting.
+
+    ``text`` may hold names from other people.
+    """
     marked = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", _line(text))
     plain = escape(marked, quote=False).replace("://", "&#58;//").replace("@", "&#64;").replace("www.", "www&#46;")
     return re.sub(r"^(\d*)([-+.)]) ", r"\1\\\2 ", plain)
 
 
 def _line(text: str) -> str:
-    """Return ``text`` in one line, as it may stand in a block of code."""
+    """Return ``text`` as one line that cannot end a block of code."""
     return " ".join(text.split())
 
 
@@ -369,11 +372,11 @@ def _line(text: str) -> str:
 
 ASSETS = Path(__file__).parent / "assets"
 VERDICTS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}
-"""What a badge looks like: its class, its sign, and the word for readers who cannot see it."""
+"""The look of a badge: its class, its sign, and the word for readers who cannot see the sign."""
 
 
 def page(comparison: Comparison) -> str:
-    """Return the page. All text of the comparison, which may come from others, is escaped."""
+    """Return the page. All text of the comparison is escaped, because it may come from other people."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -407,7 +410,7 @@ def page(comparison: Comparison) -> str:
 
 
 def _rows(comparison: Comparison) -> Iterator[tuple[EntrantRecord, list[tuple[str, str, bool]]]]:
-    """Yield every entrant with its cells: their text, their value to sort by, and whether it is the column's best."""
+    """Yield every entrant with its cells: the text, the value to sort by, and whether it is the best of the column."""
     table = columns(comparison)
     best: list[float | None] = []
     for column in table:

@@ -1,4 +1,4 @@
-"""The speeds at which contestants train and generate, measured in turns, and the memory that they take."""
+"""The speed of training and generating, measured in turns, and the memory of contestants."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.processor import processor
 from kinformer.runtime.progress import note
 
-# Times of several works measured in turns, and the peak memory of one work in a fresh process.
+# The times of several works, measured in turns, and the peak memory of one work in a fresh process.
 
 P = ParamSpec("P")
 K = TypeVar("K")
 T = TypeVar("T")
 SLOWEST = 30.0
-"""Seconds: a work that takes longer is done once and not again."""
+"""Seconds; a work that takes longer runs only once."""
 
 
 def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
-    """Return the median seconds of each work over ``rounds``, after one that does not count.
+    """Return the median seconds of each work over ``rounds``, after one warm-up round.
 
-    The order is redrawn in every round, so that whatever else the machine does meets all alike. A work that fails,
-    such as one that runs out of memory, is left out with a note.
+    Every round has a new random order, so that other load on the machine affects all works alike. A work that fails,
+    for example because memory is short, is left out with a note.
     """
     seconds: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
@@ -71,7 +71,7 @@ def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str =
 
 
 def timed(work: Callable[[], object], device: str = "cpu") -> float:
-    """Return the seconds that ``work`` takes, until the device is done with it."""
+    """Return the seconds of ``work`` until the device has finished."""
     _wait(device)
     started_at = time.perf_counter()
     work()
@@ -85,22 +85,23 @@ def _wait(device: str) -> None:
 
 
 class Peak:
-    """The peak bytes since :meth:`restart`, above those when the object was made."""
+    """The peak bytes since :meth:`restart`, above the bytes at the creation of the object."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.before = self._now()
 
     def restart(self) -> None:
-        """Forget the peak so far, where the system can (a GPU, Linux)."""
+        """Forget the peak so far; only a GPU and Linux support this."""
         if self.device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self.device)
         elif sys.platform == "linux":
+            # 5 resets VmHWM, the peak of the resident memory, to the present size (proc(5)).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     @property
     def bytes(self) -> int:
-        """The peak bytes of the device, or on a CPU of this process, above those at the start."""
+        """The peak bytes of the device, or of this process on a CPU, above the bytes at the start."""
         if self.device.startswith("cuda"):
             return torch.cuda.max_memory_allocated(self.device) - self.before
         if sys.platform == "linux":
@@ -124,9 +125,10 @@ def _status(name: str) -> int:
 
 
 def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Return what ``function``, which must be importable, returns in a process that did nothing before.
+    """Call ``function``, which must be importable, in a fresh process, and return its result.
 
-    Errors: what it raises; ``KinformerError`` where the system ended the process, as it does when memory is short.
+    Errors: the exception of ``function``; ``KinformerError`` if the system ended the process, for example because
+    memory is short.
     """
     context = multiprocessing.get_context("spawn")
     try:
@@ -148,14 +150,14 @@ def _begin(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-# The machine on which something is measured: its facts, and its limits (products, bytes read, calls).
+# The machine of a measurement: its facts, and its limits (products, bytes read, calls).
 
 SIZES, ROWS, TRIES, CALLS = (512, 1024, 2048), 8192, 5, 10_000
 SLOW_PRODUCT = 0.2  # s
 
 
 def machine(device: str) -> MachineFacts:
-    """Return the facts of this machine and ``device`` as data that JSON can hold."""
+    """Return the facts of this machine and ``device`` as JSON-ready data."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -190,9 +192,14 @@ def _version(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Floor:
-    """``flops``: of a second, by the best of square float32 products, and ``narrow_flops`` of bfloat16 ones;
-    ``bandwidth``: bytes of a second that a product of one row with a large matrix reads. ``call``: seconds of a call of
-    an empty Python function, ``operator`` of a sum of two single numbers in PyTorch."""
+    """The measured limits of a machine.
+
+    flops: the FLOPs per second of the best square product in float32.
+    narrow_flops: the same in bfloat16.
+    bandwidth: the bytes per second that a product of one row with a large matrix reads.
+    call: the seconds of a call of an empty Python function.
+    operator: the seconds of a sum of two single numbers in PyTorch.
+    """
 
     flops: float
     bandwidth: float
@@ -215,7 +222,7 @@ def measure_floor(device: str) -> Floor:
 
 
 def _products(dtype: torch.dtype, device: str) -> float:
-    """Return the most FLOPs per second of square products; one of n x n matrices takes 2 n^3 FLOPs."""
+    """Return the most FLOPs per second of square products; a product of n x n matrices takes 2 n^3 FLOPs."""
     rates = []
     for size in SIZES:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -227,7 +234,7 @@ def _products(dtype: torch.dtype, device: str) -> float:
 
 
 def _seconds_per_call(work: Callable[[], object], device: str) -> float:
-    """Return the seconds of one of many calls."""
+    """Return the mean seconds of one call over many calls."""
 
     def many() -> None:
         for _ in range(CALLS):
@@ -241,7 +248,7 @@ PROMPT = 128
 
 
 def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callable[[], object]:
-    """Return a function that makes a training step as the trainer does, at a learning rate of 0."""
+    """Return a function that makes a training step with the trainer's code, at a learning rate of 0."""
     task, plan = planned(options)
     torch.manual_seed(plan.settings.seed)
     model = plan.config.build()
@@ -253,8 +260,11 @@ def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callab
 
 
 def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Note the ``training`` of each: seconds of a step, the anchor's (the first contestant's) seconds in the same
-    rounds, and the date. Cached ones stay unchanged; the others are measured in turns, together with the anchor."""
+    """Record the ``training`` speed of each contestant.
+
+    The speed is the seconds of a step, the seconds of the anchor (the first contestant) in the same rounds, and the
+    date. Cached speeds stay unchanged. The other contestants are measured in turns, together with the anchor.
+    """
     device = options.usable_device()
     sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
     keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
@@ -285,13 +295,14 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
 
 
 def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Note the ``generation``: seconds of a token for all rows, by the number of rows, behind a prompt of 128."""
+    """Record the speed of ``generation``: the seconds of a token for all rows, by the number of rows, after a prompt of
+    128 tokens."""
     subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
     _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
 
 
 def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Note the ``lengths``: seconds of a forward and of a training step of one row by its length."""
+    """Record the speeds at ``lengths``: the seconds of a forward and of a training step of one row, by length."""
     subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
     _measured(subjects, "lengths", points, options, cache)
@@ -304,7 +315,7 @@ def _measured(
     options: CompareOptions,
     cache: Cache,
 ) -> None:
-    """Measure each point of all contestants that lack it, in turns, with the anchor among them."""
+    """Measure each missing point of all contestants in turns, together with the anchor."""
     device = options.usable_device()
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
     keys = {item.name: key_of([content, item.model_key]) for item in subjects}
@@ -344,7 +355,8 @@ def _measured(
 
 
 def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> Memory:
-    """Return the peak bytes of training with these options, and by length of one row, above an empty process."""
+    """Return the peak bytes of training with these options above an empty process, and of a step of one row by length
+    above the model."""
     device = options.usable_device()
     job = contestant.options(Path(), options.middle, options.seed, 1)
     content = ["memory", options.lengths, options.length, options.batch_size, options.optimizer, device.type]
@@ -353,7 +365,7 @@ def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> 
 
 
 def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
-    """Measure the result of :func:`memory_of`, in a fresh process."""
+    """Measure the result of :func:`memory_of`; this must run in a fresh process."""
     _, plan = planned(options)
     empty = Peak(device)
     by_length: list[LengthBytes] = []

@@ -40,15 +40,18 @@ def sweep_steps(options: CompareOptions, steps: int) -> int:
 
 
 def validations(options: CompareOptions, steps: int) -> dict[str, int]:
-    """Return the settings by which a run is validated: ten times, all runs on the same tokens, few for short runs."""
+    """Return the settings of validation: ten validations of a run, all runs on the same tokens, fewer for short
+    runs."""
     tokens = steps * options.row_length * options.batch_size // VALIDATED_SHARE
     tokens = SWEEP_TOKENS if options.minutes is not None else min(MAX_TOKENS, max(MIN_TOKENS, tokens))
     return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
-    """Note the ``sweep`` (learning rates with their metrics), the best ``lr``, and ``moved``: a sentence about an
-    optimum at an end of the sweep, which then continued there."""
+    """Record the ``sweep`` (learning rates with their metrics), the best ``lr``, and ``moved``.
+
+    If the best learning rate is at an end, the sweep continues beyond this end; ``moved`` is a sentence about it.
+    """
     short = sweep_steps(options, steps)
     half = (max(options.sweep, 1) - 1) // 2
     powers = list(range(-half, max(options.sweep, 1) - half))
@@ -104,7 +107,7 @@ def run(
     keeps: bool = True,
     **settings: int,
 ) -> RunResult:
-    """Train one run, or return its stored result. Unless it ``keeps`` its folder, nothing but the result is left."""
+    """Train one run, or return its stored result. Without ``keeps``, the run folder is removed after the run."""
     planned = contestant.options(Path(options.out), lr, seed, steps, **settings)
     key = contestant.run_key(planned)
     cached: RunResult | None = cache.get("run", key)
@@ -135,12 +138,12 @@ def run(
     cache.path("attempts", key).unlink(missing_ok=True)
     shutil.rmtree(folder / WEIGHTS_OF_A_RUN, ignore_errors=True)  # the best weights are beside them
     if not keeps:
-        shutil.rmtree(folder, ignore_errors=True)  # of the sweep nothing but the metric is needed
+        shutil.rmtree(folder, ignore_errors=True)  # a sweep needs only the metric
     return result
 
 
 def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
-    """Count an attempt; refuse a run that ended its process several times before its first checkpoint."""
+    """Count an attempt, and refuse a run that ended its process several times before the first checkpoint."""
     if Checkpoints(folder / WEIGHTS_OF_A_RUN, 1).steps():
         return
     before = cache.get("attempts", key) or 0
@@ -162,7 +165,7 @@ def _log(folder: Path) -> list[JsonObject]:
 
 
 def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Point, ...]:
-    """Return the validations of a run, with the seconds of training until then."""
+    """Return the validations of a run as points, with the seconds of training until each validation."""
     points: list[Point] = []
     seconds: dict[int, float] = {}
     for line in run["log"]:
@@ -179,8 +182,10 @@ def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Poi
 def measured(
     contestant: Contestant, options: CompareOptions, cache: Cache, done: RunResult, first: bool, baseline: bool
 ) -> Measurement:
-    """Return the results of a run on the test split; the ``first`` seed's also by position and at further lengths of
-    context."""
+    """Return the results of a run on the test split.
+
+    The ``first`` seed is also measured by position and at further lengths of context.
+    """
     task = contestant.task
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
@@ -234,7 +239,7 @@ def _text(value: object) -> str:
 
 
 def command_of(options: TrainOptions) -> str:
-    """Return the command line that trains such a run."""
+    """Return the command line that trains a run with these options."""
     words = ["kinformer", "train", options.member]
     plain = {item.name: item.default for item in fields(Settings)}
     for field in fields(TrainOptions):

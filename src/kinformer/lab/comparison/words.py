@@ -1,4 +1,4 @@
-"""A comparison in words: who is better, at which cost, and which differences are not significant."""
+"""A comparison in words: the ranking, the costs, and a warning about each difference without significance."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kinformer.lab.training.logging import SHARE, Metric, size
 from kinformer.runtime.errors import plural, spelled
 from kinformer.runtime.parsing import JsonObject
 
-# Whether two members differ: Welch's t-test (Welch 1947), and Holm's correction for several tests (Holm 1979).
+# The significance of differences: Welch's t-test (Welch 1947), and Holm's correction for several tests (Holm 1979).
 
 _INTERVALS, _NOTHING = 2000, 1e-18
 SIGNIFICANT = 0.05
 
 
 class Welch(NamedTuple):
-    """``difference`` of the means (first less second), ``t``, ``degrees`` of freedom, two-sided ``p``."""
+    """Welch's test: the ``difference`` of the means (first minus second), ``t``, ``degrees`` of freedom, and the
+    two-sided ``p``."""
 
     difference: float
     t: float
@@ -29,7 +30,7 @@ class Welch(NamedTuple):
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
-    """Return the test of two samples of unlike variance; None where one has fewer than two values.
+    """Return Welch's test of two samples with different variances; None if a sample has fewer than two values.
 
     t = (mean_1 - mean_2) / sqrt(s_1^2 / n_1 + s_2^2 / n_2),
     degrees = (s_1^2 / n_1 + s_2^2 / n_2)^2 / sum_i (s_i^2 / n_i)^2 / (n_i - 1)
@@ -47,7 +48,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
 
 
 def two_sided(t: float, degrees: float) -> float:
-    """Return P(|T| > |t|) of Student's distribution with one degree of freedom or more."""
+    """Return P(|T| > |t|) for Student's distribution; ``degrees`` must be 1 or more."""
     # With x = sqrt(degrees) tan(a), the density is proportional to cos(a)^(degrees - 1). Simpson's rule integrates it
     # up to the angle at which it vanishes.
     start = atan(abs(t) / sqrt(degrees))
@@ -60,8 +61,11 @@ def two_sided(t: float, degrees: float) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return the p of several tests, corrected so that all tests together are wrong as seldom as one: the k-th
-    smallest of n times n - k + 1, and never less than a smaller one's."""
+    """Return the p-values of several tests with Holm's correction, which bounds the probability of any false positive.
+
+    The k-th smallest of n values is multiplied by n - k + 1. A corrected value is never below the corrected value of a
+    smaller p.
+    """
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda item: ps[item])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
@@ -70,8 +74,11 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 class Difference(NamedTuple):
-    """The difference between the means of an entrant and of the best one. ``p`` belongs to Welch's test alone, and
-    ``together`` is p after Holm's correction for all tests; both are None where a single seed allows no test."""
+    """The difference between the means of an entrant and of the best entrant.
+
+    ``p`` is the result of Welch's test, and ``together`` is p after Holm's correction for all tests. Both are None for
+    a single seed, which does not allow a test.
+    """
 
     name: str
     difference: float
@@ -96,16 +103,22 @@ def differences(comparison: Comparison) -> list[Difference]:
     return rows
 
 
-# The costs of an entrant as one table of measures, for the columns of the report and for its sentences.
+# The costs of an entrant as a table of measures, for the columns and for the sentences of the report.
 
 RESOLUTION = 1 << 20
-"""Bytes below which the memory of a process says nothing: its allocator holds that much without asking the system."""
+"""Bytes below which the memory of a process is not measurable: the allocator may hold this much in reserve."""
 
 
 class Measure(NamedTuple):
-    """A column of the table of results: its ``title``, how an entrant's ``value`` is computed (None: not known) and
-    shown as ``text``, and whether ``less`` is better (None: neither). ``best`` begins the sentence about the entrant
-    with the best value, in which ``unit`` follows the text; empty where there is none."""
+    """A column of the table of results.
+
+    title: the heading.
+    value: a function that computes an entrant's value; None for an unknown value.
+    text: a function that formats the value.
+    less: whether less is better; None if neither is better.
+    best: the beginning of the sentence about the entrant with the best value; empty without such a sentence.
+    unit: the text after the value in this sentence.
+    """
 
     title: str
     value: Callable[[EntrantRecord], float | None]
@@ -115,13 +128,13 @@ class Measure(NamedTuple):
     unit: str = ""
 
     def cell(self, entrant: EntrantRecord) -> str:
-        """Return the entrant's value as text, ``-`` where there is none."""
+        """Return the entrant's value as text, or ``-`` for an unknown value."""
         value = self.value(entrant)
         return "-" if value is None else self.text(value)
 
 
 def costs(comparison: Comparison) -> list[Measure]:
-    """Return the costs of training, of the state and of generating: columns of the table and sentences above it."""
+    """Return the measures of training, of the state and of generation, for the table and for the sentences above it."""
     length = common_length(comparison)
     after = f"after {plural(length, 'token')}"
     return [
@@ -140,7 +153,7 @@ def costs(comparison: Comparison) -> list[Measure]:
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
-    """Return the tokens per second of training steps, which were timed in turns with the other entrants'."""
+    """Return the tokens per second of training steps, which were timed in turns with the steps of other entrants."""
     if not entrant.training:
         return None
     return entrant.settings["length"] * entrant.settings["batch_size"] / entrant.training["seconds"]
@@ -152,7 +165,7 @@ def training_seconds(entrant: EntrantRecord) -> float | None:
 
 
 def peak_bytes(entrant: EntrantRecord) -> int | None:
-    """Return the peak bytes of a training process above an empty one's, 0 where they cannot be resolved."""
+    """Return the peak bytes of a training process above an empty process; 0 below the resolution."""
     if not entrant.memory:
         return None
     count = int(entrant.memory["training"])
@@ -160,7 +173,7 @@ def peak_bytes(entrant: EntrantRecord) -> int | None:
 
 
 def resolution(entrant: EntrantRecord) -> int:
-    """Return the least bytes of memory that its machine tells from none: a GPU counts every tensor."""
+    """Return the least measurable bytes on the entrant's machine; a GPU counts every tensor."""
     return RESOLUTION if entrant.machine.get("device", "cpu") == "cpu" else 1
 
 
@@ -169,18 +182,18 @@ def _memory(count: float) -> str:
 
 
 def common_length(comparison: Comparison) -> int:
-    """Return the longest text after which the state of all entrants is known; 0 if there is none."""
+    """Return the most tokens after which the size of the state is known for all entrants; 0 if unknown."""
     lengths = [{int(length) for length in item.state_bytes} for item in comparison.entrants if item.state_bytes]
     return max(set.intersection(*lengths), default=0) if lengths else 0
 
 
 def state_at(entrant: EntrantRecord, length: int) -> int | None:
-    """Return the bytes of the state of one row after ``length`` tokens; None for a model without one."""
+    """Return the bytes of the state of one row after ``length`` tokens; None for a model without a state."""
     return (entrant.state_bytes or {}).get(str(length)) or None
 
 
 def generated(entrant: EntrantRecord, batch: int) -> float | None:
-    """Return the tokens per second of generating ``batch`` rows, all rows together."""
+    """Return the tokens per second of generating ``batch`` rows, summed over the rows."""
     points = entrant.generation.get("points", ()) if entrant.generation else ()
     return next((batch / point["seconds"] for point in points if point["batch"] == batch), None)
 
@@ -192,7 +205,7 @@ def seconds_of(entrant: EntrantRecord, kind: str) -> dict[int, float]:
 
 
 def spread(entrant: EntrantRecord) -> float | None:
-    """Return the standard deviation over the seeds, None of one seed."""
+    """Return the standard deviation over the seeds; None for a single seed."""
     return stdev(entrant.values) if len(entrant.values) > 1 else None
 
 
@@ -202,22 +215,22 @@ def shown(metric: Metric, value: float) -> str:
 
 
 def unit_of(metric: Metric) -> str:
-    """Return the unit in which a metric's values are read, the metric's name for shares."""
+    """Return the unit of a metric's values; for shares, the name of the metric."""
     return metric.unit if metric.unit != SHARE else metric.name.replace("_", " ")
 
 
-# How a model differs from the yardstick, by their configs.
+# The differences between the config of a model and the config of the yardstick.
 
 Slots: TypeAlias = dict[str, dict[str, JsonObject]]
 """The parts of a model's config: slot -> kind -> options."""
 WIDTHS = {"kind", "dim", "num_heads", "head_dim", "hidden_dim", "vocab_size"}
 """Options that the parameter budget or the data decide."""
 SIZES = ("window", "stride", "segment", "memory")
-"""Options that a pattern or a memory is named with."""
+"""Options in parentheses after the name of a pattern or a memory."""
 
 
 def departures(comparison: Comparison) -> list[str]:
-    """Return a sentence for every entrant but the first, the yardstick: the parts of its model that differ."""
+    """Return a sentence about the differing parts for every entrant except the first entrant, the yardstick."""
     models = [(item.name, slots(item.facts["config"])) for item in comparison.entrants if item.facts]
     return [
         f"{name} differs from {models[0][0]} in "
@@ -227,7 +240,7 @@ def departures(comparison: Comparison) -> list[str]:
 
 
 def slots(config: JsonObject) -> Slots:
-    """Return the parts of a model's config, of all layers: slot -> kind -> options."""
+    """Return the parts of a model's config over all layers: slot -> kind -> options."""
     parts: Slots = {}
 
     def collect(slot: str, node: object) -> None:
@@ -245,7 +258,7 @@ def slots(config: JsonObject) -> Slots:
 
 
 def differing(ours: Slots, theirs: Slots) -> dict[str, str]:
-    """Return how a model's parts differ from another's, by slot, in words; no position is a part, too."""
+    """Return the differences between the parts of two models in words, by slot; a missing position counts as a part."""
     texts: dict[str, str] = {}
     for slot, kinds in ours.items():
         others, name = theirs.get(slot, {}), slot.replace("_", " ")
@@ -275,7 +288,7 @@ def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
 # The sentences above the table.
 
 RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neighbours": "counting", "copy": "copying"}
-"""What a baseline does, by the first word of its name."""
+"""The method of a baseline in words, by the first word of its name."""
 
 
 def summary(comparison: Comparison) -> list[str]:
@@ -293,13 +306,13 @@ def summary(comparison: Comparison) -> list[str]:
         *_significance(comparison),
         f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({seeds}).",
     ]
-    if floor:  # whether to choose by this at all comes first
+    if floor:  # first, because a better simple rule puts the whole ranking in doubt
         sentences.insert(0 if floor.startswith("Every") else len(sentences), floor)
     return [*sentences, *_costs(comparison), *_beyond(comparison), *_cautions(comparison)]
 
 
 def _floor(comparison: Comparison) -> str:
-    """Return who is worse than the simple rule beside the members: the strongest rule with the deciding metric."""
+    """Return a sentence about members with a worse metric than the strongest simple rule for the deciding metric."""
     metric, finished = comparison.deciding, comparison.finished
     baselines = comparison.baselines or {}
     baselines = {name: value for name, value in baselines.items() if metric.name in name} or baselines
@@ -348,7 +361,7 @@ def _costs(comparison: Comparison) -> Iterator[str]:
 
 
 def _beyond(comparison: Comparison) -> Iterator[str]:
-    """Yield who is better, and who is worse, with more context than in training."""
+    """Yield sentences about the members that improve, and get worse, with more context than in training."""
     metric, texts = comparison.deciding, dict[bool, list[str]]()
     for entrant in comparison.finished:
         values = {row["context"]: row["value"] for row in entrant.runs[0].contexts if row.get("context")}
@@ -381,7 +394,11 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
 
 
 def crossovers_of(comparison: Comparison) -> Iterator[str]:
-    """Yield where the others overtake the first entrant, by length; one sentence names all that never do, or always."""
+    """Yield sentences about the lengths at which the others overtake the first entrant.
+
+    One sentence names all entrants with a faster time at every length, and one sentence all entrants with a slower
+    time.
+    """
     timed = [item for item in comparison.entrants if item.lengths]
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")) if len(timed) > 1 else ():
         names_by_sentence: dict[str, list[str]] = {}
@@ -394,9 +411,10 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
 
 
 def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
-    """Return a sentence that holds at every length, or "", and who is faster where;
-    the lines cross between two lengths in
-    proportion to their logarithms."""
+    """Return a sentence that holds at every length, or "", and a text about the crossings with ``base``.
+
+    The length of a crossing is interpolated between two lengths in the logarithms of length and time.
+    """
     lengths = sorted(ours.keys() & theirs.keys())
     if not lengths:
         return "", f"no length in common with {base}"

@@ -20,11 +20,11 @@ from kinformer.runtime.errors import KinformerError
 
 Work = Callable[[], object]
 Begin = Callable[[Any, int, int], Work]
-"""Makes a work of a model of ours or of a peer, a number of rows and a number of tokens."""
+"""Makes a work from a model (a member or a peer), a number of rows and a number of tokens."""
 
 
 class ModelFacts(Protocol):
-    """The config of a model of ours, or of a peer."""
+    """The config of a member or of a peer."""
 
     protocol: ClassVar[type]
 
@@ -33,7 +33,7 @@ class ModelFacts(Protocol):
 
 
 class Timed(Protocol):
-    """A model of tokens, ours or a peer's. A call returns logits or, of a causal model, logits and a state."""
+    """A model of tokens, a member or a peer. A call returns logits; a causal model returns logits and a state."""
 
     @property
     def config(self) -> ModelFacts: ...
@@ -53,11 +53,11 @@ TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
 WARM = 2 * DECODED
-"""Tokens that are drawn before the measurement; by then a session has recorded its step."""
+"""The tokens drawn before the measurement, so that a session has recorded its step before the clock starts."""
 
 
 def reads_tokens(config: ModelFacts) -> bool:
-    """Return whether a model of ``config`` reads ids of tokens and nothing besides."""
+    """Return whether a model of ``config`` reads only token ids."""
     return config.protocol in (CausalModel, WholeModel) and getattr(config.input, "vocab_size", None) is not None
 
 
@@ -93,7 +93,7 @@ def forward(model: Timed, batch: int, length: int) -> Work:
 
 
 def step(model: Timed, batch: int, length: int) -> Work:
-    """Return the work of one forward with cross-entropy and the backward; the weights stay."""
+    """Return the work of one forward with cross-entropy and the backward; the weights do not change."""
     tokens = tokens_for(model, batch, length)
 
     def work() -> None:
@@ -107,7 +107,7 @@ def step(model: Timed, batch: int, length: int) -> Work:
 
 
 def prefill(model: Any, batch: int, length: int) -> Work:
-    """Return the work of reading a prompt as generation does, the state included."""
+    """Return the work of reading a prompt for generation, with the state."""
     tokens = tokens_for(model, batch, length)
 
     def work() -> None:
@@ -117,7 +117,7 @@ def prefill(model: Any, batch: int, length: int) -> Work:
 
 
 def decode(model: Any, batch: int, length: int) -> Work:
-    """Return the work of ``DECODED`` tokens, one by one, behind a prompt of ``length`` tokens or more."""
+    """Return the work of drawing ``DECODED`` tokens one by one, after a prompt of at least ``length`` tokens."""
     session = Session(pack(model.eval(), batch), batch, room=64 * DECODED, seed=0, temperature=1.0)
     session.feed(tokens_for(model, batch, length))
     for _ in range(WARM):
@@ -145,10 +145,12 @@ def room_for(model: Timed, kind: str, length: int, rounds: int) -> bool:
 
 
 def check_correct(model: Timed, length: int = 48) -> None:
-    """Check a model before it is timed: a causal one predicts the same for a text in chunks, token by token and as a
-    whole, independently of later tokens; any model's outputs are finite.
+    """Check a model before it is timed.
 
-    Errors: ``KinformerError`` with what differs.
+    The outputs of every model must be finite. A causal model must predict the same for a text in chunks, token by token
+    and as a whole, and its predictions must not depend on later tokens.
+
+    Errors: ``KinformerError`` that names the difference.
     """
     length = min(length, model.max_length or length)
     tokens = tokens_for(model, 2, length, seed=1)
@@ -163,7 +165,7 @@ def check_correct(model: Timed, length: int = 48) -> None:
 
 
 def _check_reference(model: Timed, tokens: Tensor, whole: Tensor) -> None:
-    """Raise unless the same model with reference mixers, where there are some, returns the same logits."""
+    """Raise unless the same model with reference mixers, if there are any, returns the same logits."""
     if not isinstance(model.config, ModelConfig):
         return
     try:

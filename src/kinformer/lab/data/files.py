@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from json import JSONDecoder
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
@@ -33,7 +33,7 @@ from kinformer.runtime.files import (
     write_json,
 )
 from kinformer.runtime.parsing import JsonObject, parse_json, parse_json_line
-from kinformer.runtime.progress import note_once
+from kinformer.runtime.progress import note, note_once
 
 # Formats of data files other than text and plain bytes, recognised by their first bytes.
 
@@ -379,6 +379,24 @@ def single_file(path: Path) -> SourceFile:
     if status.st_size == 0:
         raise KinformerError(f"{path} is empty; give a file that holds text or bytes.")
     return SourceFile("", str(path), status.st_size)
+
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+def readable(files: Iterable[P], read: Callable[[P], R], skip_bad: bool) -> Iterator[tuple[P, R]]:
+    """Yield ``files``, each with what ``read`` returns of it. With ``skip_bad``, one that ``read`` refuses is noted and
+    left out."""
+    for file in files:
+        try:
+            result = read(file)
+        except KinformerError as error:
+            if not skip_bad:
+                raise
+            note(f"note: left out: {error.message}")
+            continue
+        yield file, result
 
 
 def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:

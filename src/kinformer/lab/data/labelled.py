@@ -31,6 +31,7 @@ from kinformer.lab.data.files import (
     default_cache,
     fingerprint_of,
     folder_files,
+    readable,
     reading_corpus,
     refuse_packed,
     save_joined,
@@ -443,12 +444,14 @@ def read_texts(
     format: Format | None = None,
     limit: int | None = None,
     check: Check | None = None,
+    skip_bad: bool = False,
 ) -> Inputs[TextItem]:
     """Return the texts of ``source``: a file, a folder (each of its files is a text), "-" for standard input, or a list
     of texts; at most the first ``limit`` texts.
 
     format: how the rows of a file are written; None follows the file's ending, and reads lines where the ending is
     unknown. check: a function that raises for a text that the task cannot read; by default for an empty text.
+    skip_bad: note the files of a folder without a readable text, and leave them out.
 
     A file is read twice, so that every error in it is reported before anything is computed.
 
@@ -470,6 +473,8 @@ def read_texts(
         raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
     if folder:
         files = [file.path for file in folder_files(path)]
+        if skip_bad:
+            files = [file for file, _ in readable(files, lambda file: check(_file(file)), skip_bad)]
         return _counted(lambda: map(_file, files), str(path), limit, check)
     if not path.is_file():
         raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -43,6 +44,7 @@ from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError, nearest, plural, require, require_share
 from kinformer.runtime.files import (
+    absolute,
     locked,
     read_json,
     require_file,
@@ -544,8 +546,10 @@ def _done(out: Path, number: int) -> bool:
     try:
         record = read_json(record_path(out, number))
         require_signature(record, record_path(out, number), required=True)
-        return all((out / file).stat().st_size == size for file, size in record["files"].items())
-    except (KinformerError, OSError):
+        whole = all({"tokens", "bytes", "sha256"} <= set(shard) for shard in record["splits"].values())
+        sizes_match = all((out / file).stat().st_size == size for file, size in record["files"].items())
+        return whole and sizes_match and isinstance(record["place"], dict)
+    except (KinformerError, OSError, LookupError, TypeError, ValueError, AttributeError):  # no record of ours
         return False
 
 
@@ -556,13 +560,17 @@ def _worked(jobs: Sequence[tuple[Path, int, Piece, Packing]], workers: int) -> I
             pack_piece(*job)
             yield
         return
-    with safe_path():  # submit starts the processes
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker)
-        futures = [pool.submit(pack_piece, *job) for job in jobs]
-    with pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_begin_worker) as pool:
         try:
+            with safe_path():  # submit starts the processes
+                futures = [pool.submit(pack_piece, *job) for job in jobs]
             for future in as_completed(futures):
                 yield future.result()
+        except BrokenProcessPool:
+            raise KinformerError(
+                f"`workers` {workers}: a process ended before its work was done: it was killed, or a script calls pack "
+                'outside of `if __name__ == "__main__":`; move the call there, or give `workers` 1.'
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -638,6 +646,8 @@ def packed(
     quiet: bool,
 ) -> Packed:
     """Check the options of ``kinformer.pack``, and pack."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker of pack reads its caller's script
+        raise SystemExit(1)
     require("shard_mb", shard_mb, 1)
     require("workers", workers, 1)
     require_share("holdout", holdout)
@@ -650,7 +660,7 @@ def packed(
             raise KinformerError(f"`workers` {workers}: one process reads a stream such as {name}; leave it out.")
     else:
         assert isinstance(data, str | Path)
-        name = STDLIB if data == STDLIB else str(Path(data).expanduser().resolve())
+        name = STDLIB if data == STDLIB else str(absolute(data))
     packing = Packing(
         data=name,
         tokenizer=None if tokenizer is None else str(tokenizer),

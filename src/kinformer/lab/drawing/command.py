@@ -1,4 +1,4 @@
-"""Drawing a subject into a file, with lines and facts about it."""
+"""The drawing of a subject into a file, with lines and facts about the picture."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TEXTS: dict[str, Callable[[DrawOptions], Picture]] = {
     "experts": text_by_experts,
     "blocks": chosen_blocks,
 }
-"""Options that draw a text, or what happens in one, and what draws it."""
+"""Options that draw a text, or a model's choices on a text, and their functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A picture in the file ``out``: its ``title``, ``lines`` that say what each part shows, and all of it as ``facts``
-    for JSON."""
+    """A picture in the file ``out``: its ``title``, ``lines`` that describe each part, and the same as ``facts`` for
+    JSON."""
 
     out: Path
     title: str
@@ -53,7 +53,7 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _picture(options: DrawOptions) -> Picture:
-    """Return the picture that the options ask for."""
+    """Return the picture of the options' subject."""
     if options.image is not None:
         return looked_at(options)
     texts = [name for name in TEXTS if getattr(options, name)]

@@ -1,6 +1,6 @@
 """The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
 
-A cell of a pattern's panel stands for neighbouring queries (down) and keys (across), and holds the share of their pairs
+A cell of a pattern's panel stands for neighbouring queries (down) and keys (across). Its value is the share of pairs
 that the pattern allows. Equal patterns are shown once.
 """
 
@@ -25,14 +25,14 @@ from kinformer.core.parts import PatternConfig, Position, Relative
 from kinformer.core.pattern import Pattern, Raster
 from kinformer.runtime.errors import plural
 
-# The pattern of a full sequence in an encoder, its global input included: for pictures.
+# The pattern of a full sequence in an encoder with its global input, for pictures.
 
 
 class CountedTokens(Protocol):
-    """A global input that was built."""
+    """The module of a global input, which counts its tokens."""
 
     def count(self, sentences: Tensor | None, time: int) -> int:
-        """Return how many tokens it has over a long input of ``time`` tokens."""
+        """Return the number of global tokens for a long input of ``time`` tokens."""
         ...
 
 
@@ -44,11 +44,11 @@ class GlobalInput(Protocol):
 
 @dataclass(frozen=True)
 class FullSequence(Pattern):
-    """A pattern of the global and the long input, with ``inner`` between the tokens of the long one; the first
-    ``num_global`` positions are the global input.
+    """A pattern of the global input and the long input, with the pattern ``inner`` between tokens of the long input.
 
-    These, and the first ``global_tokens`` of the long input, see all and are seen by all. ``global_input`` is its
-    config or None.
+    The first ``num_global`` positions are the global input. These positions and the first ``global_tokens`` positions
+    of the long input see all positions, and all positions see them. ``global_input`` is the config of the global input,
+    or None.
     """
 
     inner: Pattern
@@ -67,8 +67,8 @@ class FullSequence(Pattern):
         return FullSequence(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
 
     def sized(self, length: int) -> Pattern:
-        """Return the pattern of ``length`` tokens together: as many of the long
-        input as leave room for the global one."""
+        """Return the pattern of ``length`` tokens in all: the longest long input that leaves room for its global
+        input."""
         num_global = 0
         if self.global_input is not None:
             built = self.global_input.build(1)
@@ -84,7 +84,7 @@ class FullSequence(Pattern):
 
 
 def in_text(pattern: Pattern, config: object) -> Pattern:
-    """Return ``pattern`` with the global tokens of the model of ``config``, which may be a decoder's or a part's."""
+    """Return ``pattern`` with the global tokens of the model of ``config``; unchanged for a model without them."""
     count, global_input = getattr(config, "global_tokens", 0), getattr(config, "global_input", None)
     return FullSequence(pattern, count, global_input) if count or global_input is not None else pattern
 
@@ -111,9 +111,10 @@ SPARSE, SPARSER = 0.5, 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class PatternPanel:
-    """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1; ``causal``: no query sees a later key.
+    """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1. ``causal``: no query sees a later key.
 
-    Of the ``allowed_pairs`` among ``length`` tokens, ``computed_pairs`` is how many the executor computes, or None.
+    allowed_pairs: the number of pairs that the pattern allows among ``length`` tokens.
+    computed_pairs: the number of pairs that the executor computes, or None.
     """
 
     place: str
@@ -128,7 +129,7 @@ class PatternPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldPanel:
-    """The panel of one query in a raster image: ``shown`` [height, width] of LATER, UNSEEN, SEEN and ITSELF."""
+    """The panel of one query in a raster image: ``shown`` [height, width] with LATER, UNSEEN, SEEN or ITSELF."""
 
     place: str
     name: str
@@ -138,8 +139,11 @@ class FieldPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatPanel:
-    """The panel of numbers [rows, columns] as colours; ``signed``: around zero in two colours, else from zero in one. A
-    cell stands for ``tokens_per_cell`` rows and columns, which are counted from ``first``."""
+    """The panel of numbers [rows, columns] as colours.
+
+    ``signed``: two colours around zero; otherwise one colour from zero. A cell stands for ``tokens_per_cell`` rows and
+    columns, which are counted from ``first``.
+    """
 
     place: str
     name: str
@@ -166,8 +170,10 @@ LATER, UNSEEN, SEEN, ITSELF = range(4)
 
 @dataclass(frozen=True)
 class Placed:
-    """A part of a model's config, of the slot that was looked for, with its owner's config and the layers (from 0) that
-    have it; None: no layer's."""
+    """A part in a slot of a model's config, with the config of its owner.
+
+    ``layers`` are the numbers, from 0, of the layers with this part; None for a part outside the layers.
+    """
 
     part: Any
     owner: Any
@@ -176,8 +182,11 @@ class Placed:
 
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
-    """Return the parts of a slot in a model's config, equal ones of equal owners together, in order of first layers;
-    the parts of an encoder that reads the source belong to the encoder."""
+    """Return the parts of a slot in a model's config, in order of their first layers.
+
+    Equal parts of equal owners are one entry. Parts of an encoder that reads the source are left out, because they
+    belong to the encoder.
+    """
     panels: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
         if path[0] == "encoder":
@@ -197,7 +206,7 @@ def parts_of(config: Config, slot: str) -> list[Placed]:
 
 
 def _alike(slot: str, one: object, other: object) -> bool:
-    """Return whether owners give a part the same sizes; mixers take theirs from the full layer."""
+    """Return whether two owners give a part the same sizes; a mixer depends on the whole layer."""
     if slot in ("mixer", "encoder_mixer"):
         return bool(one == other)
     sizes = ("num_heads", "head_dim", "vocab_size", "kind")
@@ -219,7 +228,7 @@ def _walk(
 
 
 def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]]:
-    """Return the patterns of the heads that differ, their names, and which heads (from 0); () means every head."""
+    """Return the different patterns of heads, their names, and the numbers of their heads (from 0; () means all)."""
     pattern = config.build()
     if pattern.num_heads is None:
         return [(pattern, describe(config), ())]
@@ -265,8 +274,8 @@ def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
 def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
     """Return the tokens per cell, a power of two, at which the structure of all ``patterns`` is visible.
 
-    The structure of a pattern is visible where less than half of the picture's pairs are allowed; where cells stand for
-    several tokens, a little more than a third.
+    The structure of a pattern is visible if it allows less than half of the picture's pairs. If cells stand for several
+    tokens, the bound is a little more than a third.
     """
     needed = 1
     for pattern in patterns:
@@ -287,7 +296,8 @@ def _powers(limit: int) -> Iterator[int]:
 
 
 def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
-    """Return (tokens per cell, cells) for a picture of ``length`` tokens, or of as many as the patterns need."""
+    """Return (tokens per cell, cells) for a picture of ``length`` tokens; None for the length that the patterns
+    need."""
     if length is None:
         return scale(patterns), CELLS
     tokens = -(-length // MOST_CELLS)
@@ -295,8 +305,10 @@ def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
 
 
 def field_panel(pattern: Pattern, name: str, place: str, shape: tuple[int, int], cell: CellOf) -> FieldPanel:
-    """Return the panel of a query about three fifths down an image of ``shape``;
-    ``cell(positions)`` returns rows and columns."""
+    """Return the panel of a query at about three fifths of the height of an image of ``shape``.
+
+    ``cell(positions)`` returns rows and columns.
+    """
     height, width = shape
     positions = torch.arange(height * width)
     rows, columns = (item.numpy() for item in cell(positions))
@@ -311,10 +323,10 @@ def field_panel(pattern: Pattern, name: str, place: str, shape: tuple[int, int],
 
 
 def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], CellOf] | None:
-    """Return the shape of the image whose pixels a pattern's positions are, and where each stands; None where there is
-    none.
+    """Return the shape of a pattern's image, and a function from positions to rows and columns.
 
-    ``width``: take the positions for the pixels of a raster so wide.
+    The result is None for a pattern whose positions are not pixels. With ``width``, positions count as the pixels of a
+    square image of this width, line by line.
     """
     if width is not None:
         return (width, width), lambda positions: (positions // width, positions % width)
@@ -334,7 +346,7 @@ def _inside(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def describe(config: Config) -> str:
-    """Return a part in words: ``local: window 8``, ``strided: stride 8 | local: window 4``; defaults are left out."""
+    """Return a part in words without default values: ``local: window 8``, ``strided: stride 8 | local: window 4``."""
     inner = [_inner(item) for item in getattr(config, "patterns", ())]
     name = config.kind.replace("_", " ")
     if config.kind in ("union", "intersection"):
@@ -352,7 +364,7 @@ def _inner(config: Config) -> str:
 
 
 def _option(field: dataclasses.Field[object], value: object, config: Config) -> str:
-    """Return one option in words, or nothing: sizes of a pattern always, all else where it is not the default."""
+    """Return one option in words; an option with its default value gives "", except for the sizes of a pattern."""
     size = config.slot == "pattern" and isinstance(value, int) and not isinstance(value, bool) and value
     if value is None or isinstance(value, Config) or (value == field.default and not size):
         return ""
@@ -363,7 +375,7 @@ def _option(field: dataclasses.Field[object], value: object, config: Config) -> 
 
 
 def numbered(what: str, indices: Sequence[int]) -> str:
-    """Return numbers in words: ``layers 1-4``, ``head 2``, ``layers 1, 3, 5``, counted from 1."""
+    """Return numbers in words, counted from 1: ``layers 1-4``, ``head 2``, ``layers 1, 3, 5``."""
     if not indices:
         return ""
     first, last = indices[0] + 1, indices[-1] + 1
@@ -377,7 +389,7 @@ def numbered(what: str, indices: Sequence[int]) -> str:
 
 # Encodings of positions as panels, computed from a position's hooks alone.
 #
-#     embed, layer_input    the vectors that are added, [position, feature]
+#     embed, layer_input    the added vectors, [position, feature]
 #     rotate                the product of a feature with itself at a distance: cos(angle) of rotary positions
 #     relative              bias or factor of the scores by distance, a curve per head; keys and values by distance
 
@@ -387,7 +399,7 @@ MOST_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """An encoding where it acts: at the tokens of a model of ``depth`` layers, or in heads of width ``head_dim``."""
+    """An encoding with its place: at the tokens of a model of ``depth`` layers, or in heads of width ``head_dim``."""
 
     position: Position
     name: str
@@ -397,7 +409,7 @@ class Encoding:
 
 
 class OneToken(Position):
-    """An embedding of tokens and positions, shown for token 0 at every position."""
+    """An embedding of tokens and positions as an encoding: the vectors of token 0 at every position."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -408,7 +420,7 @@ class OneToken(Position):
 
 
 def encoding_panels(encoding: Encoding, length: int) -> list[Panel]:
-    """Return the panels of an encoding over ``length`` positions or distances, or as many as it has."""
+    """Return the panels of an encoding over ``length`` positions or distances, or fewer if the encoding ends before."""
     limit = encoding.position.max_length
     length = length if limit is None else min(length, limit)
     with torch.no_grad():
@@ -428,7 +440,7 @@ def _added(encoding: Encoding, length: int) -> Iterator[HeatPanel]:
 
 
 def _rotated(encoding: Encoding, length: int, width: int) -> Iterator[HeatPanel]:
-    """Yield the product of every single feature with itself at every distance."""
+    """Yield the panel of products of every feature with itself at every distance."""
     probe = torch.eye(width, dtype=torch.float64)[:, None, None].expand(width, 1, length, width)
     _, k = encoding.position.rotate(probe, probe, torch.arange(length)[None].expand(width, length))
     if not torch.equal(k, probe):
@@ -457,7 +469,8 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
 
 
 def _whole(table: Tensor, lowest: int, length: int, rest: float) -> Floats:
-    """Return [n, distances] of all distances below ``length``: ``rest`` where the encoding names none."""
+    """Return ``table`` [n, distances] for all distances below ``length``; ``rest`` fills distances outside the
+    table."""
     result = np.full((table.shape[0], length), rest)
     result[:, lowest : lowest + table.shape[1]] = table.double().numpy()[:, : length - lowest]
     return result
@@ -467,18 +480,18 @@ def _heat(table: Tensor, name: str, place: str, rows: str) -> HeatPanel:
     return HeatPanel(place=place, name=name, values=table.double().numpy(), rows=rows, columns="feature")
 
 
-# Who sees whom in a mixer without a pattern: how much each output changes when tokens are exchanged for others.
+# The influence of keys on queries in a mixer without a pattern: the change of outputs when input tokens are replaced.
 #
-# Gradients would not tell: none reaches the inputs of an earlier segment, which a memory nevertheless shows to the
-# query.
+# Gradients would miss memories: a gradient does not reach the inputs of an earlier segment, although the memory of this
+# segment influences the query.
 
 PATCHES = 64
 MOST_TOKENS = 1536
-"""Tokens in a picture for which no length was asked."""
+"""The most tokens in a picture without a given length."""
 AT_ONCE = 1 << 14
-"""Tokens in one call of the mixer."""
+"""The most tokens in one call of the mixer."""
 ROUNDING = 1e-10
-"""Changes below this share of a row's largest are none."""
+"""Changes below this share of the largest change in a row count as rounding errors, so as 0."""
 
 
 def influence_panel(
@@ -486,13 +499,15 @@ def influence_panel(
 ) -> HeatPanel:
     """Return the influence of the keys of a cell on the queries of a cell: [query cell, key cell] from 0 to 1.
 
-    It is the mean length of the change of an output when the cell's inputs, which are drawn at random, are drawn again.
-    Rows are divided by their largest value beside a token's own, which may dwarf all others and counts as 1 at most;
-    so the context shows and not the size of the outputs. ``length`` None: 1.5 times the tokens that the mixer sees.
+    All inputs are random. The influence is the mean norm of the change in an output when the inputs of a key cell are
+    drawn again. Each row is divided by its largest value off the diagonal, and values are cut at 1: the influence of
+    a token on its own output may exceed all other influences, and the picture should show the context. ``length`` None
+    means 1.5 times the tokens that the mixer sees.
     """
     tokens, cells = _extent(mixer) if length is None else grid(length, ())
     generator = torch.Generator().manual_seed(0)
     x, other = torch.randn(2, tokens * cells, dim, generator=generator, dtype=torch.float64)
+    # In float64 a change by rounding is far below ROUNDING, and a true influence is above it.
     mixer = deepcopy(mixer).double().eval()
     before, columns = _outputs(mixer, x[None]), []
     for keys in torch.arange(cells).split(max(1, AT_ONCE // len(x))):
@@ -514,7 +529,10 @@ def influence_panel(
 
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
-    """Return (tokens per cell, a power of two, cells) for 1.5 times what a query sees; an image has 8 x 8."""
+    """Return (tokens per cell, cells) for 1.5 times the tokens that a query sees; an image has 8 x 8 patches.
+
+    The tokens per cell are a power of two.
+    """
     if isinstance(mixer, GridOnly):
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)

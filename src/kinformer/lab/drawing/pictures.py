@@ -1,7 +1,7 @@
 """Pictures as PNG or SVG files: panels side by side, a coloured text, or an image under a model's attention.
 
-Panels of patterns are in the manner of the figures of Child et al. 2019, Beltagy et al. 2020 and Zaheer et al. 2020:
-queries run down, keys across; a token's own cell is dark, the cells that it sees are light.
+Panels of patterns follow the figures of Child et al. 2019, Beltagy et al. 2020 and Zaheer et al. 2020: queries run
+down, and keys run across. The cell of the token itself is dark, and the cells of visible keys are light.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 class ColouredText:
     """The ``pieces`` of text, each with the number of its group, or None.
 
-    ``labels``: a word for every group, under the ``legend``. ``ordered``: the groups go from little to much, and their
-    colours from light to dark; else any two look different, as far as there are colours.
+    labels: a word for every group, under the ``legend``.
+    ordered: whether groups have an order, which colours from light to dark show. Groups without an order have different
+        colours, which repeat if there are too many groups.
     """
 
     pieces: Sequence[tuple[str, int | None]]
@@ -69,7 +70,7 @@ class WindowsOver:
     shift: int
 
     def lines(self, pixels: int) -> list[int]:
-        """Return where windows meet along a side of this many ``pixels``."""
+        """Return the borders of windows along a side of ``pixels`` pixels."""
         step, first = self.side * self.patch, self.shift * self.patch
         return list(range(first or step, pixels, step))
 
@@ -84,8 +85,8 @@ class SeenImage:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture of a subject's ``kind``: its ``title``, to which ``more`` is added in words, its ``content``, ``lines``
-    that say what each part shows, and ``facts`` for JSON."""
+    """A picture of a subject of a ``kind``: its ``title``, its ``content``, ``lines`` that describe each part, and
+    ``facts`` for JSON. ``more`` follows the title in printed text."""
 
     title: str
     content: ColouredText | SeenImage | Sequence[Panel]
@@ -95,7 +96,7 @@ class Picture:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Draw the picture into a file; the ending of ``path`` says whether as PNG or SVG."""
+        """Draw the picture into a file; the ending of ``path`` chooses PNG or SVG."""
         if isinstance(self.content, ColouredText):
             _draw_text(self.content, self.title, path)
         elif isinstance(self.content, SeenImage):
@@ -108,7 +109,7 @@ MAX_PANELS = 24
 
 
 def picture_of(kind: str, title: str, panels: Sequence[Panel]) -> Picture:
-    """Return the picture of the first ``MAX_PANELS`` panels; the facts are of all."""
+    """Return the picture of the first ``MAX_PANELS`` panels; the facts cover all panels."""
     drawn, more = panels[:MAX_PANELS], ""
     if len(panels) > len(drawn):
         more = spelled(f" ({len(drawn)} of {len(panels)}; choose with `layer` and `head`)")
@@ -135,16 +136,17 @@ def _facts(panel: Panel) -> dict[str, object]:
 COLUMNS = 4
 SIZE, GAP, MARGIN, TOP, HEAD, LINE = 2.7, 0.62, 0.55, 0.42, 0.56, 0.15
 FOOT, SHIFT, LABELS, LEGEND = 0.12, 0.3, 0.42, 0.26
-"""Inches: a panel, the space after it, on the left, for the title, over a panel without and per line of text, below."""
+"""Lengths in inches: a panel, the space after it, on the left, for the title, over a panel (alone, and per line of
+text), and below."""
 PAST, FUTURE = "#DFE3E6", "#F5F6F7"
 KINDS = {ITSELF: (BLUE, "the token itself"), SEEN: (SKY, "seen"), UNSEEN: (PAST, "not seen"), LATER: (FUTURE, "later")}
 FAINTEST = 0.35
 MOST_NUMBERS = 64
-"""Cells of a panel of numbers that also show them."""
+"""The most cells of a panel of numbers that also shows the numbers as text."""
 
 
 def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
-    """Draw all panels as small multiples under one title; the ending of ``path`` says whether as PNG or SVG."""
+    """Draw all panels as small multiples under one title; the ending of ``path`` chooses PNG or SVG."""
     columns = 3 if len(panels) in (5, 6, 9) else min(COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
     lines = [_title(panel, title) for panel in panels]
@@ -182,14 +184,14 @@ def _paint(axes: Axes, panel: Panel) -> None:
 
 
 def _title(panel: Panel, title: str) -> list[str]:
-    """Return the place of the panel's part, and its name unless the figure's title holds it; at most four lines."""
+    """Return at most four lines: the place of the panel's part, and its name unless the figure's title holds it."""
     parts = [part for part in panel.name.split("\n") if part != title]
     lines = [line for part in parts for line in wrap(part, 44)]
     return ([panel.place] if panel.place else []) + (lines if len(lines) < 4 else [*lines[:2], f"{lines[2]} ..."])
 
 
 def _tops(panel: Panel) -> bool:
-    """Return whether the panel has its ticks on top."""
+    """Return whether the ticks of the panel are on top."""
     return isinstance(panel, PatternPanel | FieldPanel)
 
 
@@ -225,7 +227,7 @@ def _field(axes: Axes, panel: FieldPanel) -> None:
 
 
 def _mosaic(axes: Axes, colours: np.ndarray) -> None:
-    """Draw square cells with thin lines between, the first row on top."""
+    """Draw square cells with thin lines between them; the first row is on top."""
     rows, columns = colours.shape[:2]
     axes.pcolormesh(
         np.arange(columns + 1),
@@ -313,7 +315,7 @@ def _legend(drawn: Figure, panels: Sequence[Panel], left: float) -> None:
 
 
 def _hides(panel: PatternPanel) -> bool:
-    """Return whether a query misses something that it might see."""
+    """Return whether the pattern hides a key that causality allows."""
     shares = np.tril(panel.shares, -1) + np.triu(np.ones_like(panel.shares)) if panel.causal else panel.shares
     return bool((shares == 0).any())
 
@@ -326,7 +328,7 @@ def _rgb(colour: str) -> np.ndarray:
 
 CHARACTERS = 84
 CELL, TEXT_LINE, AROUND, ABOVE, BELOW = 0.092, 0.19, 0.3, 0.5, 0.55
-"""Inches: a character's width, a line's height, the space around, above and below the text."""
+"""Lengths in inches: the width of a character, the height of a line, the space around, above and below the text."""
 LIGHTEST, DARKEST = 0.06, 0.85
 MOST_LABELS = 16
 Colour = tuple[float, ...]
@@ -352,7 +354,7 @@ def _draw_text(text: ColouredText, title: str, path: Path) -> None:
 
 
 def _rows(pieces: Sequence[tuple[str, int | None]]) -> Iterator[list[tuple[str, int | None]]]:
-    """Yield characters with their groups, a list for each line; the end of a line is shown, as its group is."""
+    """Yield a list of characters with their groups for each line; the end of a line is shown as a character too."""
     line: list[tuple[str, int | None]] = []
     for piece, group in pieces:
         for character in piece:
@@ -391,7 +393,7 @@ def _text_legend(drawn: Figure, text: ColouredText, colours: Sequence[Colour], s
 
 
 def _colours(count: int, ordered: bool) -> list[Colour]:
-    """Return colours from light to dark, or, of groups without an order, light ones that go around."""
+    """Return ``count`` colours: from light to dark if ``ordered``, else light colours, which repeat."""
     from matplotlib import colormaps
 
     if not ordered:
@@ -405,11 +407,11 @@ def _colours(count: int, ordered: bool) -> list[Colour]:
 # An image beside a model's attention to it.
 
 IMAGES, IMAGE, OVER, COVER = 4, 2.4, 0.5, 0.6
-"""Panels in a line; inches: a panel and the space over it; how much of the image the heat covers."""
+"""Panels in a line; the sizes in inches of a panel and of the space over it; the opacity of the heat over the image."""
 
 
 def _draw_image(image: SeenImage, title: str, path: Path) -> None:
-    """Draw the image, then a panel for each item drawn over it; PNG or SVG by the ending of ``path``."""
+    """Draw the image, and a panel for each layer drawn over it; the ending of ``path`` chooses PNG or SVG."""
     count = 1 + len(image.over)
     columns = min(IMAGES, count)
     rows = ceil(count / columns)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Loss against context length and against position, in the manner of Press et al. 2022 (ALiBi), figures 1 and 4.
+# Loss against context length and against position, as in figures 1 and 4 of Press et al. 2022 (ALiBi).
 
 Points = tuple[tuple[int, float], ...]
 Stroke = Literal["solid", "dashed", "dotted"]
@@ -31,9 +31,10 @@ STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One model: bits per byte at each context length, and by position (the last of each bin) in its longest window.
+    """The curve of one model: bits per byte at each context length, and by position in the longest window.
 
-    ``trained``: its training length. Without a ``colour`` the next one of the series is taken.
+    A position is the last position of its bin. ``trained`` is the training length. Without a ``colour`` the curve gets
+    the next colour of the series.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Curve:
 
 
 def plot_lengths(curves: Sequence[Curve], path: Path) -> None:
-    """Draw both pictures side by side, as PNG or SVG by the ending of ``path``; values far above are cut off."""
+    """Draw both pictures side by side; values far above the range are cut off. ``path`` ends in .png or .svg."""
     with figure(11.0, 4.7) as drawn:
         left, right = drawn.subplots(1, 2)
         colours = [curve.colour or SERIES[index % len(SERIES)] for index, curve in enumerate(curves)]
@@ -85,7 +86,7 @@ def _panel(axes: Axes, curves: Sequence[Curve], lines: Sequence[Points], colours
 
 
 def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, float]:
-    """Return the range from the best value to somewhat above the models' values at their training length."""
+    """Return the range of the vertical axis: from the best value to a margin above the values at training length."""
     values = [y for points in lines for _, y in points]
     within = [y for one, points in zip(curves, lines, strict=True) for x, y in points if x == one.trained]
     low, high = min(values), max(values)
@@ -96,8 +97,7 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
 
 
 def _label(axes: Axes, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
-    """Write each curve's name where it ends: beside its last point, or above the
-    picture where it leaves that for good."""
+    """Write the name of each curve at its end: beside its last point, or above the picture where the curve leaves."""
     low, high = axes.get_ylim()
     left, right = (log2(x) for x in axes.get_xlim())
     ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
@@ -121,7 +121,7 @@ def _label(axes: Axes, names: Sequence[str], lines: Sequence[Points], colours: S
 
 
 def _exit(points: Points, high: float) -> float | None:
-    """Return log2 of where the curve crosses ``high`` for the last time, if it ends above."""
+    """Return log2 of the place where the curve crosses ``high`` for the last time; None if it ends below ``high``."""
     if points[-1][1] <= high:
         return None
     below = max((index for index, (_, y) in enumerate(points) if y <= high), default=None)
@@ -131,7 +131,7 @@ def _exit(points: Points, high: float) -> float | None:
     return log2(x0) + (log2(x1) - log2(x0)) * (high - y0) / (y1 - y0)
 
 
-# Returns against target returns, in the manner of Chen et al. 2021, figure 4.
+# Returns against target returns, as in figure 4 of Chen et al. 2021.
 
 
 class Mean(TypedDict):
@@ -141,8 +141,10 @@ class Mean(TypedDict):
 
 
 class Point(Mean):
-    """The mean return of episodes that aimed at ``target`` (None: at the best, whose mean is ``optimal``), and half the
-    width of its ``confidence`` interval."""
+    """The mean return of episodes that aim at ``target``, and half the width of its ``confidence`` interval.
+
+    ``target`` None aims at the best return, whose mean is ``optimal``.
+    """
 
     target: float | None
     confidence: float
@@ -150,7 +152,7 @@ class Point(Mean):
 
 
 def plot_returns(rows: Sequence[Point], clone: Mean | None, best: float, title: str, path: Path) -> None:
-    """Draw ``rows``, the best of the data and the mean of cloned behaviour; the last two are lines."""
+    """Draw ``rows`` as points, and the best return of the data and the mean of cloned behaviour as lines."""
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
     with figure(5.4, 4.2) as drawn:
         axes = drawn.subplots()
@@ -176,12 +178,11 @@ def plot_returns(rows: Sequence[Point], clone: Mean | None, best: float, title: 
         save(drawn, path)
 
 
-# The relative gain of each step to a longer context, the picture behind a relative effective context length.
+# The relative gain of each step to a longer context, which defines the relative effective context length.
 
 
 def plot_effective_context(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], path: Path) -> None:
-    """Draw the gain in percent of perplexity against the context that a step
-    leads to, one line per model; PNG or SVG."""
+    """Draw the gain in percent of perplexity against the context after a step, one line for each model."""
     with figure(6.4, 4.0) as drawn:
         axes = drawn.subplots()
         bare(axes, "left", "bottom")
@@ -210,13 +211,13 @@ def plot_effective_context(names: Sequence[str], contexts: Sequence[int], curves
         save(drawn, path)
 
 
-# Bits per byte against a store's weight and against its size (Khandelwal et al. 2020, figures 4 and 5).
+# Bits per byte against the weight and the size of a datastore (Khandelwal et al. 2020, figures 4 and 5).
 
 StorePoints = Sequence[tuple[float, float]]
 
 
 def plot_datastore(alone: float, weights: StorePoints, sizes: StorePoints, path: Path) -> None:
-    """Draw both curves as PNG or SVG; ``alone`` is the model's metric without a store. ``sizes`` may be empty."""
+    """Draw both curves; ``alone`` is the model's metric without a datastore. ``sizes`` may be empty."""
     from matplotlib.ticker import EngFormatter, NullFormatter
 
     with figure(10.0 if sizes else 5.2, 3.8) as drawn:

@@ -1,4 +1,5 @@
-"""Pictures of a trained run: exits, buckets, experts, spans and chosen blocks of a text, and attention to an image."""
+"""Pictures of a trained run: the exits, buckets, experts, spans and chosen blocks of a text; the attention to an
+image."""
 
 from __future__ import annotations
 
@@ -32,18 +33,19 @@ from kinformer.lab.tasks.vision import probabilities_of
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 
-# The text of a run's data, or another, with a colour for every token.
+# The text of a run's data, or another text, with a colour for every token.
 
 TEXT_OPTIONS = ("exits", "buckets", "experts", "blocks", "data")
 TOKENS, MAX_TOKENS = 1200, 6000
 TRACED, BLOCKS = 512, 32
-"""Tokens, or blocks, of a text that is read as a whole, unless an option gives a length."""
+"""The default length of a text, in tokens and in blocks, for pictures that read the whole text at once."""
 
 
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
     """Return the run whose text the option ``what`` draws.
 
-    Errors: ``KinformerError`` for options that it does not read, ``unread`` among them, and for runs that read no text.
+    Errors: ``KinformerError`` for options that this picture does not read, such as ``unread``, and for runs that do not
+    read text.
     """
     others = ("pattern", "position", *unread, "image_width")
     if wrong := [marked(name) for name in others if getattr(options, name)]:
@@ -55,7 +57,7 @@ def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
 
 
 def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarray:
-    """Return the first ids of the text to draw, one more than ``options.length``, or ``length`` if that is not set."""
+    """Return the first ids of the text to draw: one id more than ``options.length``, or than ``length`` without it."""
     split = held_out(run, EvaluationSettings(data=options.data)).split
     split.require(2, "a drawing")
     count = min(options.length or length, MAX_TOKENS, len(split) - 1)
@@ -71,8 +73,10 @@ def _text(
     labels: Sequence[str],
     ordered: bool = False,
 ) -> Picture:
-    """Return the picture of a text, every token in the colour of its group; a character of several tokens stands
-    with the last."""
+    """Return the picture of a text with every token in the colour of its group.
+
+    A character of several tokens belongs to the last token.
+    """
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
     pieces = [(stream.feed(token), group) for token, group in zip(ids, groups, strict=True)]
@@ -84,7 +88,7 @@ def _text(
 def _grouped(
     run: Run, ids: Sequence[int], groups: Sequence[int], members: Sequence[int], legend: str, title: str
 ) -> Picture:
-    """Return the picture of a text in groups without an order; ``members`` is the number of tokens of each."""
+    """Return the picture of a text in groups without an order; ``members`` is the number of tokens in each group."""
     labels = [f"{number}  {count / len(ids):.0%}" for number, count in enumerate(members, start=1)]
     return _text(run, ids, groups, title, legend, labels)
 
@@ -119,8 +123,10 @@ def text_by_buckets(options: DrawOptions) -> Picture:
 
 
 def text_by_experts(options: DrawOptions) -> Picture:
-    """Draw the text in the colours of the experts of largest weight in one layer; the facts hold the number of
-    ``tokens`` of every expert, and its ``share`` of all weights."""
+    """Draw the text with each token in the colour of its expert of largest weight in one layer.
+
+    The facts hold the number of ``tokens`` of every expert, and its ``share`` of all weights.
+    """
     run = text_run(options, "experts", "head")
     tokens = tokens_of(run, options)[: options.length or TRACED]
     seen = _shown(run.model(options.set).eval(), "experts", torch.from_numpy(tokens[None]))
@@ -144,7 +150,7 @@ def text_by_experts(options: DrawOptions) -> Picture:
 
 
 def text_by_exits(options: DrawOptions) -> Picture:
-    """Draw the text in the colours of the exits by which its tokens were predicted."""
+    """Draw the text with each token in the colour of the exit that predicted it."""
     run = text_run(options, "exits", "layer", "head")
     model = run.model(options.set)
     stack = early_exit_stack(model)
@@ -154,7 +160,7 @@ def text_by_exits(options: DrawOptions) -> Picture:
             "give a threshold by `set` stack.rule.thresholds=[0.9]."
         )
     tokens = tokens_of(run, options)
-    # Of all but the last token, with half a window or more of text before each.
+    # Windows overlap by half, so each token after the first window has at least half a window of context.
     windows, seen = main_windows(run, model, overlap=0.5, beside_lengths=True), []
     hook = stack.left.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0]))
     try:
@@ -177,8 +183,10 @@ def text_by_exits(options: DrawOptions) -> Picture:
 
 
 def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:
-    """Return the first value that each layer shows at a point of ``core.probe`` while the model reads ``tokens`` [1,
-    time], and its facts, by the layer's number."""
+    """Return the first value of each layer at a point of ``core.probe``, and the facts of the value, by layer number.
+
+    The model reads ``tokens`` [1, time].
+    """
     seen: dict[int, tuple[Tensor, dict[str, Any]]] = {}
     number = 0
 
@@ -198,12 +206,14 @@ def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, di
     return seen
 
 
-# The blocks of keys that the queries of a trained run chose on a text, by layer and head.
+# The blocks of keys that the queries of a trained run choose on a text, by layer and head.
 
 
 def chosen_blocks(options: DrawOptions) -> Picture:
-    """Draw a panel for every layer and for all heads in it that choose together: the keys that they see among the
-    text's first tokens, by the branch that chooses."""
+    """Draw the keys that queries see through chosen blocks, among the first tokens of the text.
+
+    Each layer has a panel for each group of heads that choose together.
+    """
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
     blocks = [facts["block"] for _, facts in _shown(model, "choices", torch.zeros(1, 1, dtype=torch.int64)).values()]
@@ -231,13 +241,15 @@ def chosen_blocks(options: DrawOptions) -> Picture:
 
 
 def _choice_panel(chosen: Tensor, facts: dict[str, Any], place: str) -> PatternPanel:
-    """Return the panel of a choice [time, n]: of every cell of queries and keys, the share of pairs seen."""
+    """Return the panel of the choices ``chosen`` [time, n]: the share of visible pairs in every cell."""
     (time, others), size = chosen.shape, facts["block"]
     blocks = -(-time // size)
     per_cell = -(-blocks // MOST_CELLS)
     cells, index = -(-blocks // per_cell), torch.arange(time)
     seen = torch.zeros(cells * per_cell * size, cells * per_cell + 1, dtype=torch.float64)  # keys, by query and block
+    # A missing choice, -1, goes into the additional last column, which is dropped below.
     seen[:time].scatter_(1, torch.where(chosen < 0, cells * per_cell, chosen), float(size))
+    # A query sees its own block only up to itself.
     seen[index, index // size] = (index % size + 1).double()
     pairs = seen[:, :-1].view(cells, per_cell * size, cells, per_cell).sum((1, 3))
     always = [f"{facts[name]} {name}" for name in ("first", "near") if facts.get(name)]
@@ -253,7 +265,7 @@ def _choice_panel(chosen: Tensor, facts: dict[str, Any], place: str) -> PatternP
     )
 
 
-# The span of every head that learns how far it looks back.
+# The spans of heads that learn how far they look back.
 
 
 def learnt_spans(options: DrawOptions) -> Picture:
@@ -288,14 +300,15 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
     return HeatPanel(place="", name=name, values=values, rows="layer", columns="head", signed=False, first=1)
 
 
-# What a trained model looks at in an image: attention roll-out, or the windows of its stages.
+# The attention of a trained model to an image: attention roll-out, or the windows of its stages.
 #
 # Roll-out (Abnar and Zuidema 2020, section 3): A_l = (mean over heads of the probabilities + I) / 2 for each layer,
-# and R = A_L ... A_1; a row of R is how much of each patch has reached a token by attention and residual connections.
+# and R = A_L ... A_1. A row of R holds the share of each patch that reaches a token by attention and residual
+# connections.
 
 TASK = "vision"
 OF_OTHERS = ("pattern", "position", "spans", *TEXT_OPTIONS, "length", "layer", "head", "image_width")
-"""Options of other drawings."""
+"""Options of other drawings, which the drawing of an image refuses."""
 
 
 class _Call(NamedTuple):
@@ -307,7 +320,7 @@ class _Call(NamedTuple):
 
 
 def looked_at(options: DrawOptions) -> Picture:
-    """Draw the image ``options.image``, or the first that it names, with what the run looks at."""
+    """Draw the image ``options.image``, or the first of several images, under the run's attention."""
     if unread := [marked(name) for name in OF_OTHERS if getattr(options, name)]:
         raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
     assert options.image is not None
@@ -344,7 +357,7 @@ def looked_at(options: DrawOptions) -> Picture:
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:
-    """Return the roll-out [time, time] of the probabilities [heads, time, time] of all layers, the first one first."""
+    """Return the roll-out [time, time] of the probabilities [heads, time, time] of ``layers``, from first to last."""
     output = torch.eye(layers[0].shape[-1], dtype=torch.float64)
     for layer in layers:
         mean = layer.double().cpu().mean(0) + torch.eye(layer.shape[-1], dtype=torch.float64)
@@ -353,7 +366,7 @@ def rollout(layers: Sequence[Tensor]) -> Tensor:
 
 
 def _probabilities(call: _Call) -> Tensor | None:
-    """Return the mixer's probabilities [heads, time, time] where these alone say what reaches its outputs."""
+    """Return the mixer's probabilities [heads, time, time]; None if its outputs also depend on anything else."""
     try:
         read = weights_of(call.mixer, (call.x, call.text))
     except NoWeights:
@@ -363,8 +376,11 @@ def _probabilities(call: _Call) -> Tensor | None:
 
 
 def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Patches.Config) -> list[HeatOver]:
-    """Return the heat of attention roll-out over the patches, relative to the mean patch: one map per token before the
-    patches or, where there is none, one of the patches' mean, weighted by the head's ``shares`` if it has some."""
+    """Return maps of attention roll-out over the patches, relative to the mean patch.
+
+    Each token before the patches, such as the class token, has a map. Without such tokens there is one map, of the mean
+    of all patches, or of the mean weighted by the ``shares`` of a gated head.
+    """
     grid = call.text.grid
     assert grid is not None
     rows = rolled_so_far[: input.before] if input.before else rolled_so_far.mean(0, keepdim=True)
@@ -380,7 +396,10 @@ def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input:
 
 
 def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
-    """Return the windows of every stage, apart for shifted layers; patches double in width from stage to stage."""
+    """Return the windows of every stage, with separate entries for shifted layers.
+
+    The width of patches doubles from stage to stage.
+    """
     windows: dict[tuple[int, int, int], list[int]] = {}
     widest = calls[0].x.shape[-1]
     for number, call in enumerate(calls, start=1):

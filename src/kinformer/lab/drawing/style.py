@@ -42,7 +42,7 @@ STYLE = {
 
 
 def check(path: Path) -> str:
-    """Return the format that the ending of ``path`` names, "png" or "svg"; raise where matplotlib is missing."""
+    """Return the format of ``path`` by its ending, "png" or "svg"; raise ``KinformerError`` without matplotlib."""
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS:
         raise KinformerError(f"{path}: a figure's name ends in .png or .svg, but this one in {path.suffix!r}.")
@@ -55,7 +55,7 @@ def check(path: Path) -> str:
 
 @contextmanager
 def figure(width: float, height: float) -> Iterator[Figure]:
-    """Yield an empty figure of ``width`` x ``height`` inches, in the house style within the context."""
+    """Yield an empty figure of ``width`` x ``height`` inches; the style holds within the context."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -64,21 +64,23 @@ def figure(width: float, height: float) -> Iterator[Figure]:
 
 
 def save(drawn: Figure, path: Path) -> None:
-    """Write a figure as its name's ending says, atomically and the same every time."""
+    """Write a figure atomically in the format of its ending; equal figures give equal bytes."""
     ending = check(path)
     metadata = {"Date": None} if ending == "svg" else {"Software": None}
     write_atomic(path, lambda target: drawn.savefig(target, format=ending, dpi=DPI, metadata=metadata))
 
 
 def bare(axes: Axes, *sides: str) -> None:
-    """Leave only the named sides of the frame."""
+    """Hide all sides of the frame except ``sides``."""
     for name, spine in axes.spines.items():
         spine.set_visible(name in sides)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Return ``heights`` moved as little as needed to lie at least ``gap`` apart, in
-    the same order: labels at lines' ends."""
+    """Return ``heights``, moved so that neighbours are at least ``gap`` apart in the same order.
+
+    This places the labels at the ends of curves.
+    """
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     groups: list[tuple[list[int], float]] = []
     for index in order:

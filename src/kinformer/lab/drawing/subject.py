@@ -52,16 +52,21 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
-"""Sizes of a position or an embedding that is drawn outside any model."""
+"""The sizes of a position or an embedding without a model."""
 TITLE = 36
 POSITIONLESS = ("lookup", "adaptive")
-"""Embeddings that do not look at positions."""
+"""Embeddings that do not depend on positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The parts to draw: (pattern, name, place) of each head or layer that differs, encodings, and ``others``: (mixer,
-    name, place, width) of each mixer without a pattern. ``untrained``: kinds of encodings that only training fills."""
+    """The parts to draw.
+
+    patterns: (pattern, name, place) of each different head or layer.
+    encodings: the encodings of positions.
+    others: (mixer, name, place, width) of each mixer without a pattern.
+    untrained: the kinds of encodings with random numbers before training, which are not drawn.
+    """
 
     kind: str
     title: str
@@ -72,14 +77,14 @@ class Subject:
     untrained: list[str] = field(default_factory=list)
 
     def add_position(self, config: Config, position: Position | None, place: str = "", **sizes: int) -> None:
-        """Add an encoding of positions; ``position`` None: it is random before training."""
+        """Add an encoding of positions; ``position`` None means that its numbers are random before training."""
         if position is None:
             self.untrained.append(config.kind)
         else:
             self.encodings.append(Encoding(position=position, name=describe(config), place=place, **sizes))
 
     def add_embedding(self, config: Config, embedding: nn.Module | None, place: str = "") -> None:
-        """Add an embedding of tokens and positions; None: it is random before training."""
+        """Add an embedding of tokens and positions; None means that its numbers are random before training."""
         if embedding is not None:
             name = f"{describe(config)}\none token at every position"
             self.encodings.append(Encoding(position=OneToken(embedding), name=name, place=place))
@@ -106,8 +111,10 @@ class Subject:
 
 
 def find(options: DrawOptions) -> Subject:
-    """Return the member, run folder, pattern or position with the name ``options.subject``; in this order,
-    unless an option names the kind."""
+    """Return the member, run folder, pattern or position with the name ``options.subject``.
+
+    They are tried in this order, unless an option names the kind.
+    """
     from kinformer.family.build import configure
     from kinformer.family.table import FAMILY
 
@@ -128,7 +135,7 @@ def find(options: DrawOptions) -> Subject:
     if name in table:
         return _part(options, {"kind": name})
     if named and "/" in name:
-        open_run(name)  # raises an error that says why the folder does not hold a run
+        open_run(name)  # raises the error about a folder without a run
     kinds = (
         "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
     )
@@ -136,12 +143,14 @@ def find(options: DrawOptions) -> Subject:
     raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
 
 
-# A pattern or a position outside any model.
+# A pattern or a position without a model.
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
-    """Return the slot of every kind of part that can be drawn alone, or that an option names; a kind in two slots is a
-    pattern."""
+    """Return the slot of every kind of part that can be drawn alone; an option may restrict the slots.
+
+    A kind in two slots counts as a pattern.
+    """
     from kinformer.family.kinds import kinds
 
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
@@ -151,7 +160,10 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
 
 def _means_part(options: DrawOptions) -> bool:
-    """Return whether a pattern or a position has the name too, and --set changes nothing that a model has."""
+    """Return whether the name of a member means a pattern or a position of the same name.
+
+    This is so if --set changes only fields that models do not have.
+    """
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
 
@@ -173,7 +185,7 @@ def _expression(options: DrawOptions) -> Subject:
 
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:
-    """Return a pattern or a position by itself, with the options that --set gives it."""
+    """Return the subject of one pattern or position, with the changes of --set."""
     from kinformer.family.kinds import kinds
 
     slot, changes = _parts(options)[data["kind"]], options.set
@@ -189,7 +201,8 @@ def _part(options: DrawOptions, data: JsonObject) -> Subject:
     elif isinstance(config, EmbeddingConfig):
         subject.add_embedding(config, _built(lambda: config.build(1, DIM)))
     elif isinstance(config, PositionConfig) and config.kind != "none":
-        with suppress(KinformerError):  # raised by a position that acts inside attention
+        # A position that acts inside attention raises here, and is built for heads below.
+        with suppress(KinformerError):
             subject.add_position(config, _built(lambda: config.build_model(DIM, DEPTH)), depth=DEPTH)
             return subject
         position = _built(lambda: config.build_heads(NUM_HEADS * HEAD_DIM, NUM_HEADS, HEAD_DIM))
@@ -201,8 +214,8 @@ def _part(options: DrawOptions, data: JsonObject) -> Subject:
 
 
 class _Side(NamedTuple):
-    """A model, or the encoder that reads its source: config, width, the trained module or None, and the name before
-    its places."""
+    """A model, or the encoder of a model: its config, its width, the trained module or None, and the prefix of the
+    names of its places."""
 
     config: Any
     dim: int
@@ -214,8 +227,10 @@ class _Side(NamedTuple):
 
 
 def _built(build: Callable[[], M], model: nn.Module | None = None, path: str = "") -> M | None:
-    """Return the module at ``path`` of a trained model; without a model a new one, or None if its numbers depend on the
-    seed: before training they say nothing."""
+    """Return the module at ``path`` of a trained model, or without a model a new module.
+
+    The result is None for a new module whose numbers depend on the seed, because random numbers show nothing.
+    """
     if model is not None:
         return _module_at(model, path)
     built = []
@@ -227,17 +242,17 @@ def _built(build: Callable[[], M], model: nn.Module | None = None, path: str = "
 
 
 def _module_at(model: nn.Module, path: str) -> Any:
-    """Return the module that was built of the part of the config at ``path``."""
+    """Return the module of the part of the config at ``path``."""
     return model.get_submodule(f"stack.{path}" if path.startswith("layers.") else path)
 
 
 def _place_of(placed: Placed) -> str:
-    """Return in words where a part stands."""
+    """Return the place of a part in words."""
     return "in the input" if placed.path.startswith("input.") else numbered("layer", placed.layers or ())
 
 
 def _model(kind: str, title: str, config: ModelConfig, model: nn.Module | None, options: DrawOptions) -> Subject:
-    """Return the patterns and positions of a model's config; with a trained ``model`` the positions are its."""
+    """Return the patterns and positions of a model's config; a trained ``model`` gives its learnt positions."""
     depth = len(config.layers)
     if options.layer is not None and options.layer > depth:
         raise KinformerError(f"`layer` {options.layer}: {title} has {plural(depth, 'layer')}; give 1 to {depth}.")
@@ -250,7 +265,7 @@ def _model(kind: str, title: str, config: ModelConfig, model: nn.Module | None, 
 
 
 def _add(subject: Subject, side: _Side) -> None:
-    """Add all that can be drawn of a side."""
+    """Add all parts of a side that can be drawn."""
     config, dim, model, _ = side
     options = subject.options
     for placed in _of_layer(parts_of(config, "pattern"), options):
@@ -268,7 +283,8 @@ def _add(subject: Subject, side: _Side) -> None:
     for placed in _apart(_of_layer(mixers, options), model):
         width = config.stack.widths(dim, len(config.layers))[(placed.layers or (0,))[0]]
         mixer = placed.part.build(width) if model is None else _module_at(model, placed.path)
-        if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):  # it sees the whole source
+        # A mixer that reads the source sees the whole source, so its picture would be one filled square.
+        if not hasattr(placed.part, "pattern") and not isinstance(mixer, ReadsSource):
             subject.others.append((mixer, describe(placed.part), side.at(_place_of(placed)), width))
 
 
@@ -287,7 +303,7 @@ def _add_position(subject: Subject, placed: Placed, side: _Side) -> None:
 
 
 def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
-    """Return the parts of the layer that was asked for; all parts if none was."""
+    """Return the parts of the layer ``options.layer``; all parts if the option is not set."""
     if options.layer is None:
         return placed_parts
     layer = options.layer - 1
@@ -295,7 +311,7 @@ def _of_layer(placed_parts: list[Placed], options: DrawOptions) -> list[Placed]:
 
 
 def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
-    """Return the parts; a part whose weights differ by layer of a trained ``model`` stands once for every layer."""
+    """Return the parts; a part with different weights in the layers of a trained ``model`` has an entry per layer."""
     separate = []
     for placed in placed_parts:
         layers = placed.layers or ()
@@ -310,7 +326,7 @@ def _apart(placed_parts: list[Placed], model: nn.Module | None) -> list[Placed]:
 
 
 def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str]]:
-    """Return each pattern that differs among the heads, or the pattern of the head of ``options``."""
+    """Return the different patterns of the heads, or the pattern of the head ``options.head``."""
     groups = heads_of(placed.part)
     alike = not groups[0][2]
     count = getattr(placed.owner, "num_heads", None) if alike else sum(len(heads) for _, _, heads in groups)

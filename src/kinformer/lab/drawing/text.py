@@ -1,5 +1,5 @@
-"""A model in plain text: the formulas in the docstrings of its parts, its sizes in papers' symbols and ours, and its
-patterns as characters."""
+"""A model in plain text: the formulas in the docstrings of its parts, its sizes in symbols of papers and names of
+settings, and its patterns as characters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PLAIN = {
     ("head", "language"),
     ("embedding", "lookup"),
 }
-"""Parts that many members share."""
+"""Plain parts of many members, whose formulas are left out."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
     ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
 )  # fmt: skip
-"""Symbols of papers, with the names of the settings here."""
+"""Symbols of papers, each with the name of its setting."""
 
 
 class Formula(NamedTuple):
@@ -47,8 +47,10 @@ class Formula(NamedTuple):
 
 
 def formulas(config: Config) -> list[Formula]:
-    """Return the formulas of every different part of a model's config, mixers first; formulas
-    stand indented in a module's docstring."""
+    """Return the formulas of every different part of a model's config, mixers first.
+
+    Formulas are the indented lines of a docstring.
+    """
     formulas_by_name: dict[tuple[str, str], Formula] = {}
     for part in parts_in(config):
         key = (part.slot, part.kind)
@@ -61,8 +63,8 @@ def formulas(config: Config) -> list[Formula]:
 
 
 def described(config: type[Config]) -> str:
-    """Return the text on the part that ``config`` builds: the docstring of its file, or of its class if the file holds
-    several parts."""
+    """Return the text about the part that ``config`` builds: the docstring of its file, or of its class if the file
+    holds several parts."""
     module = sys.modules.get(config.__module__)
     if module is None:
         return ""
@@ -78,7 +80,7 @@ def built_by(config: type[Config]) -> type:
 
 
 def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
-    """Return (symbol of papers, name here, value) of the sizes that all layers have in common."""
+    """Return (symbol in papers, name of the setting, value) of each size; a size that differs by layer has a list."""
     sizes: dict[str, set[int]] = {"dim": {config.dim}}
     for layer in config.layers:
         for part in parts_in(layer):
@@ -110,7 +112,7 @@ def _indented(text: str) -> Iterator[str]:
     return (line[4:] for line in text.splitlines() if line.startswith("    "))
 
 
-# A softmax pattern as a small picture in text: row i is a query, column j a key, a filled cell one that it sees.
+# A softmax pattern as a small picture in text: row i is a query, column j a key, and a filled cell is a visible key.
 
 CELLS = 16
 MOST_TOKENS = 256
@@ -118,7 +120,7 @@ SEEN, UNSEEN = "■", "·"
 
 
 class TextPicture(TypedDict):
-    """The picture of a ``pattern``, by its name: ``rows`` of cells, each for ``tokens_per_cell``."""
+    """The picture of a ``pattern``, given by name: ``rows`` of cells, each for ``tokens_per_cell`` tokens."""
 
     pattern: str
     tokens_per_cell: int
@@ -126,7 +128,10 @@ class TextPicture(TypedDict):
 
 
 def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list[str]:
-    """Return ``cells`` lines: whether the last query of each cell's tokens sees any key of the other cell."""
+    """Return ``cells`` lines of ``cells`` characters.
+
+    A cell is filled if the last query among the tokens of its row sees any key among the tokens of its column.
+    """
     index = torch.arange(cells * tokens_per_cell)
     pattern = pattern.sized(len(index))
     last = index[tokens_per_cell - 1 :: tokens_per_cell]
@@ -135,8 +140,10 @@ def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list
 
 
 def scale(pattern: Pattern, cells: int = CELLS) -> int:
-    """Return the tokens per cell at which the window of ``pattern`` fills about a third
-    of the picture, or something is unseen."""
+    """Return the tokens per cell at which the window of ``pattern`` fills about a third of the picture.
+
+    For a pattern without a window it is the first power of two at which the picture has an unseen cell.
+    """
     if pattern.behind is not None:
         return max(1, 3 * pattern.behind // cells)
     powers = (2**power for power in range(MOST_TOKENS.bit_length()))
@@ -144,7 +151,7 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 
 
 def pictures(model: nn.Module) -> list[TextPicture]:
-    """Return each different pattern of the model's mixers and their heads, in order: its name, scale and lines."""
+    """Return the pictures of the different patterns of the model's mixers and heads, in order."""
     pictures_by_name: dict[tuple[str, ...], TextPicture] = {}
     for pattern in _patterns(model):
         cell = scale(pattern)

@@ -49,14 +49,14 @@ JOB = "job"
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose folder is ready, and how it is trained: the options of training, resolved. It can be pickled.
+    """A run whose folder is ready, with the resolved options of its training. A plan can be pickled.
 
     run: the member, config, task and data.
     settings: the settings of training.
     device: the device of a process, or with several processes the type of their devices.
-    parallel: the processes and what they share.
+    parallel: the processes, and how they share each row and the weights.
     threads: CPU threads of a process; None for PyTorch's choice.
-    quiet: whether nothing is reported.
+    quiet: whether the training reports nothing.
     started_at: when the minutes began to count, by ``time.monotonic()``.
     """
 
@@ -83,9 +83,9 @@ class Plan:
 
 
 def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
-    """Resolve ``options``: check everything that can be checked, write the run folder's config, and return the plan.
+    """Resolve ``options``, write the config of the run folder, and return the plan.
 
-    Nothing reads the options afterwards.
+    All checks that need no training step are made here. Nothing reads the options afterwards.
     """
     if not options.resume:
         options = replace(options, member=member(options.member).name)
@@ -104,7 +104,7 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
 
 
 def set_threads(threads: int | None, processes: int, device: str) -> None:
-    """Set the threads of one of this many ``processes``, for training and for measuring its speed."""
+    """Set the CPU threads of one process among ``processes``, for training and for timing a step."""
     if threads is not None:
         require("threads", threads, 1)
     elif processes > 1 and device == "cpu":
@@ -114,7 +114,7 @@ def set_threads(threads: int | None, processes: int, device: str) -> None:
 
 
 def _require_compiler() -> None:
-    """Refuse ``compile`` without a C++ compiler: torch.compile would fail in the middle of the first step."""
+    """Refuse ``compile`` without a C++ compiler, because torch.compile would fail in the middle of the first step."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise KinformerError(
@@ -126,10 +126,11 @@ def _require_compiler() -> None:
 
 
 def create(options: TrainOptions, device: str, started_at: float, quiet: bool = True) -> tuple[Run, Settings]:
-    """Create a run in a new folder, which the caller has locked, and return it with its settings. ``device`` is a type
-    of device; minutes count from ``started_at``.
+    """Create a run in a new folder, which the caller has locked, and return the run with its settings.
 
-    Errors: ``KinformerError`` for options that do not go together; nothing is left behind then.
+    ``device`` is a type of device. Minutes count from ``started_at``.
+
+    Errors: ``KinformerError`` for options that do not go together; everything written is removed then.
     """
     folder = Path(options.out)
     require_empty(folder)
@@ -180,8 +181,11 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
 
 def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
-    """Return the entry ``init`` of a run's data. A base is refused if its ids mean text where the ids of the task's
-    data do not, or the other way round."""
+    """Return the entry ``init`` of a run's data.
+
+    Ids of text and ids without text do not fit: a base whose ids mean text is refused for a task whose ids do not,
+    and the other way round.
+    """
     if base is None:
         return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
@@ -199,13 +203,13 @@ def _prompts(base: Run, config: ModelConfig) -> dict[str, object]:
 
 
 def _inheriting(run: Run, base: Run) -> Run:
-    """Return the run with an entry in its data that says which weights come from ``base``."""
+    """Return the run with an entry in its data that lists the weights from ``base``."""
     facts = {"member": base.member} | inherited_by(run, base).facts
     return replace(run, data=dict(run.data) | {"inherited": facts})
 
 
 def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
-    """Return the options that the ``chooser`` chose, which are printed unless ``quiet``."""
+    """Return the options that the ``chooser`` chose, and print them unless ``quiet``."""
     chosen = chooser.choose()
     if not quiet:
         print(chosen.text, file=tolerant(sys.stderr), flush=True)
@@ -213,7 +217,7 @@ def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
 
 
 def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
-    """Return the config that the minutes may change; None if a recipe, layers or a model to begin with was given."""
+    """Return the config that the minutes may change; None if the user gave a recipe, layers or a base run."""
     named = base is not None or options.recipe is not None or "layers" in options.set
     return None if named else recipe_config(options, base, None)
 
@@ -227,9 +231,9 @@ MAY_CHANGE = {
 
 
 def resume(options: TrainOptions) -> tuple[Run, Settings]:
-    """Return the run in the folder ``options.out`` and its settings, with the new options that may change.
+    """Return the run in the folder ``options.out`` and its settings, updated by the new options that may change.
 
-    Errors: ``KinformerError`` for options or data other than it was begun with.
+    Errors: ``KinformerError`` for options or data that differ from the run's own.
     """
     run = open_run(Path(options.out))
     if run.member.lower() != options.member.lower():
@@ -258,7 +262,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
 
 def _merged(run: Run, options: TrainOptions) -> Settings:
-    """Return the run's settings with the new ones; refuse a new setting that may not change."""
+    """Return the run's settings, updated by the new settings; refuse a new setting that may not change."""
     stored = dict(vars(settings_in(run.training)))
     setting_names = {field.name for field in fields(Settings)}
     values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
@@ -301,7 +305,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
 
 
 def _config_again(run: Run, options: TrainOptions, data: Data) -> ModelConfig:
-    """Return the config that the run's model would have by these options."""
+    """Return the config that these options would give the run's model."""
     init = run.data.get("init")
     return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)
 
@@ -313,21 +317,23 @@ def _otherwise(run: Run, changed: str) -> KinformerError:
     )
 
 
-# A run that begins with the weights of another run: the weights that it takes, and the lines about them.
+# A run that begins with the weights of a base run: the inherited weights, and the lines about them.
 
 _SHOWN = 6
 
 
 def inherited_by(run: Run, base: Run) -> Inheritance:
-    """Return what the model of ``run`` takes from the model of ``base``; a head that predicts other things is new.
+    """Return the weights that the model of ``run`` inherits from the model of ``base``.
 
-    Errors: ``KinformerError`` where nothing fits.
+    A head is new where the two runs predict different things.
+
+    Errors: ``KinformerError`` if no weight fits.
     """
     return inheritance(base.config, run.config, base.folder, head=_same_head(base, run))
 
 
 def begin_with(model: nn.Module, run: Run, init: str) -> None:
-    """Give ``model`` the weights that it takes from the run in the folder ``init``."""
+    """Load the weights that ``model`` inherits from the run in the folder ``init``."""
     result = inherited_by(run, open_run(init))
     tensors, _ = best_weights(Path(init))
     require_weights(dict(result.base), {name: tensors[name] for name in tensors if name in result.base}, init)
@@ -335,7 +341,7 @@ def begin_with(model: nn.Module, run: Run, init: str) -> None:
 
 
 def inheritance_text(data: JsonObject) -> str:
-    """Return up to four lines about the run with whose weights a run of ``data`` begins; "" if there is none."""
+    """Return up to four lines about the base run that ``data`` names; "" without a base run."""
     facts = data.get("inherited")
     if not facts:
         return ""
@@ -352,7 +358,7 @@ def inheritance_text(data: JsonObject) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Return the first few names, with one name for all layers, and the number of further names."""
+    """Return the first few names and the number of further names; equal names of all layers count as one."""
     counts: dict[str, int] = {}
     for name in names:
         pattern = re.sub(r"layers\.\d+", "layers.*", name)

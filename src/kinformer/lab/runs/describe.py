@@ -64,9 +64,13 @@ class ParameterFacts(TypedDict):
 
 
 class DescriptionFacts(MemberFacts):
-    """A member's record and all that follows from a config. ``training``: the options of training that differ from the
-    usual ones; ``computes``: formulas; ``symbols``: by a size's name here, the papers' symbol and the value;
-    ``state_bytes``: of one row, by the tokens absorbed."""
+    """A member's record, and all facts that follow from a config.
+
+    training: the options of training that differ from the defaults.
+    computes: the formulas.
+    symbols: the papers' symbol and the value of each size, by the name of its setting.
+    state_bytes: the bytes of the state of one row, by the number of absorbed tokens.
+    """
 
     recipe: str
     training: JsonObject
@@ -81,8 +85,8 @@ class DescriptionFacts(MemberFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A member in a recipe, or the model of a run: the member's record, the model's recipe and config, and the
-    ``facts`` as data for JSON."""
+    """The description of a member in a recipe, or of a run: the member's record, the model's recipe and config, and
+    the ``facts`` as data for JSON."""
 
     member: Member
     recipe: str
@@ -119,7 +123,7 @@ def describe(
 
 
 class Subject(NamedTuple):
-    """The ``member``, ``recipe`` and ``config`` that a name stands for; ``training`` are a run's settings, None of a
+    """The ``member``, ``recipe`` and ``config`` of a name; ``training`` holds the settings of a run, None for a
     member."""
 
     member: Member
@@ -174,8 +178,12 @@ def _lengths(model: Model) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEstimate:
-    """The costs on many devices: ``meshes``, by the number of devices, fastest first; ``serving``, for a device of a
-    node and for several; ``refused``: why no row can be shared by devices, where that is so ("" else)."""
+    """The costs on many devices.
+
+    meshes: the meshes for training by the number of devices, the fastest first.
+    serving: the costs of serving on one device of a node and on several.
+    refused: the reason why devices cannot share a row; "" if they can.
+    """
 
     device: Device
     meshes: dict[int, list[MeshCost]]
@@ -189,7 +197,7 @@ class ClusterEstimate:
 
 
 def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> ClusterEstimate | None:
-    """Return the costs of ``config`` on the numbers of devices that ``options`` name; None where these name none."""
+    """Return the costs of ``config`` on the numbers of devices in ``options``; None if ``options`` name no numbers."""
     if options.devices is None:
         return None
     device, numbers = device_of(options.hardware), numbers_of(options.devices)
@@ -226,7 +234,7 @@ class MemberEstimate(Estimate):
     """The costs of a member, in a recipe or as in a run, for ``batch_size`` sequences of ``length`` tokens.
 
     peak, peak_bytes: bytes of a process that trains it on a CPU, by part and in all.
-    rules_of_thumb: estimates of a plain decoder of these sizes by the field's rules; None where there are none.
+    rules_of_thumb: estimates of a plain decoder of these sizes by the field's rules; None for other models.
     cluster: the costs on many devices; None without a number of devices.
     """
 
@@ -266,8 +274,11 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
 
 
 def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
-    """Return the bytes of ``weights`` (with gradients and optimiser state) and ``activations`` by which a training step
-    with the causal objective ``name`` exceeds one with next-token; None for next-token itself."""
+    """Return the bytes that the causal objective ``name`` adds to a training step with the objective next-token.
+
+    The keys are ``weights`` (with gradients and optimiser state) and ``activations``. The result is None for
+    next-token itself.
+    """
     if name == PLAIN:
         return None
     task = next(task for task in TASKS.values() if name in task.objectives)
@@ -284,7 +295,7 @@ def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, o
 
 
 def _peak_bytes(model: nn.Module, objective: Objective, length: int, batch: int) -> int:
-    """Return the highest number of live bytes until the loss is known."""
+    """Return the peak number of live bytes from the start of a forward until the loss is known."""
     rows = TokenBatch(torch.zeros(batch, length + 1, dtype=torch.int64, device="meta"))
     counted = [*model.parameters(), *model.buffers(), *getattr(objective, "parameters", list)()]
     with Live([*counted, rows.tokens]) as live:

@@ -1,4 +1,4 @@
-"""Export of a run folder to a folder that the library transformers loads, or to a graph (``lab.runs.exporting``)."""
+"""Export of a run folder to a folder that the library transformers loads, or to a graph without Python."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 # A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
 #
-# ``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (what identifies the
-# run's), ``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: none), ``file`` (of
-# the model) and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence begins with zeros
-# of these shapes, "batch" being the number of sequences and "past" 0. Of ONNX also ``opset``, ``inputs`` and
-# ``outputs``; of a package ``sha256`` and the ``machine`` that it is for.
+# ``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (the digest of the run's
+# weights), ``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: unlimited),
+# ``file`` (of the model) and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence
+# begins with zeros of these shapes, where "batch" is the number of sequences and "past" is 0. An ONNX graph also has
+# ``opset``, ``inputs`` and ``outputs``; a package has ``sha256`` and the ``machine`` for which it was compiled.
 
 
 GRAPH = "graph.json"
@@ -57,10 +57,10 @@ FORMATS = ("onnx", "aoti")
 
 @dataclass(frozen=True)
 class ExportedGraph:
-    """The ``folder``, its ``format`` and ``file``, and the names of the state's ``leaves``.
+    """An exported graph: its ``folder``, ``format`` and ``file``, and the names of the ``leaves`` of the state.
 
-    ``difference``: how far the logits that onnxruntime computes are from the model's, of the largest; None of a
-    package, which is not run when it is made.
+    ``difference`` is the largest difference between the logits of onnxruntime and of the model, as a share of the
+    largest logit. It is None for a package, because the export does not run a package.
     """
 
     folder: Path
@@ -78,9 +78,9 @@ class ExportedGraph:
 
 
 def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], object]) -> ExportedGraph:
-    """Write ``run`` into the new folder ``out`` as a graph; ``announce`` is called with a sentence on the folder.
+    """Write ``run`` into the new folder ``out`` as a graph, and call ``announce`` with a sentence about the folder.
 
-    Errors: ``KinformerError`` for a model that cannot be a graph, and for packages that are not installed.
+    Errors: ``KinformerError`` for a model that cannot become a graph, and for missing packages.
     """
     (graphs.require_packages if format == "onnx" else graphs.require_compiler)()
     try:
@@ -135,9 +135,10 @@ def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
 
 
 def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
-    """Let sessions of ``model``, the model of ``run``, step by the package in ``folder``.
+    """Let sessions of ``model``, the model of ``run``, compute their steps by the package in ``folder``.
 
-    Errors: ``KinformerError`` for a folder without a package, one of other weights, and one for another machine.
+    Errors: ``KinformerError`` for a folder without a package, and for a package of other weights or for another
+    machine.
     """
     folder = Path(folder)
     facts = _package_facts(folder)
@@ -174,9 +175,10 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 
 @dataclass(frozen=True)
 class Exported:
-    """The ``folder``, its ``model_type``, the classes of transformers that load it, and how much it holds.
+    """An exported folder of transformers: its ``model_type``, the classes that load it, and its sizes.
 
-    ``reason``: why the model is not an architecture of transformers; empty if it is.
+    ``reason`` says why the model is not an architecture of transformers; it is empty for an architecture of
+    transformers.
     """
 
     folder: Path
@@ -209,7 +211,7 @@ def export(
     max_shard_size: str | int = "5GB",
     announce: Callable[[str], object] = lambda sentence: None,
 ) -> Exported | ExportedGraph:
-    """Write the run in ``folder`` into the new folder ``out``; ``announce`` is called with a sentence on the folder."""
+    """Write the run in ``folder`` into the new folder ``out``, and call ``announce`` with a sentence about ``out``."""
     require_path("out", out)
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
@@ -265,7 +267,7 @@ def size_in_bytes(size: str | int) -> int:
 
 
 def sentence_of(form: Form) -> str:
-    """Return a sentence on a folder in ``form``: the kind of folder, and why."""
+    """Return a sentence about a folder in ``form``: the kind of folder, and the reason for this kind."""
     if form.native is None:
         return (
             f"the folder is remote code of kinformer, as {form.reason}; load it with {form.auto_class} and "
@@ -277,12 +279,12 @@ def sentence_of(form: Form) -> str:
 
 
 def _source(run: Run) -> bytes | None:
-    """Return the run's tokenizer.json; None for bytes."""
+    """Return the run's tokenizer.json; None for a run whose tokens are bytes."""
     return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
 
 
 def _labels(run: Run) -> dict[str, object]:
-    """Return the names of the run's classes, if it has some."""
+    """Return the names of the run's classes; an empty dictionary for a run without classes."""
     names, head = (run.data.get("identity") or {}).get("classes"), getattr(run.config, "head", None)
     return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}
 
@@ -371,7 +373,7 @@ PIPELINES = {
     "AutoModelForCTC": "automatic-speech-recognition",
     "AutoModel": "reinforcement-learning",
 }
-"""What a model card calls the use of a model."""
+"""The name of a model's use in a model card."""
 
 
 def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
@@ -403,7 +405,7 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
 
 
 def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
-    """Return the class of transformers that prepares inputs, empty if there is none, and the code that uses a model."""
+    """Return the class of transformers that prepares inputs ("" without such a class), and code that uses the model."""
     if form.auto_class == "AutoModelForImageClassification":
         return "AutoImageProcessor", OF_IMAGES.format(name=name, use=LOGITS)
     if form.auto_class == "AutoModelForCTC":
@@ -414,13 +416,13 @@ def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
 
 
 def _training(run: Run) -> str:
-    """Return the settings of the run's training in a line; empty for one that was imported."""
+    """Return the settings of the run's training in a line; empty for an imported run."""
     names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
     return ", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in names if run.training.get(name))
 
 
 def _measured(run: Run) -> str:
-    """Return the section with the metrics of the best validation; empty for a run that was never validated."""
+    """Return the section with the metrics of the best validation; empty for a run without a validation."""
     best = best_of(run.folder)
     if best is None:
         return ""

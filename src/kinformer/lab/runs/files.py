@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import numpy as np
 from kinformer.lab.data.files import atomic_write
 from kinformer.lab.tasks.evaluation import Embedded
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.tables import require_folder_of
 
 # Files of vectors: .npz, which NumPy reads, or JSON lines of items and vectors; written vector by vector.
@@ -26,7 +26,7 @@ WriteVector = Callable[[Embedded], None]
 
 
 def check_vectors(path: str | Path) -> None:
-    """Refuse a file of another ending than .npz and .jsonl, or one that cannot be written."""
+    """Refuse a file whose ending is neither .npz nor .jsonl, or that cannot be written."""
     if Path(path).suffix.lower() not in (".npz", ".jsonl"):
         raise KinformerError(f"`out` {path}: ends in neither .npz nor .jsonl; name it so.")
     require_folder_of("out", path)
@@ -34,9 +34,10 @@ def check_vectors(path: str | Path) -> None:
 
 @contextmanager
 def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
-    """Give a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
+    """Yield a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
 
-    An .npz, whose array ``vectors`` is [items, dim], appears when all are written; JSON lines are there as they come.
+    An .npz file, whose array ``vectors`` is [items, dim], appears when all vectors are written. JSON lines appear one
+    by one.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
@@ -44,7 +45,7 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
 
             def write_line(embedded: Embedded) -> None:
                 row = {embedded.kind: embedded.name, "vector": embedded.vector.tolist()}
-                print(json.dumps(row, ensure_ascii=False), file=lines, flush=True)
+                print(dump_json(row), file=lines, flush=True)
 
             yield write_line
         return
@@ -70,7 +71,7 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
 
 
 def _opened(path: Path, open_file: Callable[[], F]) -> F:
-    """Return the file that ``open_file`` opens for ``path``; where it cannot, one sentence says so."""
+    """Return the file that ``open_file`` opens for ``path``; a failure becomes a ``KinformerError``."""
     try:
         return open_file()
     except OSError as error:
@@ -84,7 +85,7 @@ def _opened(path: Path, open_file: Callable[[], F]) -> F:
 
 @contextmanager
 def spooled(data: str | None) -> Iterator[str | None]:
-    """Give ``data``, or for "-" the path of a temporary file with all of standard input."""
+    """Yield ``data``, or for "-" the path of a temporary file that holds all of standard input."""
     if data != "-":
         yield data
         return

@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
 
-# Prompts of the harness continued as batches: greedily or drawn, until a stop string or the end of a text.
+# Batches of the harness's prompts are continued, greedily or by sampling, until a stop string or the end of a text.
 
 MAX_NEW_TOKENS = 256
-"""Tokens that are drawn at most where a task names no number, as in the harness."""
+"""The most tokens of a continuation if a task does not give a limit, as in the harness."""
 ROWS = 32
 LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""The names under which tasks limit the tokens to draw; the first that is present counts."""
+"""The options of tasks that limit the tokens of a continuation; the first option in this order counts."""
 NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}
-"""Options of other libraries that mean nothing at these values."""
+"""Options of other libraries that change nothing at these values."""
 
 
 class Prompt(NamedTuple):
@@ -62,7 +62,7 @@ class Prompt(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """How prompts are continued: by at most ``max_new_tokens``, until one of the texts ``stops``."""
+    """The way to continue prompts: by at most ``max_new_tokens`` tokens, until one of the texts ``stops`` appears."""
 
     max_new_tokens: int
     stops: tuple[str, ...]
@@ -70,7 +70,9 @@ class Drawing(NamedTuple):
 
 
 def drawing_of(options: JsonObject) -> Drawing:
-    """Return what ``generation_kwargs`` of a task mean: greedy, unless `do_sample` or a temperature is set.
+    """Return the ``Drawing`` that a task's ``generation_kwargs`` ask for.
+
+    Decoding is greedy unless `do_sample` or a temperature is set.
 
     Errors: ``KinformerError`` for an option that generation here does not have.
     """
@@ -87,7 +89,7 @@ def drawing_of(options: JsonObject) -> Drawing:
                 f"generation_kwargs: {name!r} is not an option of generation here; "
                 f"{nearest(name, sorted(SamplingOptions.__annotations__))}"
             )
-    if not temperature:  # a greedy draw reads nothing else of the probabilities
+    if not temperature:  # greedy: of these options, only the repetition penalty changes the largest logit
         values = {name: value for name, value in values.items() if name == "repetition_penalty"}
     sampling = {"temperature": temperature} | values
     max_new_tokens = numbers[0] if numbers else MAX_NEW_TOKENS
@@ -102,10 +104,11 @@ def continued(
     rows: int | None,
     generator: torch.Generator | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each of ``prompts`` and its continuation, as batches of at most ``rows`` are done.
+    """Yield the number of each prompt and its continuation, batch by batch; a batch has at most ``rows`` prompts.
 
-    ``length``: how many tokens of prompt and continuation the model reads at most; of a longer prompt the end counts.
-    ``generator``: gives the seed of every batch; None is PyTorch's global one.
+    length: the most tokens of prompt and continuation together that the model reads. A longer prompt loses its
+        beginning.
+    generator: gives the seed of every batch; None is PyTorch's global generator.
     """
     groups: dict[Drawing, list[int]] = {}
     for number, prompt in enumerate(prompts):
@@ -117,6 +120,7 @@ def continued(
                 f"a task draws up to {drawing.max_new_tokens} tokens, which leaves no room for a prompt in a context "
                 f"of {length}; give a larger `context`, or the task a smaller max_gen_toks."
             )
+        # A batch has prompts of similar lengths, so that little of it is padding.
         numbers.sort(key=lambda number: len(prompts[number].tokens), reverse=True)
         for start in range(0, len(numbers), rows or ROWS):
             batch = numbers[start : start + (rows or ROWS)]
@@ -131,7 +135,7 @@ def _batch(
     drawing: Drawing,
     generator: torch.Generator | None,
 ) -> list[str]:
-    """Return the continuations of ``prompts``, stepped together until the last of them has ended."""
+    """Return the continuations of ``prompts``, which are stepped as one batch until every prompt has ended."""
     longest = max(map(len, prompts))
     tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
     valid = torch.arange(longest) < torch.tensor([[len(ids)] for ids in prompts])
@@ -153,11 +157,13 @@ def _batch(
 
 # A run as the model ``kinformer`` of EleutherAI's lm-evaluation-harness (Gao et al. 2021).
 #
-# What it means is the harness's: context and continuation are tokenised together, trailing blanks of a context belong
-# to the continuation, an empty context is the prefix token, of what is too long the end counts, a text without a
-# context is scored in windows. What is its own is the way there: see ``lab.evaluation.continuations``.
+# The harness defines the scores: context and continuation are tokenised together, trailing blanks of a context belong
+# to the continuation, the prefix token stands for an empty context, inputs beyond the length lose their beginning, and
+# a text without a context is scored in windows. ``lab.evaluation.continuations`` computes the scores and absorbs a
+# shared beginning of several contexts once.
 
 try:
+    import lm_eval.models  # noqa: F401 (the harness looks for its own models only while none is registered)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -169,22 +175,22 @@ except ImportError as error:
 
 AUTO = "auto"
 INSTEAD = "kinformer evaluate without the harness"
-"""What runs that look things up are measured with."""
+"""The remedy in errors about runs that the harness cannot measure."""
 
 
 @register_model("kinformer")
 class KinformerLM(TemplateLM):  # type: ignore[misc]
-    """A run of next-token, as ``--model kinformer --model_args run=FOLDER`` names it.
+    """A run of next-token, which ``--model kinformer --model_args run=FOLDER`` names.
 
-    run: its folder.
-    context: how many tokens the model reads at most, or "carried": all, and a rolling text whole, with its state
-        carried. If not given, as the run was trained: carried after training by segments, else the training length.
-    chunk: tokens that are computed at a time; changes no result.
-    batch_size: the most contexts that are absorbed at a time, and texts that are continued; "auto" for what ``chunk``
-        allows. ``max_batch_size`` bounds "auto".
-    device: "auto", and "cuda" where there is none, is the GPU if there is one, else the CPU.
-    set: overrides of the config that leave the weights as they are, from Python alone.
-    quiet: no bars.
+    run: the run's folder.
+    context: the most tokens that the model reads, or "carried": the model reads all tokens, and the state is carried
+        through a rolling text. The default is "carried" after training by segments, else the training length.
+    chunk: the tokens of one forward; it changes no result.
+    batch_size: the most contexts, or texts to continue, of one batch; "auto" takes as many as ``chunk`` allows.
+    max_batch_size: the limit of "auto".
+    device: "auto" is the GPU if there is one, else the CPU. "cuda" on a machine without a GPU means "auto".
+    set: overrides of the config that change no weight; only from Python.
+    quiet: show no progress bars.
     """
 
     def __init__(
@@ -204,7 +210,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         self.run, self.quiet = opened, quiet
         self.rows = max_batch_size
         self.generator: torch.Generator | None = None
-        """What texts are drawn with; None is PyTorch's global generator, which the harness's own command seeds."""
+        """The generator of continuations; None is PyTorch's global generator, which the harness's own command seeds."""
         if batch_size is not None and batch_size != AUTO:
             self.rows = whole_number("batch_size", batch_size)
         self.chunk = whole_number("chunk", chunk)
@@ -215,17 +221,17 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         assert tokenizer is not None
         self.tokenizer_of_run = tokenizer
         self.requests = self.cut = 0
-        """How many requests with a context there were, and of how many the end alone was read."""
+        """The number of requests with a context, and the number of requests that lost their beginning."""
         self._encoded = lru_cache(maxsize=64)(lambda text: prompt_ids(tokenizer, text).tolist())
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id that ends a text; of a run that knows none, what stands before one."""
+        """Return the id that ends a text; for a run without such an id the last id of a new line."""
         return next(iter(ends_of_text(self.model)), self._newline)
 
     @property
     def _newline(self) -> int:
-        """The last id of a new line, behind which a text may begin."""
+        """The last id of a new line, after which a text may begin."""
         return int(self._encoded("\n")[-1])
 
     @property
@@ -235,22 +241,23 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Return what identifies the run's tokenizer in caches of requests."""
+        """Return the fingerprint of the run's tokenizer, by which the harness caches requests."""
         return self.tokenizer_of_run.fingerprint
 
     def get_model_info(self) -> dict[str, object]:
-        """Return what the harness writes beside its results."""
+        """Return the facts about the model that the harness writes beside its results."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         context = CARRIED if self.length is None else self.length
         about: dict[str, object] = {"run": str(self.run.folder), "member": self.run.member, "context": context}
         return about | {"prefix_token_id": self.prefix_token_id, "model_num_parameters": parameters}
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: object) -> list[int]:
-        """Return the ids of ``string`` as a prompt: behind BOS where the run's prompts begin with it."""
+        """Return the ids of ``string`` as a prompt, after BOS if the run's prompts begin with BOS."""
         return list(self._encoded(string))
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and whether it is what greedy decoding gives."""
+        """Return the log-likelihood of each continuation in nats, and whether greedy decoding gives the
+        continuation."""
         encoded = [self._encode(*request.args) for request in requests]
         arguments = [request.args for request in requests]
         return self._loglikelihood_tokens(
@@ -271,7 +278,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return what continues each context, until a stop string appears, which is left out."""
+        """Return the continuation of each context up to the first stop string, without the stop string."""
         prompts = [
             Prompt(self._encoded(context) or [self.prefix_token_id], options)
             for context, options in (request.args for request in requests)
@@ -312,14 +319,14 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
                 bar.update()
 
     def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of both, tokenised together; before a continuation alone stands the prefix token."""
+        """Return the ids of both, tokenised together; the prefix token stands for an empty context."""
         if context:
             return self._encode_pair(context, continuation)  # type: ignore[no-any-return]
         ids, prefix = self.tok_encode(continuation), self.prefix_token_id
         return (ids[:1], ids[1:]) if ids[:1] == [prefix] else ([prefix], ids)
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """Return the windows of a text: the tokens to predict, each once, and what stands before them."""
+        """Return the windows of a text as pairs of context and tokens to predict; each token is predicted once."""
         ids = self.tok_encode(text)
         if self.length is None:
             return [([self.prefix_token_id], ids)]
@@ -338,7 +345,8 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
 
 
 def whole_number(name: str, value: str | int) -> int:
-    """Return ``value`` of the model's argument ``name``, which may be text, as a whole number of 1 or more."""
+    """Return ``value``, which may be text, as a whole number of 1 or more; errors name the model's argument
+    ``name``."""
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -348,13 +356,13 @@ def whole_number(name: str, value: str | int) -> int:
 
 
 def _device(name: str | None) -> torch.device:
-    """Return the device that is meant; the harness's command names cuda:0 where nobody names one."""
+    """Return the device ``name``; a machine without a GPU takes "auto" for "cuda:0", the default of the harness."""
     name = AUTO if name is None or (name.startswith("cuda") and not torch.cuda.is_available()) else name
     return Machine(device=name).usable_device()
 
 
 def _length(run: Run, model: CausalModel, context: str | int | None) -> int | None:
-    """Return how many tokens the model reads at most, None if the state is carried however many there are."""
+    """Return the most tokens that the model reads; None if the state is carried over any number of tokens."""
     options = NextTokenEvaluationOptions(context=None if context is None else str(context))
     windows = main_windows(run, model, options.context, options.overlap)
     check_positions(model, windows)
@@ -372,15 +380,18 @@ if TYPE_CHECKING:
 READ = ("set", "chunk", "seed", "device", "threads", "task_options")
 """The general options that tasks of the harness read."""
 RESAMPLES = 1000
-"""Resamples for the standard errors of metrics that have no formula for it."""
+"""Bootstrap resamples for the standard errors of metrics without a formula for the error."""
 
 POOL = "DISABLE_MULTIPROC"
-"""What keeps the harness from resampling in forks of this process, which has threads."""
+"""The environment variable that keeps the harness from resampling in forks: a fork of a process with threads may
+hang."""
 
 
 class Value(NamedTuple):
-    """A metric of a task of the harness, or of a group of its tasks: its name, value, standard error (None where the
-    harness has none), and whether less is better."""
+    """A metric of a task, or of a group of tasks, of the harness.
+
+    It has a name, a value, a standard error (None if the harness gives none), and whether less is better.
+    """
 
     task: str
     metric: str
@@ -390,12 +401,12 @@ class Value(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name among the metrics of an evaluation."""
+        """Return the metric's name in an evaluation, as in "task/metric"."""
         return f"{self.task}/{self.metric}"
 
 
 class Tasks(TaskManager):  # type: ignore[misc]
-    """The harness's tasks, which are refused in one sentence where they cannot be loaded."""
+    """The harness's tasks. A task that cannot be loaded is refused in one sentence."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
@@ -418,7 +429,10 @@ class Tasks(TaskManager):  # type: ignore[misc]
 
 @contextmanager
 def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[None]:
-    """Report what the harness, or a library that it calls, raises because of tasks as one sentence."""
+    """Turn an exception of the harness, or of a library that it calls, into one sentence about the tasks.
+
+    ``MemoryError`` and ``RuntimeError`` pass unchanged.
+    """
     try:
         yield
     except (KinformerError, MemoryError, RuntimeError):
@@ -433,7 +447,7 @@ def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[
 def evaluate_by_harness(
     runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> EvaluationReport:
-    """Evaluate each of ``runs`` by the harness's tasks; the report has a value for every metric of every task."""
+    """Evaluate each run by the harness's tasks, and return a report with every metric of every task."""
     _check_options(runs, options)
     options.usable_device()
     names = [name.strip() for name in str(task_options.harness).split(",")]
@@ -490,7 +504,7 @@ def _evaluate(
 
 
 def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
-    """Return the tasks with as many examples as `fewshot` says, unless a task itself says none, as in the harness."""
+    """Return the tasks with `fewshot` examples each; a task that asks for 0 examples keeps 0, as in the harness."""
     loaded = tasks.load(tasks.names)
     for task in loaded["tasks"].values():
         usual = task.get_config("num_fewshot")
@@ -501,7 +515,7 @@ def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
 
 
 def values_of(results: JsonObject) -> list[Value]:
-    """Return all values of the harness's ``results``, in its order, those of groups included."""
+    """Return all values of the harness's ``results`` in their order, with the values of groups."""
     values = []
     for task, metrics in results["results"].items():
         better = results["higher_is_better"].get(task) or {}
@@ -517,7 +531,7 @@ def values_of(results: JsonObject) -> list[Value]:
 
 
 def _facts(task: str, values: Sequence[Value], results: JsonObject) -> dict[str, object]:
-    """Return what is reported of a task as data for JSON."""
+    """Return the report on a task as data for JSON."""
     metrics = {
         value.metric: {"value": value.value, "standard_error": value.error, "lower_is_better": value.lower_is_better}
         for value in values
@@ -549,7 +563,10 @@ def _side_by_side(runs: Sequence[Run], values: Sequence[Sequence[Value]]) -> lis
 
 
 def _check_options(runs: Sequence[Run], options: EvaluateOptions) -> None:
-    """Refuse runs that continue no texts, and what a task of the harness does not read, which brings its own data."""
+    """Refuse runs that do not continue texts, and options that tasks of the harness do not read.
+
+    A task of the harness brings its own data, so it does not read the options of data.
+    """
     for run in runs:
         require_continuing(run, INSTEAD)
     for option in fields(EvaluateOptions):
@@ -563,7 +580,7 @@ def _is_file(name: str) -> bool:
 
 
 def _watched() -> bool:
-    """Return whether bars would be seen: whether standard error is a terminal."""
+    """Return whether a user sees progress bars: whether standard error is a terminal."""
     return getattr(sys.stderr, "isatty", bool)()
 
 
@@ -587,7 +604,10 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quietly(quiet: bool) -> Iterator[None]:
-    """Let the harness write bars alone, and only where somebody sees them; standard output is for the result."""
+    """Let the harness write nothing but progress bars, and these only on a terminal.
+
+    Standard output is for the result.
+    """
     logger = logging.getLogger("lm_eval")
     level = logger.level
     with ExitStack() as streams:

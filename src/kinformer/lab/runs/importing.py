@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """The run, its number of parameters, whether the folder had a tokenizer, and notes for the user."""
+    """An imported run: its number of parameters, whether the folder had a tokenizer, and notes for the user."""
 
     run: Run
     parameters: int
@@ -64,7 +64,7 @@ class ImportedRun:
 
 
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
-    """Turn the checkpoint in ``folder`` into the run folder ``out``, whose recipe is called ``name``."""
+    """Turn the checkpoint in ``folder`` into the run folder ``out``; ``name`` becomes the name of the recipe."""
     require_path("folder", folder)
     require_path("out", out)
     out = Path(out)
@@ -92,7 +92,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported
 
 
 def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
-    """The number of parameters, after making sure that config and weights belong together; allocates nothing."""
+    """Check that config and weights fit together, without allocating a model, and return the number of parameters."""
     try:
         with unallocated():
             model = config.build()
@@ -130,14 +130,17 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
 
 
 def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of an imported run; an encoder has the ends of its texts in its config."""
+    """Return the entry ``prompts`` of an imported run.
+
+    The prefix is for decoders alone, because the config of an encoder already names the ids at the ends of its texts.
+    """
     begins = config.protocol is CausalModel and all(token < vocab_size_of(config) for token in prompting.before)
     prompts = {"prefix": list(prompting.before) if begins else [], "special_tokens": dict(prompting.special_tokens)}
     return {name: value for name, value in prompts.items() if value}
 
 
 def reads_ids(config: ModelConfig) -> bool:
-    """Whether a model of ``config`` reads ids, which a tokenizer makes of text."""
+    """Return whether a model of ``config`` reads token ids, which a tokenizer makes from text."""
     return hasattr(config.input, "vocab_size")
 
 
@@ -145,12 +148,12 @@ def _copy(source: Path, target: Path) -> None:
     target.write_bytes(source.read_bytes())
 
 
-# Verification of causal models: a run and its export, a folder of transformers and its import, a user's module.
+# Verification of causal models: of a run and its export, of a folder of transformers and its import, of a user's model.
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was verified (``subject``, a ``kind`` of thing), and the verdicts: on its laws, and beside transformers."""
+    """The verdicts about a ``subject`` of a ``kind``: on the laws of causal models, and beside transformers."""
 
     subject: str
     kind: str
@@ -160,7 +163,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Return whether no law is broken."""
+        """Return whether every law holds."""
         return all(one.holds is not False for one in (*self.laws, *self.beside))
 
     @property
@@ -188,7 +191,7 @@ def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int 
 
 
 def _run_proof(folder: Path, length: int, limit: float) -> Proof:
-    """Return the proof of a run: its laws, and its export beside it."""
+    """Return the proof of a run: the verdicts on its laws, and on its export beside the run."""
     run = open_run(folder)
     if run.config.protocol is not CausalModel or not hasattr(run.config.input, "vocab_size"):
         raise KinformerError(f"{folder}: is a run whose model does not continue tokens; only such can be verified.")
@@ -204,7 +207,8 @@ def _run_proof(folder: Path, length: int, limit: float) -> Proof:
 
 
 def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
-    """Return the proof of a folder of transformers: its laws there, and the imported model beside it."""
+    """Return the proof of a folder of transformers: the verdicts on the laws of its model, and on the imported model
+    beside it."""
     kind = str(config["model_type"])
     with _quiet():
         loaded = _loaded(folder, trust)
@@ -269,7 +273,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _object(name: str) -> object:
-    """Return the object ``module:object``, called without arguments where it is a class or a function."""
+    """Return the object ``module:object``; a class or a function is called without arguments."""
     module, _, attribute = name.partition(":")
     try:
         with current_folder():

@@ -1,4 +1,4 @@
-"""A datastore of a trained run: its vector of every context of a text, and the token that came next."""
+"""A datastore of a trained run: the run's vector of every context of a text, and the next token of each context."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Indexed:
-    """A datastore of ``run`` after a build that wrote ``new`` entries of ``text`` in ``seconds``; ``lists``: into how
-    many it is sorted, None where it is not."""
+    """A datastore of ``run`` after a build that wrote ``new`` entries of ``text`` in ``seconds``.
+
+    ``lists`` is the number of lists for approximate search, None for a datastore without lists.
+    """
 
     run: Path
     store: Datastore
@@ -57,7 +59,7 @@ class Indexed:
 
 
 def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:
-    """Build a datastore of the run in ``folder``, or continue to build it; a finished datastore does not change."""
+    """Build a datastore of the run in ``folder``, or continue a stopped build; a finished datastore does not change."""
     run = open_run(folder)
     keys = keyed(run, run.model().to(options.prepare(options.seed)))
     with spooled(options.data) as data:
@@ -71,7 +73,7 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
 
 
 def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOptions, quiet: bool) -> int:
-    """Write the missing entries; returns how many."""
+    """Write the missing entries, and return their number."""
     with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
         if not options.append and not writer.holds(text.identity):
             raise KinformerError(

@@ -31,12 +31,11 @@ from kinformer.lab.tasks.table import evaluation_options, generation_options, pr
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked
 
-# The check that a run continues texts row by row, each independent of the others: for serving, and for a harness.
+# The check that a run continues texts in independent rows, which serving and the harness need.
 
 
 def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts, each by itself; ``instead`` names a use of runs of another
-    kind."""
+    """Raise unless ``run`` continues texts in independent rows; the message recommends ``instead``."""
     generation = run.task.generation
     run.task.check_generation(run)
     if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
@@ -51,11 +50,11 @@ def require_continuing(run: Run, instead: str) -> None:
         )
 
 
-# The language model that a task's option ``language_model`` names: another run, which reads this one's outputs.
+# The language model that a task's option ``language_model`` names: another run, which scores the outputs of the run.
 
 
 def language_model_of(task_options: object, device: torch.device) -> LoadedRun | None:
-    """Return the run that ``task_options`` name, with its model on ``device``; None where they name none.
+    """Return the run that ``task_options`` name as language model, with its model on ``device``; None without one.
 
     Errors: ``KinformerError`` for a run that continues no text.
     """
@@ -71,11 +70,11 @@ def language_model_of(task_options: object, device: torch.device) -> LoadedRun |
     return LoadedRun(run, run.model().to(device))
 
 
-# Evaluation of runs on held-out data, each as its task says.
+# Evaluation of runs on held-out data by their tasks.
 
 
 def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: bool = True) -> EvaluationReport:
-    """Measure the runs in ``folders``, side by side where their task compares them."""
+    """Measure the runs in ``folders``; runs of one task are measured side by side."""
     if not folders:
         raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
     options.check_store()
@@ -131,7 +130,7 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
 
 
 def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
-    """Return the evaluation with the steps per token of a model whose tokens halt, unless it has them already."""
+    """Return the evaluation, to which the steps per token are added for a model whose tokens halt."""
     if taken.mean is None or PONDER_STEPS.name in evaluation.metrics:
         return evaluation
     metric = {PONDER_STEPS.name: taken.mean}
@@ -144,7 +143,7 @@ def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
     )
 
 
-# Generation with a trained run and what belongs to it.
+# Generation with a trained run, its draft model, and its compiled package.
 
 
 def generate(
@@ -153,8 +152,10 @@ def generate(
     options: GenerateOptions,
     write: Callable[[str], None] | None = None,
 ) -> Any:
-    """Return what the run's task generates from ``prompt``: a text, lines as they come, or None, as ``task.generation``
-    says. ``write`` is called with every new piece of a single sample."""
+    """Generate from ``prompt`` by the run's task, and return a text, an iterator of lines, or None.
+
+    ``task.generation`` decides the type of the result. ``write`` is called with every new piece of a single sample.
+    """
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -166,7 +167,7 @@ def generate(
 def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
     """Return a new conversation with the run in ``folder``.
 
-    Errors: ``KinformerError`` for a run whose task draws no text freely.
+    Errors: ``KinformerError`` for a run whose task does not continue texts by sampling.
     """
     options.check_store()
     run = open_run(folder)
@@ -182,7 +183,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
 
 
 def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
-    """Return the run's model, ready to generate, and the options with seed and temperature, as tasks read them."""
+    """Return the run's model, ready to generate, and the options with a seed and a temperature."""
     task_options = generation_options(run.task, options.task_options, str(run.folder))
     check_drawing(run.task, options)
     options = replace(
@@ -203,7 +204,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
 
 
 def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | CausalModel | None:
-    """Return what guesses the run's next tokens: None, "ngram", "mtp", or the model of another run of its tokens."""
+    """Return the draft that guesses the run's next tokens: None, "ngram", "mtp", or a model with the same tokenizer."""
     if options.draft in (None, "ngram", "mtp"):
         return options.draft
     other = open_run(options.draft)
@@ -218,7 +219,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
 
 
 def _attach_package(run: Run, model: nn.Module, options: GenerateOptions) -> None:
-    """Let ``model`` step by the package that the options name; refuse options that it was not made for."""
+    """Let ``model`` compute its steps by the package that the options name; refuse options that the package lacks."""
     from kinformer.lab.runs.exporting import attach_package
 
     changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
@@ -275,7 +276,7 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
 
 
 def _check_read(task: Task, options: PredictOptions) -> None:
-    """Refuse the general options that mean nothing to a task."""
+    """Refuse the general options that a task does not read."""
     for option in fields(options):
         value = getattr(options, option.name)
         if option.name in PREDICTING and option.name not in task.prediction.reads and value != option.default:

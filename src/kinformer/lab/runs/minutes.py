@@ -1,9 +1,10 @@
-"""The sizes of ``train MEMBER --minutes M``: the sizes that learn most in the time, where none are given.
+"""The sizes of ``train MEMBER --minutes M``: without sizes from the user, the sizes that learn most in the time.
 
-A model has an optimal size for a budget of computation (Hoffmann et al. 2022): a larger model makes too few steps, a
-smaller model stops to learn. The seconds of a step are measured here; the table below has the number of steps that a
-size needs to be better than the size before. Its rows up to dim 192, the recipe and the vocabularies were chosen by
-sweeps (``benchmarks/minutes.py``), the rows beyond by proportion. Options that are given do not change.
+A budget of computation has an optimal model size (Hoffmann et al. 2022): a larger model makes too few steps, and a
+smaller model stops improving. The seconds of a step are measured here. The table ``SIZES`` has the number of steps
+that a size needs to become better than the size before. The rows of the table up to dim 192, the recipe and the
+vocabularies were chosen by sweeps (``benchmarks/minutes.py``); the larger rows follow by proportion. The user's
+options do not change.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from kinformer.runtime.errors import KinformerError, marked, plural, spelled
 
 @dataclass
 class Choosing:
-    """The base of choosers by minutes: ``options`` are the ``requested`` ones, with a vocabulary.
+    """The base of choosers by minutes: ``options`` are the ``requested`` options with a vocabulary.
 
-    plan: gives the training plan of complete options, or refuses them. recipe: the config that is open to changes;
-    None where the model is given. started_at: when the minutes began to count, by ``time.monotonic()``.
+    plan: return the training plan of complete options, or refuse the options.
+    recipe: the config that may change; None if the user chose the model.
+    started_at: when the minutes began to count, by ``time.monotonic()``.
     """
 
     requested: TrainOptions
@@ -57,16 +59,16 @@ class Choosing:
 
     @property
     def budget(self) -> float:
-        """Return the seconds of the minutes."""
+        """Return the whole budget in seconds."""
         return 60 * (self.options.minutes or 0)
 
     def left(self) -> float:
-        """Return the seconds of the budget that are left now."""
+        """Return the remaining seconds of the budget."""
         return self.budget - (time.monotonic() - self.started_at)
 
 
 def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Updater, DataModule]:
-    """Return an updater that makes the steps of ``plan``, and its data, to measure how long a step takes."""
+    """Return an updater that makes the steps of ``plan``, and its data, for timing a step."""
     torch.manual_seed(plan.settings.seed)
     model = plan.config.build()
     data = task.data_module(plan)
@@ -94,8 +96,9 @@ def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
 
 # The recipe and rows of ``--minutes M`` where rows are not parts of a running text: images, speech, episodes.
 #
-# Their rows cannot be cut to suit the time, so only the recipe and the number of rows can be chosen. Both are
-# climbed from the cheapest on, each rung measured before the next is tried, as long as a run makes ``STEPS`` steps.
+# Such rows cannot be shortened, so only the recipe and the number of rows can be chosen. Recipes and rows form a
+# ladder from cheap to dear. Each rung is measured before the next rung, and the climb ends at the first rung that
+# makes fewer than ``STEPS`` steps in the time.
 
 STEPS = 10 * WARM_UP_STEPS
 """The fewest steps for which a dearer rung is taken. A judgement, not measured: ten warm-ups, so that the learning rate
@@ -103,13 +106,13 @@ falls for nine tenths of the run."""
 RECIPES, ROWS = ("tiny", "small"), (0.25, 1.0)
 """From cheap to dear: recipes, and the share of the usual rows of a step."""
 ROOM = 4.0
-"""By how much a rung has to exceed ``STEPS`` before another recipe is tried, and measured. A judgement, not measured: a
-step of ``small`` takes at least some four times as long as one of ``tiny``, so that with less room it would lose."""
+"""The factor by which a rung has to exceed ``STEPS`` before the next recipe is measured. A judgement, not measured: a
+step of ``small`` takes about four times as long as a step of ``tiny`` or longer, so less room would not suffice."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """``options`` with a recipe and a number of rows, and what one makes with them in the time: this many ``steps``."""
+    """A rung of the ladder: ``options`` with a recipe and a number of rows, and the ``steps`` that the time allows."""
 
     options: TrainOptions
     flags: tuple[str, ...]
@@ -117,17 +120,17 @@ class Rung:
 
     @property
     def text(self) -> str:
-        """How many steps fit into the time here, and the flags that choose the same."""
+        """The number of steps that fit into the time on this machine, and the flags that make the same choice."""
         steps = plural(self.steps, "step")
         chosen = f"; chosen for that: {spelled(' '.join(self.flags))}" if self.flags else ""
         return f"kinformer: in {self.options.minutes:g} minutes about {steps} can be made{chosen}"
 
 
 class Ladder(Choosing):
-    """Chooses the recipe and the rows that the options leave open, for tasks that are not running text."""
+    """Chooses the recipe and the rows that the options leave open, for tasks without running text."""
 
     def choose(self) -> Rung:
-        """The dearest rung that makes ``STEPS`` steps in the time, or the cheapest."""
+        """Return the dearest rung that makes ``STEPS`` steps in the time, or else the cheapest rung."""
         best: Rung | None = None
         for options, recipe in self._rungs():
             changes_recipe = best is not None and recipe != (best.options.recipe or "small")
@@ -141,8 +144,10 @@ class Ladder(Choosing):
         return best
 
     def _rungs(self) -> list[tuple[TrainOptions, str]]:
-        """Return the options of every rung that can be planned, from cheap to dear, and the names of their recipes. The
-        last rung has the usual options."""
+        """Return the options and the recipe of every rung that can be planned, from cheap to dear.
+
+        The last rung has the usual options.
+        """
         wanted = self.options
         usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
         share = wanted.parallelism.replicas * wanted.accumulate
@@ -172,8 +177,11 @@ class Ladder(Choosing):
 
 
 class Size(NamedTuple):
-    """A model's width, the rows of a step, the tokens of a row; how many steps it needs to be better than the size
-    before; the cost of a step, relative to the first size."""
+    """A size: a model's width, the rows of a step, and the tokens of a row.
+
+    steps: the number of steps from which on this size is better than the size before.
+    cost: the cost of a step, relative to the first size.
+    """
 
     dim: int
     rows: int
@@ -191,21 +199,22 @@ SIZES = (
     Size(512, 16, 512, 20000, 70.0),
 )
 RECIPE: Mapping[str, str | float] = {"optimizer": "muon", "lr": 5e-3, "ema": 0.07}
-"""Of every size. With the average, the same learning rate suits short runs and long ones, and down to a tenth of it is
-as good as down to three tenths."""
+"""The recipe of every size. With a moving average of the weights, one learning rate suits short and long runs, and a
+decay to a tenth of the learning rate is as good as a decay to three tenths."""
 HEAD_DIM = 64
 VOCABULARIES = ((100_000, 0, 512), (300_000, 0, 2048), (1_000_000, 400_000, 4096))
-"""The bytes of text, the bytes for each minute and the tokens of the vocabulary from there on: a text
-that is read again and again is learnt by heart sooner with more tokens."""
+"""Vocabularies as (bytes of text, bytes of text per minute, tokens): both bounds must be met. A larger vocabulary needs
+more text, because a model with more tokens memorises a repeated text sooner."""
 ENCODED_A_MINUTE = 7_000_000
-"""Bytes that are encoded in a tenth of a minute, at some 1.2 MB a second; a longer text is learnt as bytes."""
+"""The most bytes of text per minute for which a tokenizer is trained. Encoding them takes a tenth of the time, at about
+1.2 MB a second; a longer text is learnt as bytes."""
 
 
 class Reread(NamedTuple):
-    """The regularisation of a model that reads a text more than ``passes`` times, against learning it by heart.
+    """The regularisation of a model that reads a text more than ``passes`` times, which keeps it from memorising.
 
-    Weight decay is beyond the usual (Kim et al. 2025, arXiv 2509.14786, on repeated data). Dropout costs more than it
-    gains until a text is read often.
+    Weight decay is larger than usual (Kim et al. 2025, arXiv 2509.14786, on repeated data). Dropout costs more than it
+    gains until a text is read many times.
     """
 
     passes: float
@@ -220,7 +229,7 @@ PROBED = 1
 
 @dataclass(frozen=True)
 class Choice:
-    """The options with everything chosen, and the facts for the lines about it."""
+    """The complete options, and the facts for the lines about the choice."""
 
     options: TrainOptions
     flags: tuple[str, ...]
@@ -231,7 +240,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Two lines: how many steps fit into the time here, and the flags that choose the same."""
+        """Two lines: the number of steps that fit into the time on this machine, and the flags of the same choice."""
         speed = self.steps * self.tokens / max(self.seconds, 1e-9)
         return (
             f"kinformer: in {self.options.minutes:g} minutes {plural(self.steps, 'step')} can be made ({speed:,.0f} "
@@ -241,13 +250,16 @@ class Choice:
 
 
 def decides(options: TrainOptions) -> bool:
-    """Return whether the minutes decide the options that were not given: unless neighbours are looked up."""
+    """Return whether the minutes decide the missing options; they do not for a run with a datastore."""
     return options.minutes is not None and options.datastore is None
 
 
 def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split]) -> TrainOptions:
-    """``options`` with as many tokens as the text of the split ``train`` is worth, where nothing was said and the
-    tokenizer's library is installed: a token of several bytes saves the model their computation."""
+    """Return ``options`` with a vocabulary that suits the size of the split ``train`` and the minutes.
+
+    A tokenizer saves computation, because one token stands for several bytes. The options stay unchanged if they name
+    a tokenizer, or if the library of tokenizers is missing.
+    """
     record = member(options.member)
     has_tokenizer = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
     reads = task.data.running_text and task.data.tokenized and record.causal and "tokenizer" not in record.needs
@@ -263,7 +275,10 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
 
 @cache
 def fastest_precision(device: str) -> str:
-    """bf16-mixed where this machine multiplies bfloat16 matrices faster than float32 ones, else fp32."""
+    """Return bf16-mixed if this machine multiplies bfloat16 matrices faster than float32 matrices, else fp32.
+
+    A CPU must be at least 20 % faster in bfloat16, measured on a product of 512 x 512 matrices.
+    """
     if device == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported() else "fp32"
 
@@ -280,8 +295,11 @@ def fastest_precision(device: str) -> str:
 
 
 def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, int]:
-    """The changes that make a model of ``config`` so wide, its feed-forwards in proportion and its heads of 64; as many
-    heads as before where heads differ or ``heads_of_64`` is false; none where the width cannot change."""
+    """Return the changes that give a model of ``config`` the width ``dim``, with feed-forwards in proportion.
+
+    Heads become 64 wide. The number of heads stays if heads of 64 do not fit or ``heads_of_64`` is false. The result
+    is empty if the width cannot change.
+    """
     for scaled in [("num_heads", "hidden_dim")] * heads_of_64 + [("hidden_dim",)]:
         changes = _changes(config, dim, scaled)
         with suppress(KinformerError):
@@ -291,8 +309,11 @@ def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str
 
 
 def rotated(config: ModelConfig) -> dict[str, str]:
-    """The changes that give softmax attention rotary positions (Su et al. 2021), where a model has nothing but a vector
-    learned for each: on Tiny Shakespeare it was after one minute where it had been after four. None for others."""
+    """Return the changes from learned positions to rotary positions (Su et al. 2021) in softmax attention.
+
+    The result is empty for a model with any other positions. On Tiny Shakespeare, a model with rotary positions is as
+    good after one minute as a model with learned positions after four.
+    """
     plain = getattr(getattr(config, "position", None), "kind", None) == "learned"
     if plain and all(_kind(layer, "position") == "none" and _kind(layer, "score") for layer in config.layers):
         return {"position": "none", "layers.*.mixer.position": "rope"}
@@ -337,7 +358,7 @@ class Chooser(Choosing):
         left = max(0.0, self.left())
         size = [size for size in SIZES if left >= size.steps * seconds * size.cost / base.cost][-1]
         exact = seconds * size.cost / base.cost
-        if size.cost > base.cost:  # far from what was measured: measured itself
+        if size.cost > base.cost:  # the cost relative to the probed size is a rough guide, so this size is measured too
             exact = self._seconds_per_step(size, PROBE_SHARE * self.budget)
             left = self.left()
             if left < size.steps * exact:
@@ -355,7 +376,7 @@ class Chooser(Choosing):
         return Choice(options, tuple(flags_between(self.requested, options)), steps, tokens, seconds, passes)
 
     def _regularised(self, options: TrainOptions, reread: Reread) -> TrainOptions:
-        """Return ``options`` with the dropout and weight decay of ``reread``, each unless given."""
+        """Return ``options`` with the dropout and the weight decay of ``reread``; the user's values stay."""
         if options.weight_decay is None:
             options = replace(options, weight_decay=reread.weight_decay)
         if reread.dropout and self.recipe is not None and not any("dropout" in path for path in self.options.set):
@@ -366,7 +387,7 @@ class Chooser(Choosing):
         return options
 
     def _complete(self, size: Size) -> TrainOptions:
-        """Return the options, with open ones chosen by ``size``."""
+        """Return complete options: ``size`` decides the options that the user left open."""
         needs = dict(member(self.options.member).needs)
         task_options = {field.name: needs.pop(field.name) for field in fields(self.task.Options) if field.name in needs}
         share = self.options.parallelism.replicas * self.options.accumulate
@@ -387,12 +408,13 @@ class Chooser(Choosing):
         )
 
     def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, int]:
-        """Return the changes to the width of ``size``; none where ``set`` says which width there is."""
+        """Return the changes to the width of ``size``; none if ``set`` names a width."""
         has_width = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
         return {} if has_width else resized(recipe, size.dim)
 
     def _positions(self, recipe: ModelConfig) -> dict[str, str]:
-        """Return the changes from learned positions to rotary ones; none where ``set`` says which there are."""
+        """Return the changes from learned to rotary positions; none for encoders and for configs with other
+        positions."""
         config = override(recipe, dict(self.options.set), kinds())
         return rotated(config) if member(self.options.member).causal else {}
 

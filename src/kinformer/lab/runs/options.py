@@ -1,6 +1,6 @@
 """The options of training, measuring, generating and indexing: by keyword in Python, by flag on the command line.
 
-Nothing here imports PyTorch until :meth:`Machine.prepare` is called. An option that is None is not given.
+Nothing here imports PyTorch until :meth:`Machine.prepare` is called. None stands for a missing option.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ from kinformer.runtime.fields import Checked, optional
 if TYPE_CHECKING:
     import torch
 
-# The option ``parallel``: how many processes share what, as in ``tp=2,fsdp=4``.
+# The option ``parallel``: the numbers of processes that share rows and weights, as in ``tp=2,fsdp=4``.
 
 
 AXES = ("tp", "cp", "ring", "fsdp", "dp")
 
 
 class Parallel(NamedTuple):
-    """``tensor`` processes share the heads, hidden features and vocabulary of every row, ``context`` groups of them its
-    time (with ``ring`` by keys and values that go round); ``replicas`` of all that have other rows. With the
-    ``strategy`` fsdp, processes that have other tokens share the weights."""
+    """The mesh of processes: ``tensor`` x ``context`` x ``replicas``.
+
+    tensor: the number of processes that share the heads, hidden features and vocabulary of every row.
+    context: the number of groups that share the time of every row.
+    ring: whether groups pass keys and values round in a ring; otherwise they gather keys and values.
+    replicas: the number of copies, each with different rows.
+    strategy: with fsdp, processes with different tokens share the weights.
+    """
 
     tensor: int
     replicas: int
@@ -45,12 +50,12 @@ class Parallel(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Return how many processes there are."""
+        """Return the number of processes."""
         return self.tensor * self.context * self.replicas
 
 
 def parallel_of(text: str) -> Parallel:
-    """Return what ``text`` says, such as ``tp=2``, ``tp=2,fsdp=2``, ``cp=4`` or ``ring=2,dp=4``."""
+    """Parse ``text``, such as ``tp=2``, ``tp=2,fsdp=2``, ``cp=4`` or ``ring=2,dp=4``, and return its mesh."""
     sizes: dict[str, int] = {}
     for item in text.split(","):
         name, _, number = item.strip().partition("=")
@@ -77,8 +82,7 @@ def parallel_of(text: str) -> Parallel:
 
 
 def spread(text: str | None, devices: int) -> dict[str, object]:
-    """Return the options that ``parallel`` ``text`` stands for, beside ``devices``; none where it is not
-    given."""
+    """Return the options ``devices`` and ``strategy`` for the option ``parallel``; an empty dictionary without it."""
     if text is None:
         return {}
     sizes = parallel_of(text)
@@ -88,7 +92,7 @@ def spread(text: str | None, devices: int) -> dict[str, object]:
 
 
 class Processes:
-    """Mixin of options that have ``devices``, ``strategy`` and ``parallel``."""
+    """Mixin of options with the fields ``devices``, ``strategy`` and ``parallel``."""
 
     devices: int
     strategy: Literal["ddp", "fsdp"]
@@ -96,7 +100,7 @@ class Processes:
 
     @property
     def parallelism(self) -> Parallel:
-        """The processes, and what they share."""
+        """The mesh of processes that the options ask for."""
         return Parallel(1, self.devices, self.strategy) if self.parallel is None else parallel_of(self.parallel)
 
 
@@ -129,7 +133,7 @@ class Machine(Checked):
     def usable_device(self) -> torch.device:
         """Return the device that ``device`` names.
 
-        Errors: ``KinformerError`` for one that this machine does not have.
+        Errors: ``KinformerError`` for a device that this machine does not have.
         """
         import torch
 
@@ -146,9 +150,10 @@ class Machine(Checked):
             raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
             device = torch.device(self.device)
-            if device.type != "cuda":  # which would begin to use the GPU, also in a process that only starts others
+            # On CUDA this check would create a context, also in a process that only starts others.
+            if device.type != "cuda":
                 torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise KinformerError(f"`device` {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -171,7 +176,7 @@ class RunOptions(Machine):
     """The options of every use of a trained run."""
 
     set: Mapping[str, object] = field(default_factory=dict)
-    """A change that leaves the weights as they are, as in `set` layers.*.mixer.position.scaling=yarn."""
+    """A change that leaves the weights unchanged, as in `set` layers.*.mixer.position.scaling=yarn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +245,9 @@ class TrainOptions(Processes, Settings, LearningOptions):
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """With several processes: each has the whole model (ddp) or a share of the weights (fsdp)."""
     parallel: str | None = None
-    """Instead of `devices` and `strategy`: processes by what they share, as in tp=2,fsdp=4. tp: the heads, hidden
-    features and vocabulary of every row; cp: its time (ring: with keys and values that go round); beside them dp
-    (copies for other rows) or fsdp (which also share weights)."""
+    """Instead of `devices` and `strategy`: numbers of processes, as in tp=2,fsdp=4. tp: processes share the heads,
+    hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
+    go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
     def __post_init__(self) -> None:
         self.settings()
@@ -312,7 +317,7 @@ class IndexOptions(ListOptions, Machine):
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
     overlap: float = 0.0
-    """The share of each window that is context only: its entries belong to the window before."""
+    """The share of each window that serves as context only: its entries belong to the window before."""
     chunk: int = 4096
     """Tokens computed at a time."""
     dtype: Literal["float16", "float32"] = "float16"
@@ -330,7 +335,7 @@ class IndexOptions(ListOptions, Machine):
 
 
 def require_proof(length: int, limit: float) -> None:
-    """Refuse a ``length`` and a ``limit`` to which :func:`kinformer.verify` cannot hold a model."""
+    """Refuse a ``length`` and a ``limit`` that :func:`kinformer.verify` cannot use."""
     require("length", length, 2, 64)
     require_above("limit", limit, 0)
     require("limit", limit, 0, 1)

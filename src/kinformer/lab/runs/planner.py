@@ -1,4 +1,5 @@
-"""The planning of a run: its task, data, tokenizer, model and settings by the options, and the checks."""
+"""The planning of a run: the options decide its task, data, tokenizer, model and settings, and checks refuse a plan
+that cannot be trained."""
 
 from __future__ import annotations
 
@@ -37,15 +38,16 @@ from kinformer.lab.training.stages import stages_of
 from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
+from kinformer.runtime.files import absolute
 
 FIELD = "texts"
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans runs of ``task`` on opened ``data``, which ``spec`` names, with ``tokenizer``.
+    """Plans runs of ``task`` with ``tokenizer`` on the open ``data``, which ``spec`` names.
 
-    ``base`` is the run to begin with.
+    ``base`` is the run whose model and weights a new run begins with.
     """
 
     task: Task
@@ -55,8 +57,10 @@ class Planner:
     spec: str = ""
 
     def plan(self, options: TrainOptions) -> TrainingPlan:
-        """Return the plan of a run with these options. Where neither they nor the data give a length, rows are as long
-        as usual, or as the model's positions allow.
+        """Return the plan of a run with these options.
+
+        If neither the options nor the data give a length, rows have the usual length or the length that the model's
+        positions allow, whichever is less.
 
         Errors: ``KinformerError`` for options that do not fit the task or its data.
         """
@@ -72,7 +76,7 @@ class Planner:
 def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     """Return the planner of the run that ``options`` describe, and the options with the size of a new vocabulary.
 
-    Text of standard input, and a field of JSON lines, is written into the folder ``options.out``.
+    Text from standard input and the texts in JSON lines are copied into the folder ``options.out``.
 
     Errors: ``KinformerError`` for a task, data or changes that do not go together.
     """
@@ -97,7 +101,7 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
 
 
 def base_of(options: TrainOptions) -> Run | None:
-    """Return the run of ``init``, whose model and tokenizer are taken over; None if none is named."""
+    """Return the run that ``init`` names, whose model and tokenizer the new run takes over; None without ``init``."""
     if options.init is None:
         return None
     base = open_run(options.init)
@@ -116,7 +120,7 @@ def base_of(options: TrainOptions) -> Run | None:
 
 
 def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | None) -> ModelConfig:
-    """Return the recipe's config for this many ids (None: the recipe's number), or the config of the base run."""
+    """Return the recipe's config for ``vocab_size`` ids (None: the recipe's number), or the config of the base run."""
     if base is None:
         return configure(options.member, options.recipe or "small", vocab_size)
     if base.member == options.member:
@@ -126,7 +130,7 @@ def recipe_config(options: TrainOptions, base: Run | None, vocab_size: int | Non
 
 
 def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data | None) -> ModelConfig:
-    """Return the model's config, fitted to the task and its ``data`` (None: not known yet), with all changes."""
+    """Return the model's config with all changes, fitted to the task and its ``data`` (None before it is open)."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
     requested = task.requested(config, data, training_options(task, options.task_options))
@@ -154,8 +158,10 @@ def check_source(options: TrainOptions, task: Task) -> None:
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
-    """Return a lasting name of the data: an absolute path; standard input and a field of JSON lines are written to a
-    file in the run folder."""
+    """Return a lasting name of the data, such as an absolute path.
+
+    Standard input and the texts in JSON lines are copied to a file in the run folder, whose path is the name.
+    """
     if options.data is None:
         assert task.data.default is not None
         return task.data.default
@@ -170,8 +176,8 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
             write_field(Path(options.data).expanduser(), options.text_field, file)
         return str(folder.resolve() / FIELD)
     if weights := mixture_of(options.data):
-        return ",".join(f"{path if path == STDLIB else Path(path).expanduser().resolve()}={w:g}" for path, w in weights)
-    return str(Path(options.data).expanduser().resolve())
+        return ",".join(f"{path if path == STDLIB else absolute(path)}={w:g}" for path, w in weights)
+    return str(absolute(options.data))
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
@@ -208,7 +214,7 @@ def _file_tokenizer(path: str) -> FileTokenizer:
 
 
 def _longest(config: ModelConfig) -> int | None:
-    """Return where the positions of a model of ``config`` end; None if nowhere."""
+    """Return the most positions of a model of ``config``; None for an unlimited number."""
     with unallocated():
         return getattr(config.build(), "max_length", None)
 
@@ -216,7 +222,7 @@ def _longest(config: ModelConfig) -> int | None:
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
     """Return the settings; a missing setting comes from the recipe's paper, then from the task.
 
-    ``length``: the positions of every row, where the data decide them.
+    ``length`` is the number of positions of every row if the data decide it, else None.
     """
     usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
     if options.minutes is not None:
@@ -235,12 +241,12 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
     return replace(settings, objective=task.choose_objective(options.objective, member(options.member).objective))
 
 
-# What a planned run may not be.
+# The checks of a planned run.
 
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
-    """Return ``plan``; refuse it where its model does not go with the data, the length, the objective, or several
-    processes, in any of its stages."""
+    """Return ``plan``; refuse a plan whose model does not fit the data, the length, the objective or the processes in
+    any stage."""
     for stage in stages_of(plan.settings) if plan.settings.stages else ():
         try:
             check_length(stage.settings, group)
@@ -274,7 +280,8 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
 
 
 def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
-    """Refuse weights of exits, and of predictions of further tokens, that ``objective`` does not train."""
+    """Refuse a model with weights that ``objective`` does not train: of early exits, or of predictions further
+    ahead."""
     if getattr(model, "ahead", None) is not None and not getattr(objective, "trains_ahead", False):
         raise KinformerError(
             f"`objective` {plan.settings.objective}: leaves the weights of `set` ahead as they begin; give `objective` "
@@ -291,7 +298,7 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
 
 
 def _longer(config: ModelConfig, length: int) -> str:
-    """Return the changes after which a model of ``config`` reads ``length`` positions, for a message; "" for none."""
+    """Return, for a message, the changes after which a model of ``config`` reads ``length`` positions; "" for none."""
     changes: dict[str, int] = {}
     for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
         with suppress(KinformerError):
@@ -305,7 +312,7 @@ def _longer(config: ModelConfig, length: int) -> str:
 
 
 def group_of(parallel: Parallel, device: str) -> Group:
-    """Return the group of processes that will train on the type of ``device``, as its first process sees it."""
+    """Return the group of processes that will train on ``device``, a type of device, as seen by the first process."""
     world = max(parallel.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
     return Group(
         torch.device("cuda" if device == "cuda" else "cpu"),

@@ -1,4 +1,4 @@
-"""The rows that a run learns from, in each of its stages, and its teacher."""
+"""The training rows of a run in each of its stages, and the teacher of a run."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def data_of(run: Run) -> Data:
 
 
 def plan_of(run: Run, settings: Settings) -> TrainingPlan:
-    """Return the plan by which a run with these settings is trained."""
+    """Return the training plan of ``run`` with ``settings``."""
     return TrainingPlan(run.config, data_of(run), settings, run.options, run.tokenizer)
 
 
 _STAGE = 0x53544147
-"""Sets the seeds of stages' rows apart from other seeds."""
+"""The constant that keeps the seeds of stages' rows apart from all other seeds."""
 
 
 def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
     """Return the config of a run's model in ``stage``.
 
-    Errors: ``KinformerError`` where the stage changes what weights depend on.
+    Errors: ``KinformerError`` for a stage that changes the names or shapes of weights.
     """
     if not stage.changes:
         return config
@@ -57,7 +57,7 @@ def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
 
 
 def stage_plan(plan: TrainingPlan, stage: Stage) -> TrainingPlan:
-    """Return the plan of a stage's rows: they are made as for a separate run with a separate seed."""
+    """Return the plan of a stage's rows, which are made as for a separate run with a separate seed."""
     seed = stage.settings.seed
     if stage.number:
         seed = int(mix(seed, _STAGE, stage.number)[0] >> np.uint64(1))
@@ -66,8 +66,8 @@ def stage_plan(plan: TrainingPlan, stage: Stage) -> TrainingPlan:
 
 
 class StagedRows(DataModule):
-    """The rows of a stage that begins at step ``begin``: ``train`` to train on, and the rows ``final`` of the run to
-    validate with."""
+    """The rows of a stage that begins at step ``begin``: rows ``train`` for training, and the rows ``final`` of the
+    run for validation."""
 
     def __init__(self, train: DataModule, final: DataModule, begin: int) -> None:
         self.train, self.final, self.begin_step = train, final, begin
@@ -89,7 +89,7 @@ class StagedRows(DataModule):
 
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
-    """Return the rows of the run's task; neighbours are looked up on ``device`` where the model looks things up."""
+    """Return the rows of the run's task; a model with a datastore looks up its neighbours on ``device``."""
     rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows

@@ -1,13 +1,13 @@
-"""Run folders: ``config.json`` (what was trained, on what, how), ``model.safetensors`` (the best weights so far).
+"""Run folders: ``config.json`` (the model, the data and the settings), ``model.safetensors`` (the best weights so far).
 
-Where several processes hold parts of the weights, the best ones are in ``best/``, as shards.
+If several processes hold parts of the weights, the best weights are in ``best/``, as shards.
 
 ``config.json`` has the keys ``schema``, ``kinformer``, ``member``, ``recipe``, ``model`` (the model's config as data),
 ``tokenizer`` ("bytes", the name of a file in the folder, or null), ``task`` (its name and its own options), ``data``
-(how it was named, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys); besides
-``tokenizer_fingerprint`` where the tokenizer is a file, ``prompts`` where the model was imported with special tokens,
-and ``packages``, where other packages' the member and the task are. The chat template of an imported model is the file
-``chat_template.jinja``; its further ones are in ``additional_chat_templates``.
+(its name on the command line, and its identity), ``training`` (the settings) and ``checksum`` (of all other keys).
+Some runs have further keys: ``tokenizer_fingerprint`` if the tokenizer is a file, ``prompts`` if the model was imported
+with special tokens, and ``packages`` if other packages define the member or the task. The chat template of an imported
+model is the file ``chat_template.jinja``; further chat templates are in ``additional_chat_templates``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kinformer.lab.data import Tokenizer
     from kinformer.lab.tasks.task import Task
 
-# Reading of ``config.json``: its schema, keys and types are checked before anything uses it.
+# Reading of ``config.json``: its schema, keys and types are checked before any other code reads it.
 
 
 SCHEMA = 2
@@ -109,7 +109,8 @@ _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", i
 def read_config(place: Path) -> JsonObject:
     """Return the table in the file ``place``.
 
-    Errors: ``KinformerError`` for a file that is not the config of a run, lacks a key or has a value of another type.
+    Errors: ``KinformerError`` for a file other than the config of a run, for a missing key, and for a value of a wrong
+    type.
     """
     folder = place.parent
     if not place.exists():
@@ -148,11 +149,11 @@ def read_config(place: Path) -> JsonObject:
 
 
 RETIRED = ("diloco_steps", "outer_lr", "outer_momentum")
-"""Settings that configs of earlier versions hold and that no longer change anything."""
+"""Settings in the configs of earlier versions that no longer change anything."""
 
 
 def settings_in(training: JsonObject) -> Settings:
-    """Return the settings in a config, checked like those of the command line."""
+    """Return the settings in a config, with the same checks as the settings on the command line."""
     training = {name: value for name, value in training.items() if name not in RETIRED}
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
@@ -185,19 +186,19 @@ TOKENIZER, BYTES, CHAT_TEMPLATE = "tokenizer.json", "bytes", "chat_template.jinj
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A trained model, or one in training, in its folder.
+    """A run folder: a trained model, or a model in training.
 
     member, recipe: the names of the member and its recipe.
     config: the config of the model.
     task, options: the task, and the task's own options.
-    data: ``spec`` (the name of the data), ``holdout``, ``identity``; and where there are some, ``init`` (the run to
-        begin with), ``inherited`` (the weights from that run) and ``retrieval`` (its datastore).
-    training: the settings; empty of an imported run.
+    data: ``spec`` (the name of the data), ``holdout`` and ``identity``. Some runs also have ``init`` (the base run),
+        ``inherited`` (the weights from the base run) and ``retrieval`` (the datastore).
+    training: the settings; empty for an imported run.
     vocabulary: "bytes", the name of a tokenizer's file in the folder, or None where the task reads no text.
-    prompts: how an imported model is prompted: ``prefix`` (the ids that begin every prompt, such as BOS) and
-        ``special_tokens`` (their texts by the names that transformers gives them); empty of other runs.
-    tokenizer_fingerprint: what identifies that file; None until there is one.
-    by_user: the names of the ``options`` that the user gives in this call; the others come from the folder.
+    prompts: the prompting of an imported model: ``prefix`` (the ids that begin every prompt, such as BOS) and
+        ``special_tokens`` (texts of special tokens by their names in transformers); empty for other runs.
+    tokenizer_fingerprint: the digest of the tokenizer's file; None until there is a file.
+    by_user: the names of the ``options`` from the user's present call; the other options come from the folder.
     """
 
     folder: Path
@@ -218,7 +219,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The run's tokenizer, None for a task whose data are not text."""
+        """The run's tokenizer; None for a task without text."""
         from kinformer.lab.data import ByteTokenizer, FileTokenizer
 
         if self.vocabulary is None:
@@ -229,13 +230,13 @@ class Run:
 
     @property
     def chat_template(self) -> Path | None:
-        """The file of the chat template that an imported model came with, None if there is none."""
+        """The file of the chat template of an imported model; None without a chat template."""
         path = self.folder / CHAT_TEMPLATE
         return path if path.is_file() else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the best validation, the deciding one first; empty for a run that was never validated."""
+        """The metrics of the best validation, the deciding metric first; empty for a run without a validation."""
         best = best_of(self.folder)
         return {} if best is None else best[0]
 
@@ -269,7 +270,7 @@ class Run:
         write_json(self.folder / CONFIG, signed(data))
 
     def _fingerprint(self) -> str | None:
-        """Return the fingerprint of the tokenizer's file, None if there is none."""
+        """Return the fingerprint of the tokenizer's file; None without a file."""
         from kinformer.lab.data.tokenizer import file_fingerprint
 
         if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
@@ -284,8 +285,8 @@ class Run:
     def model(self, changes: Mapping[str, object] | None = None) -> Any:
         """Return the model with its best weights, in eval mode, without its datastore (see ``lab.datastore.attach``).
 
-        ``changes`` are overrides of its config, such as another scaling of its positions; they must keep the name and
-        the shape of every weight.
+        ``changes`` are overrides of the config, such as another scaling of positions. They must keep the name and the
+        shape of every weight.
         """
         config = self._changed(changes) if changes else self.config
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
@@ -317,7 +318,7 @@ class Run:
 def open_run(folder: str | Path) -> Run:
     """Return the run in a folder.
 
-    Errors: ``KinformerError`` for a folder without a run, or with a damaged one.
+    Errors: ``KinformerError`` for a folder without a run, or with a damaged run.
     """
     require_path("run", folder)
     folder = Path(folder)
@@ -355,14 +356,14 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[
     save_tensors(folder / WEIGHTS, weights, metadata)
 
 
-# Writing in a run's folder: by one process at a time, which removes only files of its making.
+# Writing in a run's folder: by one process at a time, which removes only its own files.
 #
-# While a run is created, ``.config.json.partial`` stands in its folder; ``config.json`` is written last. So what a
-# killed creation leaves behind is distinguished from a user's own files, and is removed when the folder is locked
-# next.
+# While a run is created, ``.config.json.partial`` is in its folder, and ``config.json`` is written last. This marker
+# tells the remains of a killed creation from a user's own files. The next process that locks the folder removes the
+# remains.
 
 _MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
-"""What creating or importing a run may write before its config."""
+"""The files that creating or importing a run may write before its config."""
 
 
 @contextmanager
@@ -376,7 +377,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def creating(folder: Path) -> Iterator[None]:
-    """Create a run in ``folder``, which this process has locked; where that fails, remove all that was written."""
+    """Create a run in ``folder``, which this process has locked; after a failure, remove its files."""
     require_empty(folder)
     try:
         with partial_of(folder / CONFIG).open("xb"):
@@ -388,7 +389,7 @@ def creating(folder: Path) -> Iterator[None]:
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder that holds anything."""
+    """Refuse a folder with any contents."""
     if (folder / CONFIG).exists():
         raise KinformerError(
             f"`out` {folder}: holds a run already; add `resume` to continue it, or give another folder."

@@ -1,10 +1,10 @@
-"""What a trained run attends to in one text: attention weights, hidden states, buckets, spans, exits and steps of every
+"""The trace of a trained run on one text: attention weights, hidden states, buckets, spans, exits and steps of every
 token, as tensors, as an interactive page and in words.
 
-The heads' outputs are linear in the values: y_i = sum_j w_ij v_j, plus a part that depends on no value. With columns
-of an identity in place of the values of a block of tokens, the mixer's own kernels return the columns w_ij of these
-tokens, whatever the mechanism computes. The weights of softmax attention are its probabilities; of kernel attention
-they are the *implied* weights (Katharopoulos et al. 2020, equation 4; Ali et al. 2024).
+The outputs of a head are linear in the values: y_i = sum_j w_ij v_j, plus a part that does not depend on the values.
+If columns of an identity matrix replace the values of a block of tokens, the mixer's own kernels return the columns
+w_ij of these tokens. This holds for every mechanism. The weights of softmax attention are its probabilities. The
+weights of kernel attention are *implied* (Katharopoulos et al. 2020, equation 4; Ali et al. 2024).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Weights(NamedTuple):
     """The weights of one call of a mixer, in float32 or better: outputs = weights @ values + constant.
 
     weights: [heads, queries, keys]; values: [heads, keys, width]; outputs: [heads, queries, width].
-    constant: the part of the outputs that depends on no value, [heads, queries, width]. It is 0 except for values by
-        distance and compressed memories.
-    buckets: int64 [heads, rounds, tokens], of the last heads where not all have some, or None.
-    keys, implied, lacking: as the mixer shows them at the point "values" of ``core.probe``.
+    constant: the part of the outputs that does not depend on the values, [heads, queries, width]. It is 0 except for
+        values by distance and compressed memories.
+    buckets: int64 [heads, rounds, tokens], or None. If only some heads have buckets, these are the last heads.
+    keys, implied, lacking: the facts that the mixer gives at the point "values" of ``core.probe``.
     """
 
     weights: Tensor
@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
 @torch.no_grad()
 def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
-    """Return the weights of the call ``mixer(*inputs)``, from as many calls as the values' width fits into the tokens.
+    """Return the weights of the call ``mixer(*inputs)``. One further call gives as many columns as values are wide.
 
     inputs: the arguments of a call with one sequence: a chunk and a state without a past or, of an encoder, x and its
     context.
@@ -82,6 +82,7 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
     outputs = observers.call(mixer, inputs)
     values = torch.cat([part for _, part in sorted(observers.values.items())], 2)
     buckets = observers.buckets[0][0].cpu() if observers.buckets else None
+    # With zeros as values, the outputs are the part that does not depend on the values.
     observers.first = -1
     constant = observers.call(mixer, inputs)
     columns = []
@@ -95,8 +96,11 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
 
 
 class _Observers:
-    """Observers of one mixer, which replace its values: by nothing while ``first`` is None, by zeros at -1, else by the
-    columns of the identity that belong to the tokens from ``first`` on."""
+    """Observers of one mixer, which can replace its values.
+
+    ``first`` None keeps the values, and -1 replaces them by zeros. Any other number replaces them by columns of the
+    identity matrix, for the tokens from ``first`` on.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -143,7 +147,7 @@ class _Observers:
 
 
 def kind_of(mixer: nn.Module) -> str:
-    """Return the kind that configs call a mixer by."""
+    """Return the kind of a mixer, as configs name it."""
     return getattr(getattr(type(mixer), "Config", None), "kind", type(mixer).__name__)
 
 
@@ -152,22 +156,23 @@ def kind_of(mixer: nn.Module) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTrace:
-    """One mixer of one use of a layer on the text.
+    """The trace of one mixer in one use of a layer.
 
-    place: where it stands, as in "layer 2", or "encoder, layer 1", "layer 2, step 3", "layer 2, source".
+    place: the mixer's place, as in "layer 2", or "encoder, layer 1", "layer 2, step 3", "layer 2, source".
     layer, use: numbers from 1; a stack that applies its layers more than once has more uses than layers.
-    mixer: its kind, such as "softmax" or "lsh".
-    heads: which heads the tensors hold, numbers from 1.
-    weights: [heads, queries, keys], or None for a mechanism without weights. Rows of softmax attention sum to 1, or to
-        0 where a query sees nothing; ``note`` says where something beside the text takes a share.
+    mixer: the kind of mixer, such as "softmax" or "lsh".
+    heads: the numbers of the traced heads, from 1.
+    weights: [heads, queries, keys], or None for a mechanism without weights. A row of softmax attention sums to 1, or
+        to 0 for a query that sees no key. If something beside the text takes a share, ``note`` names it.
     values, outputs, constant: [heads, keys, width], [heads, queries, width] and [heads, queries, width], before the
-        output projection: outputs = weights @ values + constant, which is 0 except for values by distance (Shaw) and
-        for what is seen beside the text, such as compressed memories.
-    implied: whether another mechanism implies the weights, which then are not probabilities; ``note`` says so in words.
-    buckets: int64 [heads, rounds, tokens] of attention within buckets or clusters, -1 for heads without; else None.
-    spans: how far back heads look in tokens, [heads] where each head learns a span, [heads, tokens] where each token
-        has one; else None.
-    keys: the tokens of the "text" itself or of the "source", or Linformer's "summaries".
+        output projection: outputs = weights @ values + constant. The constant is 0 except for values by distance
+        (Shaw) and for keys beside the text, such as compressed memories.
+    implied: whether another mechanism implies the weights. Such weights are not probabilities, and ``note`` says so.
+    buckets: int64 [heads, rounds, tokens] of attention within buckets or clusters, -1 for heads without buckets; None
+        for a mixer without buckets.
+    spans: the spans of heads in tokens: [heads] if each head learns a span, [heads, tokens] if each token has a span;
+        None for a mixer without learnt spans.
+    keys: the source of the keys: the tokens of the "text" itself or of the "source", or Linformer's "summaries".
     """
 
     place: str
@@ -190,10 +195,10 @@ class AttentionTrace:
 class Reading:
     """One model over one sequence: its ``ids`` int64 [tokens] and the ``tokens`` as text.
 
-    hidden_states: one tensor [tokens, dim] after every use of a layer, the last before the model's last norm.
-    attention: of the layers that were chosen, in order.
-    exits: int64 [tokens], how many layers each token went through, where tokens may leave early, else None.
-    steps: int64 [tokens], how many steps each token took, where tokens halt, else None.
+    hidden_states: one tensor [tokens, dim] after every use of a layer; the last tensor is before the model's last norm.
+    attention: the traces of the mixers in the chosen layers, in order.
+    exits: int64 [tokens], the number of layers of each token; None for a model without early exits.
+    steps: int64 [tokens], the number of steps of each token; None for a model whose tokens do not halt.
     """
 
     ids: Tensor
@@ -206,7 +211,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Reading):
-    """The trace of a run on a text. An encoder-decoder's is of the target, and ``source`` is of its encoder."""
+    """The trace of a run on a text. For an encoder-decoder it covers the target, and ``source`` covers the encoder."""
 
     title: str
     source: Reading | None = None
@@ -262,7 +267,7 @@ def _translation(run: Run, model: EncoderDecoder, text: str, options: TraceOptio
 
 @dataclass(frozen=True)
 class _Subject:
-    """A stack of a run's model, and how the names of its places begin."""
+    """A stack of a run's model, and the prefix of the names of its places."""
 
     run: Run
     stack: Stack
@@ -271,7 +276,7 @@ class _Subject:
 
 @dataclass
 class _Call:
-    """The call of a mixer in one use of a layer while the model read the text. ``first``: it is the layer's first."""
+    """The call of a mixer in one use of a layer; ``first``: whether it is the first mixer of the layer."""
 
     mixer: Mixer
     inputs: tuple[object, ...]
@@ -296,7 +301,8 @@ class _Records:
 
 
 def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHidden) -> Reading:
-    """Run the model over ``ids`` [1, tokens] once, and its mixers of the chosen layers again for their weights."""
+    """Run the model over ``ids`` [1, tokens] once, then call the mixers of the chosen layers again for their
+    weights."""
     stack = subject.stack
     layers = numbers_in("layers", options.layers, len(stack.layers), "layers")
     with torch.no_grad(), _recording(stack) as records:
@@ -319,7 +325,7 @@ def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHid
 
 @contextmanager
 def _recording(stack: Stack) -> Iterator[_Records]:
-    """Note the calls of a stack's mixers, the exits of tokens and their steps."""
+    """Record the calls of a stack's mixers, and the exits and steps of tokens."""
     records = _Records()
     with ExitStack() as hooks:
 
@@ -353,7 +359,7 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
 
 
 def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTrace:
-    """Return what one call of a mixer attended to."""
+    """Return the trace of one call of a mixer."""
     mixer, stack = call.mixer, subject.stack
     layer, steps = stack.order[call.use] + 1, len(stack.order) // len(stack.layers)
     place = f"{subject.name}layer {layer}"
@@ -392,14 +398,15 @@ def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTr
 
 
 def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
-    """Return the buckets of the heads ``index``, -1 of heads without; the last of all heads have some."""
+    """Return the buckets of the heads ``index``, -1 for heads without buckets; heads with buckets are the last
+    heads."""
     if buckets is None:
         return None
     return torch.cat([buckets.new_full((heads - len(buckets), *buckets.shape[1:]), -1), buckets])[index]
 
 
 def _spans(mixer: nn.Module, x: Tensor, index: Tensor) -> Tensor | None:
-    """Return the learnt spans of the heads ``index``, or their spans at every token."""
+    """Return the spans [heads] of the heads ``index``, or [heads, tokens] if each token has a span."""
     span = getattr(mixer, "span", None)
     if isinstance(span, Span):
         return torch.tensor(span.spans())[index]
@@ -410,7 +417,7 @@ def _spans(mixer: nn.Module, x: Tensor, index: Tensor) -> Tensor | None:
 
 
 def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
-    """Return the ids [1, tokens] of a text's first tokens; MASK stands for the model's mask, where it has one."""
+    """Return the ids [1, tokens] of a text's first tokens; MASK in the text becomes the model's mask token, if any."""
     assert run.tokenizer is not None
     mask = mask_token_of(run.config)
     first, *others = text.split(MASK) if mask is not None else [text]
@@ -425,7 +432,7 @@ def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
 
 
 def labels(run: Run, config: ModelConfig, ids: Sequence[int]) -> Iterator[str]:
-    """Yield the text of every token; a character of several tokens stands with the last."""
+    """Yield the text of every token; a character of several tokens belongs to the last token."""
     assert run.tokenizer is not None
     ends = ends_of(config)
     special = {mask_token_of(config): MASK, ends.bos: "[BOS]", ends.eos: "[EOS]"}
@@ -434,7 +441,7 @@ def labels(run: Run, config: ModelConfig, ids: Sequence[int]) -> Iterator[str]:
         yield special[token] if token in special else stream.feed(token)
 
 
-# A trace as an interactive page that holds all that it needs (in the manner of BertViz, Vig 2019), and as arrays.
+# A trace as one self-contained interactive page (in the manner of BertViz, Vig 2019), and as arrays.
 
 ENDINGS = (".html", ".npz")
 ASSETS = Path(__file__).parent / "assets"
@@ -442,7 +449,7 @@ STEPS = 32767
 
 
 def check(path: Path) -> None:
-    """Refuse a file's name with an ending other than .html and .npz."""
+    """Refuse a file name whose ending is neither .html nor .npz."""
     if path.suffix.lower() not in ENDINGS:
         raise KinformerError(f"`out` {path}: ends in neither .html (a page) nor .npz (arrays); name it so.")
     if path.is_dir():
@@ -450,9 +457,9 @@ def check(path: Path) -> None:
 
 
 def write(traced: Trace, path: Path) -> None:
-    """Write a trace as the ending of ``path`` says: the page, or its tensors by name.
+    """Write a trace as a page (.html) or as its tensors by name (.npz); the ending of ``path`` decides.
 
-    Errors: ``KinformerError`` where a page needs jinja2, which is missing.
+    Errors: ``KinformerError`` for a page without the package jinja2.
     """
     if path.suffix.lower() == ".html":
         page = _page(traced)
@@ -470,7 +477,7 @@ def write(traced: Trace, path: Path) -> None:
 
 
 def readings(traced: Trace) -> list[Reading]:
-    """Return the source's reading, if there is one, and the text's."""
+    """Return the readings of the source, if any, and of the text."""
     return [traced] if traced.source is None else [traced.source, traced]
 
 
@@ -489,8 +496,10 @@ def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray
 
 
 def _page(traced: Trace) -> str:
-    """Return the page of ``readings`` (name, tokens, exits, steps) and ``places`` (``_place``). Tokens may be a
-    stranger's text, so the page escapes them."""
+    """Return the page, whose data are ``readings`` (name, tokens, exits, steps) and ``places`` (see ``_place``).
+
+    Tokens may come from untrusted text, so the page escapes tokens.
+    """
     if find_spec("jinja2") is None:
         raise KinformerError("pages need jinja2, which is not installed; pip install 'kinformer[plot]' gets it.")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -505,7 +514,7 @@ def _page(traced: Trace) -> str:
         "places": [_place(item, number) for number, reading in enumerate(several) for item in reading.attention],
     }
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
-    # "<" inside a script would let a token end it.
+    # A token such as "</script>" would end the script, so "<" is escaped.
     embedded = Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))  # noqa: S704
     style, script = (Markup((ASSETS / f"trace.{name}").read_text(encoding="utf-8")) for name in ("css", "js"))  # noqa: S704
     template = environment.get_template("trace.html")
@@ -513,8 +522,10 @@ def _page(traced: Trace) -> str:
 
 
 def _place(item: AttentionTrace, reading: int) -> dict[str, object]:
-    """Return one mixer's data on the page; its weights are base64 of deflated int16 [heads, queries, count], in steps
-    of ``unit``."""
+    """Return the data of one mixer for the page.
+
+    The weights are int16 [heads, queries, count] in steps of ``unit``, deflated, in base64.
+    """
     facts = _plain(item, "place", "mixer", "heads", "note", "keys", "implied")
     facts |= {"reading": reading} | _plain(item, "buckets", "spans")
     if item.weights is None:
@@ -536,8 +547,8 @@ def _plain(item: Reading | AttentionTrace, *names: str) -> dict[str, object]:
 
 
 def facts_of(traced: Trace) -> dict[str, object]:
-    """Return a trace without its tensors as JSON-ready data: tokens, exits, steps, and of each head how far and how
-    widely it looks."""
+    """Return a trace without its tensors as JSON-ready data: tokens, exits, steps, and the mean distance and the
+    perplexity of each head."""
     facts: dict[str, object] = {"title": traced.title}
     for name, reading in zip(("source", "text") if traced.source else ("text",), readings(traced), strict=True):
         attention = [_facts(item) for item in reading.attention]
@@ -577,7 +588,8 @@ def _listed(values: Tensor) -> str:
 
 
 def mean_distance(weights: Tensor) -> Tensor:
-    """Return how many tokens away the mean of a head's weights [heads, queries, keys] is, [heads], in magnitude."""
+    """Return the mean distance in tokens from a query to its keys, [heads], weighted by the magnitudes of ``weights``
+    [heads, queries, keys]."""
     _, queries, keys = weights.shape
     away = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().to(weights.dtype)
     size = weights.abs()
@@ -585,8 +597,11 @@ def mean_distance(weights: Tensor) -> Tensor:
 
 
 def perplexity(weights: Tensor) -> Tensor:
-    """Return the mean number of keys that a head's queries look at, [heads]: 2 to the entropy in bits of a row of
-    ``weights`` [heads, queries, keys], whose magnitudes are scaled to sum to 1."""
+    """Return the mean effective number of keys of a head's queries, [heads].
+
+    A row of ``weights`` [heads, queries, keys] is scaled so that its magnitudes sum to 1. Its effective number of keys
+    is 2 to the power of its entropy in bits.
+    """
     size = weights.abs()
     total = size.sum(-1, keepdim=True)
     shares = size / total.clamp_min(1e-12)

@@ -17,11 +17,11 @@ class TraceOptions(RunOptions):
     heads: str | None = None
     """Only these heads, counted from 1, as in 1,2; all if not given."""
     target: str | None = None
-    """Of a run of the task translate: the translation to trace; the run's own if not given."""
+    """Of a run of the task translate: the translation to trace; the run's own translation if not given."""
     max_tokens: int = 256
     """Trace the first N tokens of the text only: weights take N x N numbers for every head."""
     seed: int = 0
-    """Decides everything random, such as the hashes of a member that has some."""
+    """Decides all random numbers, such as the hashes of a member with hashing."""
 
     def __post_init__(self) -> None:
         require("max_tokens", self.max_tokens, 1)
@@ -30,7 +30,7 @@ class TraceOptions(RunOptions):
 
 
 def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
-    """Return the numbers from 1 to ``highest`` that an option's text lists, in order; all where it is None.
+    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None.
 
     Errors: ``KinformerError`` for any other part of the text.
     """

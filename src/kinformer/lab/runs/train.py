@@ -29,14 +29,17 @@ from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.processor import emulates_bfloat16
 from kinformer.runtime.progress import tolerant
 
-# A few lines about the training, before it begins.
+# The lines that announce a training.
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
-    """Return lines with the member, recipe, parameters and task, the weights from the run of ``init``, the data and
-    their size, the device, the precision, the tokens a step, and a note on ``frozen`` random parameters."""
+    """Return the lines that announce a training.
+
+    They name the member, recipe, parameters and task, the weights from the base run, the data and their size, the
+    device, the precision, the tokens of a step, and the number of ``frozen`` random parameters.
+    """
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
@@ -54,7 +57,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
 
 
 def warning(result: Result, settings: Settings) -> str | None:
-    """Return a sentence if a run that was not interrupted made fewer steps than a warm-up has, else None."""
+    """Return a sentence if an uninterrupted run made fewer steps than its warm-up has, else None."""
     steps, made = result.steps, plural(result.steps, "step")
     if result.signal:
         return None
@@ -72,7 +75,7 @@ def warning(result: Result, settings: Settings) -> str | None:
 
 
 def _data(data: JsonObject) -> str:
-    """Return the data's name and how much of it there is to train on."""
+    """Return the name of the data and the amount of training data."""
     identity = data.get("identity") or {}
     name = str(identity.get("name") or data.get("spec"))
     if train := identity.get("bytes", {}).get("train"):
@@ -130,12 +133,12 @@ class Summary:
 
 @seeding
 def train(options: TrainOptions, quiet: bool = False, started_at: float | None = None) -> Summary:
-    """Train a member as ``options`` say.
+    """Train a member by ``options``.
 
-    quiet: report nothing meanwhile.
+    quiet: report nothing during training.
     started_at: when the minutes began to count, by ``time.monotonic()``; now if not given.
 
-    Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` where a signal ended several processes.
+    Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` if a signal ended one of several processes.
     """
     started_at = time.monotonic() if started_at is None else started_at
     require("devices", options.devices, 1)
@@ -171,7 +174,8 @@ def work(plan: Plan, group: Group) -> Summary:
 
 
 def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, announces: bool = False) -> Summary:
-    """Train to the end of ``stage``, the only one of most runs; ``announces``: print lines about the training first."""
+    """Train to the end of ``stage``; most runs have one stage. ``announces``: first print the lines about the
+    training."""
     run, settings = replace(plan.run, config=config_of(training.config, stage)), plan.settings
     data = staged_rows(run, training, stage, plan.device.type, plan.quiet)
     torch.manual_seed(settings.seed)
@@ -192,7 +196,7 @@ def _join_and_work(plan: Plan) -> Summary:
     with _joined(plan.device.type, plan.parallel) as group:
         summary = work(plan, group)
     if summary.result.signal:
-        sys.exit(128 + summary.result.signal)  # the result of a process that a signal ended is not awaited
+        sys.exit(128 + summary.result.signal)  # the launcher does not wait for the result of such a process
     return summary
 
 
@@ -217,8 +221,10 @@ def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Su
 
 
 def _started_again(folder: Path) -> bool:
-    """Return whether torchrun starts the training in ``folder`` again: with --max-restarts, because a process died; or,
-    in a job that has a name, because machines came or went."""
+    """Return whether torchrun starts the training in ``folder`` again.
+
+    With --max-restarts it does so after a process died, and in a job with a name also after machines came or went.
+    """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not (folder / CONFIG).exists():
         return False

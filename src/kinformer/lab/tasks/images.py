@@ -17,6 +17,7 @@ from torch.nn import functional
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.parts import Input
 from kinformer.lab.data import ImageData
+from kinformer.lab.data.files import readable
 from kinformer.lab.data.images import SUFFIXES, decode, read_head, read_images, require_pillow
 from kinformer.lab.data.labelled import STDIN, Inputs
 from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, FileSource, ItemSettings
@@ -364,10 +365,12 @@ class Picture(NamedTuple):
     label: str | None = None
 
 
-def pictures_in(run: TrainedRun, source: FileSource, limit: int | None, classes: Sequence[str] = ()) -> Inputs[Picture]:
+def pictures_in(
+    run: TrainedRun, source: FileSource, limit: int | None, classes: Sequence[str] = (), skip_bad: bool = False
+) -> Inputs[Picture]:
     """Return the pictures of ``source`` at the size of the model of ``run``, at most ``limit``: a picture, all in a
     folder and its folders, the test images of data, or a list of paths. A folder named as one of ``classes`` labels its
-    own.
+    own. ``skip_bad``: note the files that cannot be read, and leave them out.
 
     The heads of all files are looked at before the first is decoded.
     """
@@ -385,12 +388,13 @@ def pictures_in(run: TrainedRun, source: FileSource, limit: int | None, classes:
     files = files[:limit]
     if not files:
         raise KinformerError(f"{source}: holds no pictures; give a PNG or JPEG, a folder of them, or data.")
-    for file in files:
-        read_head(file)
+    files = [file for file, _ in readable(files, read_head, skip_bad)]
     input: PatchInput = input_of(run.config)
     shape = (*input.size, input.channels)
-    labels = (file.parent.name if file.parent.name in classes else None for file in files)
-    items = (Picture(str(file), decode(file, shape), label) for file, label in zip(files, labels, strict=True))
+    items = (
+        Picture(str(file), pixels, file.parent.name if file.parent.name in classes else None)
+        for file, pixels in readable(files, lambda file: decode(file, shape), skip_bad)
+    )
     return Inputs(items, len(files))
 
 

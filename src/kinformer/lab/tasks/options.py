@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_share
 from kinformer.runtime.fields import Checked
+from kinformer.runtime.files import absolute
 from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.tables import PredictionTable
 
@@ -501,7 +501,7 @@ class VisionOptions(PictureOptions):
                 "leave it out."
             )
         if self.teacher is not None:
-            object.__setattr__(self, "teacher", str(Path(self.teacher).expanduser().resolve()))
+            object.__setattr__(self, "teacher", str(absolute(self.teacher)))
         self._check_distillation()
         if not 0 <= self.smoothing < 1:
             raise KinformerError(f"`smoothing` is {self.smoothing:g} but must be at least 0 and below 1.")

@@ -40,7 +40,7 @@ from kinformer.inputs.filterbank import (
     windows,
 )
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
-from kinformer.lab.data.files import reading_corpus
+from kinformer.lab.data.files import readable, reading_corpus
 from kinformer.lab.data.labelled import STDIN
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.data.sound import (
@@ -724,7 +724,9 @@ def predict(
     paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
-    for file, samples, sound_rate in sounds(source, settings.max_items, settings.quiet, "predicting"):
+    for file, samples, sound_rate in sounds(
+        source, settings.max_items, settings.quiet, "predicting", settings.skip_bad
+    ):
         with torch.inference_mode():
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
         transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
@@ -732,18 +734,19 @@ def predict(
         yield Predicted(row, f"{file}\t{transcript}")
 
 
-def sounds(source: FileSource, limit: int | None, quiet: bool, doing: str) -> Iterator[tuple[Path, np.ndarray, int]]:
+def sounds(
+    source: FileSource, limit: int | None, quiet: bool, doing: str, skip_bad: bool = False
+) -> Iterator[tuple[Path, np.ndarray, int]]:
     """Yield the files of ``source`` (a WAV or FLAC file, a folder of such files, or a list of paths) in order, each
     with its samples [time] and their rate; at most ``limit`` files. ``doing`` is the text of the progress bar.
+    ``skip_bad``: note the files that cannot be read, and leave them out.
 
     The heads of all files are looked at before the first is read.
     """
-    files = _files(source)[:limit]
-    for file in files:
-        sound_info(file)
+    files = [file for file, _ in readable(_files(source)[:limit], sound_info, skip_bad)]
     with progressing(quiet, doing) as progress:
-        for number, file in enumerate(files, start=1):
-            yield file, *read_sound(file)
+        for number, (file, sound) in enumerate(readable(files, read_sound, skip_bad), start=1):
+            yield file, *sound
             if progress is not None:
                 progress(number, len(files))
 

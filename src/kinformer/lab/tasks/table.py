@@ -395,7 +395,7 @@ RECORDS = (
             refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
         ),
         generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
-        prediction=Prediction(),
+        prediction=Prediction(reads=("skip_bad",)),
         metrics=(ERROR_RATE, BITS_PER_SYMBOL),
         objectives={"ctc": "speech:ctc_loss"},
         Options=options.SpeechOptions,
@@ -425,7 +425,7 @@ RECORDS = (
         generation=Generation(
             prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
         ),
-        prediction=Prediction(reads=("top_k", "batch_size")),
+        prediction=Prediction(reads=("top_k", "batch_size", "skip_bad")),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "vision:class_loss"},
         Options=options.VisionOptions,

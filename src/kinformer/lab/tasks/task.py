@@ -116,9 +116,9 @@ class Prediction:
     refusal: str | None = None
 
 
-PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size")
+PREDICTING = ("top_k", "text_field", "label_field", "format", "batch_size", "skip_bad")
 """The general options of predicting: how items are read, and which facts of each item are printed."""
-OF_TEXTS = ("text_field", "label_field", "format", "batch_size")
+OF_TEXTS = ("text_field", "label_field", "format", "batch_size", "skip_bad")
 """The options that a task of texts reads."""
 
 

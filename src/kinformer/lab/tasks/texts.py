@@ -200,7 +200,7 @@ def texts_in(
     """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
     cannot read (by default, an empty one). ``usual``: how the task names and orders the columns of tables."""
     columns = usual._replace(text=settings.text_field, label=settings.label_field)
-    return read_texts(source, columns, settings.format, settings.max_items, check)
+    return read_texts(source, columns, settings.format, settings.max_items, check, settings.skip_bad)
 
 
 def main_windows(

@@ -572,7 +572,9 @@ def predict(
     """Yield the most probable classes of the images of ``source``, in order: a picture, all in a folder and its
     folders, the test images of data, or a list of pictures' paths."""
     names = classes_of(subject.run)
-    batches = picture_batches(pictures_in(subject.run, source, settings.max_items, names), settings, "predicting")
+    batches = picture_batches(
+        pictures_in(subject.run, source, settings.max_items, names, settings.skip_bad), settings, "predicting"
+    )
     for picture, classes, line in predicted_classes(subject.model, batches, names, settings.top_k):
         label = {} if picture.label is None else {"label": picture.label}
         yield Predicted({"image": picture.name} | label | {"classes": classes}, line)

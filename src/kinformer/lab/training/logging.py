@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from kinformer.runtime.files import write_atomic
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import dump_json, parse_json
 from kinformer.runtime.progress import note, tolerant
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class Log:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write one line of JSON and one point per curve."""
-        self._file.write(json.dumps({"step": step} | values) + "\n")
+        self._file.write(dump_json({"step": step} | values) + "\n")
         self._file.flush()
         if self._events is not None:
             self._events.scalars(values, step)

@@ -372,12 +372,12 @@ def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, fl
 
 
 def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optimizer:
+    betas = float(settings.momentum), float(settings.beta2)  # torch.optim refuses a whole number beside a float
     if kind == "muon":
         return spared(StackedMuon)(groups, settings.lr)
     if kind == "lamb":
-        return spared(Lamb)(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2))
+        return spared(Lamb)(groups, lr=settings.lr, betas=betas)
     if kind == "radam":
-        betas = (settings.momentum, settings.beta2)
         return spared(RAdam)(groups, lr=settings.lr, betas=betas, decoupled_weight_decay=True)
     if kind == "adafactor":
         return spared(Adafactor)(groups, lr=settings.lr)
@@ -385,7 +385,7 @@ def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optim
         return spared(ClippedAdagrad)(groups, lr=settings.lr, clip=settings.clip)
     if kind == "sgd":
         return spared(SGD)(groups, lr=settings.lr, momentum=settings.momentum)
-    return spared(AdamW)(groups, lr=settings.lr, betas=(settings.momentum, settings.beta2), fused=True)
+    return spared(AdamW)(groups, lr=settings.lr, betas=betas, fused=True)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
