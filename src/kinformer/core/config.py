@@ -25,7 +25,7 @@ from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
 # The table of kinds of parts is outside of core. The package registers its function here, so that a config can find
-# the class of a part that is given by its name.
+# the class of a part by its name.
 
 find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
 """Return the table, slot -> kind -> config class; the package replaces this function."""

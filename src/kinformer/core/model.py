@@ -193,7 +193,7 @@ PROTOCOLS: dict[type, str] = {
 
 
 def modules_of(model: nn.Module, kind: type[M]) -> list[M]:
-    """Return the modules of ``model`` that are instances of ``kind``, in order."""
+    """Return the modules of ``model`` of the type ``kind``, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
 

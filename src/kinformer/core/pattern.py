@@ -104,8 +104,7 @@ class Pattern:
         The function is a method, because in PyTorch 2.11 a constant function cannot take a frozen dataclass as an
         argument.
         """
-        # PyTorch 2.11 does not know the values of a pattern that is built during graph capture, so it cannot be
-        # numbered.
+        # PyTorch 2.11 does not know the values of a pattern built during graph capture, so it cannot be numbered.
         if is_dataclass(self) and fields(self) and not vars(self) and not hasattr(type(self), "__slots__"):
             raise KinformerError(f"{type(self).__qualname__}: is built in a compiled function; build it before that.")
         if self not in _NUMBERS:

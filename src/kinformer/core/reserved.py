@@ -158,8 +158,8 @@ class ReservedSlots(ReservedState):
         return value
 
     def reclaimed(self) -> Self:
-        # Later states wrote behind ``stop``, or into other buffers. Before the first step there are no buffers to
-        # share.
+        # Later states wrote behind ``stop``, or into other buffers. Before the first step, buffers do not
+        # exist.
         self._ticket[0] += 1
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 

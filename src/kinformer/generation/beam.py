@@ -74,7 +74,7 @@ def beam_search(model: CausalModel, state: State, search: Search, limits: Sequen
     does not depend on other rows. The cache is reordered at most once a token, and not at all where every hypothesis
     continues in its row.
 
-    Errors: ``KinformerError`` for predictions that are not finite.
+    Errors: ``KinformerError`` for NaN or infinity in the predictions.
     """
     if not 1 <= search.beam < model.vocab_size:
         raise KinformerError(

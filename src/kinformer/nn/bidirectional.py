@@ -43,7 +43,7 @@ class BidirectionalLayer(PlainLayer):
             may stand anywhere; y is 0 there.
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim].
         global_mask: [batch, time] bool, True at tokens that see all others and are seen by all (Longformer, Big Bird).
-        num_global: the number of first tokens of x that are a global input without positions (ETC).
+        num_global: the number of tokens of the global input, which come first in x and do not have positions (ETC).
         grid: rows and columns of the patches of an image, where x is the patches row by row (Swin); not with padding.
 
         Errors: ``KinformerError`` for shapes and dtypes that do not fit, for global tokens of a mixer without them, and

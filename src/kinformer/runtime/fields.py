@@ -53,7 +53,7 @@ PATHS = (
     "data", "out", "prompt_file", "datastore", "retriever", "init", "tokenizer", "plot", "image", "audio",
     "language_model",
 )  # fmt: skip
-"""The names of the options that are paths, in any command or task."""
+"""The names of options of paths, in all commands and tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,7 @@ class Checked:
     ``super().__post_init__()`` calls."""
 
     def __post_init__(self) -> None:
-        """Raise for a number that is infinite, NaN or too large, and for an empty path, which would mean the current
-        folder."""
+        """Raise for NaN, infinity, numbers that are too large, and an empty path, which would be the current folder."""
         for option in fields(self):
             value = getattr(self, option.name)
             if value == "" and option.name in PATHS:

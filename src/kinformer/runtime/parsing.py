@@ -59,7 +59,7 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
 
 
 def dump_json(data: object, indent: int | None = None) -> str:
-    """Return ``data`` as JSON text, in which a number that is not finite is null: JSON has none."""
+    """Return ``data`` as JSON text, with null in place of NaN and infinity, which JSON lacks."""
     try:
         return json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
     except ValueError:

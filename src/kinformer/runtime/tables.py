@@ -147,7 +147,7 @@ _BLOCK = 1 << 20
 
 
 def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
-    """Raise for data that is compressed far more than real data can be, and would fill the memory. Sizes in bytes."""
+    """Raise for data compressed far more than real data can be, which would fill the memory. Sizes are in bytes."""
     if unpacked > _SUSPECT and unpacked > _LIKELY_RATIO * packed:
         raise KinformerError(
             f"{path}: would unpack to {plural(unpacked, 'byte')} or more, {unpacked // max(packed, 1)} times its "
