@@ -62,7 +62,7 @@ class Checked:
     ``super().__post_init__()`` calls."""
 
     def __post_init__(self) -> None:
-        """Raise for NaN, infinity, numbers that are too large, and an empty path, which would be the current folder."""
+        """Raise for NaN, infinity, too large numbers, and an empty path, which would be the current folder."""
         for option in fields(self):
             value = getattr(self, option.name)
             if value == "" and option.name in PATHS:
