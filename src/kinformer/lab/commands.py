@@ -162,9 +162,9 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
     run: the run's folder.
     inputs: a list of texts (or of paths, if items are files); or the path of a file or folder, as for the command.
-    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``, ``skip_bad``,
-        ``set``, ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and options of the
-        task: ``mask``, ``beam``, ``prefixes``, ...
+    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``,
+        ``skip_bad``, ``set``, ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and
+        options of the task: ``mask``, ``beam``, ``prefixes``, ...
 
     Errors: ``KinformerError`` for a task that predicts nothing, and for an item that cannot be read, with its place.
     """
