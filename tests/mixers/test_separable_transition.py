@@ -102,8 +102,8 @@ def test_keys_of_a_datastore_are_what_enters_it():
 @pytest.mark.parametrize(
     ("member", "changes", "told"),
     [
-        ("macaron", {"layers.*.feed_forward": CONFIG}, "'separable_convolution' looks at other tokens"),
-        ("sha-rnn", {"layers.*.feed_forward": CONFIG}, "'separable_convolution' looks at other tokens"),
+        ("macaron", {"layers.*.feed_forward": CONFIG}, "'separable_convolution' reads other tokens"),
+        ("sha-rnn", {"layers.*.feed_forward": CONFIG}, "'separable_convolution' reads other tokens"),
         ("etc", {"layers.*.feed_forward": CONFIG}, "of neighbours, and a global input has none"),
         ("gpt", {"layers.*.feed_forward": {"kind": "separable_convolution", "first_kernel": 4}}, "an odd number of 1"),
     ],

@@ -104,7 +104,8 @@ class TaskSubject:
         def watched_evaluate(
             runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, *options: Any
         ) -> EvaluationReport:
-            return evaluate(runs, load, evaluation(**vars(settings)), *options)
+            values = {field.name: getattr(settings, field.name) for field in fields(EvaluationSettings)}
+            return evaluate(runs, load, evaluation(**values), *options)
 
         watched: Any = self.task
         watched.check = lambda plan, model: check(watched_plan(plan), model)
