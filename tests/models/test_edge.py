@@ -30,7 +30,7 @@ def build(member="gpt", **changes):
         (TOKENS[:0], {}, "one row or more"),
         (TOKENS[:, :0], {}, "time >= 1"),
         (TOKENS + 12, {}, "token 23 is not an id of this model, whose ids are 0 to 22"),
-        (TOKENS - 1, {}, "token -1 is no id"),
+        (TOKENS - 1, {}, "token -1 is not an id"),
         (
             TOKENS,
             {"valid": torch.ones(1, 6, dtype=torch.bool)},
@@ -50,7 +50,7 @@ def test_what_is_no_input_is_told(member, values, beside, message):
 
 @pytest.mark.parametrize("token", [-1, 23, 1000])
 def test_adaptive_tables_have_no_vector_of_unknown_ids(token):
-    with pytest.raises(KinformerError, match=f"token {token} is no id"):
+    with pytest.raises(KinformerError, match=f"token {token} is not an id"):
         build(**ADAPTIVE)(torch.tensor([[token, 1]]))
 
 
