@@ -412,12 +412,15 @@ def test_command_prints_tables(capsys):
         ({"length": 4096}, "end at max_length = 128"),
         ({"length": 0}, "length is 0 but must be 1 or more"),
         ({"length": 8, "batch_size": 0}, "batch_size is 0 but must be 1 or more"),
-        ({"set": ("layers",)}, "is not path=value"),
     ],
 )
 def test_command_refuses(options, message):
     with pytest.raises(KinformerError, match=message):
         Estimate(member="gpt", recipe="tiny", **options).run()
+
+
+def test_a_change_without_a_value_is_refused(cli):
+    assert "is not path=value" in cli("estimate", "gpt", "--set", "layers")[2]
 
 
 def test_a_source_beyond_its_mixer_is_refused():
