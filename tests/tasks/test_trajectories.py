@@ -316,7 +316,7 @@ def test_mistakes(tmp_path, options, told):
         (
             {"actions": np.full((60, 1), 2.5)},
             "Pendulum-v1",
-            r"the action of step 0 is \[2.5\], but those of Pendulum-v1",
+            r"the action of step 0 is \[2.5\], but actions of Pendulum-v1",
         ),
         ({"actions": np.zeros((60, 2))}, "Pendulum-v1", "actions have 2 numbers, but Pendulum-v1 needs 1"),
         ({"actions": np.zeros(60, int)}, "Pendulum-v1", "has continuous actions, but .* has discrete actions"),

@@ -307,7 +307,7 @@ def options(subject: TaskSubject) -> None:
     predict(subject)
     task, kinds = subject.task, [kind for kind in KINDS if kind != "GenerationOptions" or _generates(subject)]
     names = {kind: {field.name for field in fields(getattr(task, kind))} for kind in kinds}
-    of_data = set() if type(task).length is Task.length else {"length"}
+    of_data = set() if getattr(task.length, "__func__", None) is Task.length else {"length"}
     names["training"] = set(OF_ROWS) - of_data - task.data.refused.keys()
     names["evaluation"] = {field.name for field in fields(EvaluationSettings)} - task.evaluation.refused.keys()
     for name in subject.unread:
