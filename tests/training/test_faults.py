@@ -69,7 +69,7 @@ def run(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         ("gpt", ["--tokenizer", "no/tokenizer.json"], "no/tokenizer.json"),
         ("gpt", ["--tokenizer", "t.json", "--train-tokenizer", "300"], "contradict"),
         ("gpt", ["--data", "no/such/file"], "does not exist"),
-        ("gpt", ["--resume"], "no run folder"),
+        ("gpt", ["--resume"], "not a run folder"),
     ],
 )
 def test_mistakes(said: Said, text: Path, tmp_path: Path, member: str, options: list[str], told: str) -> None:
