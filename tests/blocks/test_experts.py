@@ -90,6 +90,20 @@ def test_products_of_any_width_are_the_references(dtype, inner, outer):
         assert (ours - want).abs().max() <= (1e-5 if dtype == torch.float32 else 0.02) * want.abs().max()
 
 
+@pytest.mark.parametrize("inner", [8, 6])
+def test_products_have_second_derivatives(inner):
+    draw, ends = torch.Generator().manual_seed(0), torch.tensor([3, 3, 9], dtype=torch.int32)
+    x, weight = torch.randn(9, inner, generator=draw), torch.randn(3, inner, 8, generator=draw)
+    seconds = []
+    for impl in ("auto", "reference"):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        y = grouped_products(*leaves, ends, impl=impl)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(one.square().sum() for one in first), leaves))
+    for ours, want in zip(*seconds, strict=True):
+        assert torch.allclose(ours, want, rtol=1e-4, atol=1e-4 * want.abs().max())
+
+
 def test_compiled_experts_compute_what_they_do_uncompiled():
     experts, x = built(dtype=torch.float32).eval(), inputs(dtype=torch.float32).requires_grad_()
     torch._dynamo.reset()

@@ -31,15 +31,20 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
         return _stand_in(x, weight)
     if impl == "reference" or (impl == "auto" and x.dtype == torch.float64):
         return reference.products(x, weight, ends)
-    multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape  # it takes rows of a multiple of 16 bytes
+    multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape
     more_rows, more_columns = -rows % multiple, -columns % multiple
-    if more_rows or more_columns:
-        x, weight = functional.pad(x, (0, more_rows)), functional.pad(weight, (0, more_columns, 0, more_rows))
-    native = functional.grouped_mm(x, weight, offs=ends) if x.dtype == torch.bfloat16 else _product(x, weight, ends)
-    return native[:, :columns]
+    if not more_rows and not more_columns:
+        return _native(x, weight, ends)
+    # PyTorch's product takes rows of a multiple of 16 bytes alone.
+    x, weight = functional.pad(x, (0, more_rows)), functional.pad(weight, (0, more_columns, 0, more_rows))
+    return _native(x, weight, ends)[:, :columns]
 
 
-# PyTorch's compiler knows the shapes of grouped products of bfloat16 only. These operators have shapes for all types.
+def _native(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    # PyTorch's compiler knows the shapes of grouped products of bfloat16 alone; the operator has shapes for all types.
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return _product(x, weight, ends)
+    return functional.grouped_mm(x, weight, offs=ends)
 
 
 @torch.library.custom_op("kinformer::grouped_product", mutates_args=())
