@@ -11,9 +11,9 @@ from typing import Any
 
 def generate(docs: Path) -> None:
     """Write all generated pages below ``docs``."""
-    from generator import documents, measurements, members, notebook, parts, tasks
+    from generator import annotated, documents, measurements, members, notebook, parts, tasks
 
-    for each in (members, tasks, parts, measurements, notebook, documents):
+    for each in (annotated, members, tasks, parts, measurements, notebook, documents):
         each.generate(docs)
 
 
