@@ -168,7 +168,7 @@ def draw(figure, model):
     lengths = torch.logspace(1, 6, 50)
     panels[2].loglog(lengths, 128 * lengths, label="softmax")
     panels[2].loglog(lengths, torch.full_like(lengths, 64 * 64 + 64), label="linear")
-    panels[2].set(title="numbers stored, head of 64", xlabel="tokens")
+    panels[2].set(title="numbers stored", xlabel="tokens")
     panels[2].legend()
 
 
