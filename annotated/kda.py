@@ -34,7 +34,7 @@ class Decay(nn.Module):
         super().__init__()
         self.lower_bound = lower_bound
         self.down, self.up = nn.Linear(dim, head_dim, bias=False), nn.Linear(head_dim, num_heads * head_dim, bias=False)
-        self.b = nn.Parameter(torch.linspace(-7.0, -2.3, num_heads * head_dim).view(num_heads, head_dim))
+        self.b = nn.Parameter(torch.linspace(-7.0, -2.3, head_dim).repeat(num_heads, 1))
         self.log_A = nn.Parameter(torch.linspace(1.0, 16.0, num_heads).log())
 
     def forward(self, x):
@@ -191,8 +191,8 @@ def draw(figure, model):
     figure.colorbar(image, ax=left, label="log10 of tokens")
     for head, values in enumerate(half_lives):
         right.plot(values.median(0).values.sort().values, label=f"head {head}")
-    right.set(title="median", xlabel="channel, sorted", ylabel="log10 of tokens")
-    right.legend(fontsize="x-small")
+    right.set(title="median", xlabel="channel, sorted", ylim=(-1.5, 3))
+    right.legend(fontsize="x-small", loc="lower right")
 
 
 if __name__ == "__main__":
