@@ -25,8 +25,9 @@ from torch.nn import functional as F
 # ## The decays
 #
 # A step of time $\mathrm{softplus}(W_2 W_1 x + b)$ for each channel, times a rate $A$ for each head. $W_2 W_1$ has the
-# rank of a head. A later version bounds the logarithm of the decay from below, so that a block of tokens cannot fade
-# below the range of a number format: $\log \alpha = l\, \sigma(A (W_2 W_1 x + b))$ with $l = -5$, for example.
+# rank of a head. A later version of the authors bounds the logarithm from below, $\log \alpha = l\, \sigma(A (W_2 W_1 x
+# + b))$ with $l = -5$. The second form is then safe: in 16 tokens a channel fades to $e^{-80}$ at most, and float32
+# still holds the inverse.
 
 
 class Decay(nn.Module):
@@ -35,7 +36,7 @@ class Decay(nn.Module):
         self.lower_bound = lower_bound
         self.down, self.up = nn.Linear(dim, head_dim, bias=False), nn.Linear(head_dim, num_heads * head_dim, bias=False)
         self.b = nn.Parameter(torch.linspace(-7.0, -2.3, head_dim).repeat(num_heads, 1))
-        self.log_A = nn.Parameter(torch.linspace(1.0, 16.0, num_heads).log())
+        self.log_A = nn.Parameter(torch.linspace(1.0, 16.0 if lower_bound is None else 1.0, num_heads).log())
 
     def forward(self, x):
         """x [batch, time, dim] -> log alpha [batch, heads, time, head_dim], below 0."""
@@ -66,8 +67,9 @@ def recurrent(q, k, v, beta, log_alpha, S):
 #
 # With $B_t = \log \alpha_1 + \ldots + \log \alpha_t$ from the start of a chunk, key $j$ reaches token $t$ through
 # $\sum_c k_{tc} k_{jc} \exp(B_{tc} - B_{jc})$. The factor splits into $k_t \circ e^{B_t}$ and $k_j \circ e^{-B_j}$,
-# which are plain products of matrices as long as $e^{-B}$ fits into a number: so chunks are short. The corrections $u$
-# of a chunk solve a triangular system, as on the page `gated_deltanet`:
+# which are plain products of matrices as long as $e^{-B}$ fits into a number: so chunks are short, and without a lower
+# bound they may have to be cut further. The corrections $u$ of a chunk solve a triangular system, as on the page
+# `gated_deltanet`:
 #
 # $$ u_t = \beta_t \left(v_t - S_0^\top (k_t \circ e^{B_t}) - \sum_{j < t} (k_t \circ e^{B_t}) \cdot (k_j \circ
 #    e^{-B_j})\, u_j \right) $$
@@ -172,7 +174,7 @@ def proof():
 
 
 def train():
-    return proofs.train(lambda: KimiDeltaAttention(64, 4, 16), __file__)
+    return proofs.train(lambda: KimiDeltaAttention(64, 4, 16, lower_bound=-5.0), __file__)
 
 
 def draw(figure, model):
@@ -183,7 +185,7 @@ def draw(figure, model):
     left, right = figure.subplots(1, 2, width_ratios=(3, 1))
     order = half_lives.median(1).values.argsort(1)
     rows = torch.cat([head[:, index].T for head, index in zip(half_lives, order)])
-    image = left.imshow(rows, aspect="auto", vmin=-1, vmax=3)
+    image = left.imshow(rows, aspect="auto", vmin=-0.5, vmax=2.5)
     left.set(title="half-lives of channels", xlabel="token", yticks=range(8, 64, 16))
     left.set_yticklabels([f"head {head}" for head in range(4)])
     for border in (15.5, 31.5, 47.5):
@@ -191,8 +193,8 @@ def draw(figure, model):
     figure.colorbar(image, ax=left, label="log10 of tokens")
     for head, values in enumerate(half_lives):
         right.plot(values.median(0).values.sort().values, label=f"head {head}")
-    right.set(title="median", xlabel="channel, sorted", ylim=(-1.5, 3))
-    right.legend(fontsize="x-small", loc="lower right")
+    right.set(title="median", xlabel="channel, sorted", ylim=(-0.5, 2.5))
+    right.legend(fontsize="x-small", loc="upper left")
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def draw(figure, model):
     x = model.norms[0](model.embed(torch.tensor(list(text))[None]))
     layer = model.layers[0]
     delta, log_a = (item.detach() for item in layer.steps(x))
-    top, bottom = figure.subfigures(2, 1, height_ratios=(2.2, 1))
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.8, 1))
     time = x.shape[1]
     for head, axes in enumerate(top.subplots(1, 4)):
         total = log_a[0, head].cumsum(-1)
@@ -192,7 +192,7 @@ def draw(figure, model):
         axes.set_title(f"L, head {head}", fontsize="medium")
     axes = bottom.subplots()
     image = axes.imshow(delta[0].log10(), aspect="auto", cmap="magma")
-    axes.set(ylabel="head", yticks=range(4), xticks=range(time), xticklabels=text.decode())
+    axes.set(ylabel="head", yticks=(0, 3), xticks=range(time), xticklabels=text.decode())
     axes.set_title("log10 of the steps", fontsize="medium")
     bottom.colorbar(image, ax=axes)
 
