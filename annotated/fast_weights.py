@@ -26,7 +26,7 @@ from torch import nn
 #
 # The features are divided by their sum. The correction needs this: with $\beta = 1$ it multiplies the part of $S$ along
 # $\phi(k)$ by $1 - |\phi(k)|^2$, which must not leave the interval from -1 to 1. The sum normalisation gives $|\phi(k)|
-# \le 1$. The denominator of linear attention is not used: it belongs to a sum of all keys, but the delta rule removes
+# \leq 1$. The denominator of linear attention is not used: it belongs to a sum of all keys, but the delta rule removes
 # old values.
 
 
@@ -57,8 +57,8 @@ def recurrent(q, k, v, beta, S):
 
 # ## Second form: all corrections from one system of equations
 #
-# $S_t$ is a sum of keys times corrections, $S_t = S_0 + \sum_{j \le t} \phi(k_j) u_j^\top$. A correction depends on all
-# earlier corrections, but only linearly:
+# $S_t$ is a sum of keys times corrections, $S_t = S_0 + \sum_{j \leq t} \phi(k_j) u_j^\top$. A correction depends on
+# all earlier corrections, but only linearly:
 #
 # $$ u_t = \beta_t \left(v_t - S_0^\top \phi(k_t) - \sum_{j < t} (\phi(k_j) \cdot \phi(k_t))\, u_j \right) $$
 #

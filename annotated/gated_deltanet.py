@@ -27,7 +27,8 @@ from torch.nn import functional as F
 # may be -1, a reflection, and then a state can count parities.
 #
 # A key should name a place in the text, such as "the word after Mr". So queries, keys and values pass a convolution
-# over the last four tokens, each channel alone. Without it the first layer could only look for equal tokens.
+# over the last four tokens, each channel alone. Without it the first layer could only look for equal tokens. It looks
+# back only; a centred convolution would break causality.
 
 
 def convolve(x, weight, recent):

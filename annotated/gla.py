@@ -60,12 +60,12 @@ def recurrent(q, k, v, log_alpha, S):
 # With $B_t = \log \alpha_1 + \ldots + \log \alpha_t$, key $j$ reaches query $i$ in channel $c$ with the factor
 # $\exp(B_{ic} - B_{jc})$:
 #
-# $$ y_i = \frac{1}{\sqrt{d}} \sum_{j \le i} \sum_c q_{ic} k_{jc} \exp(B_{ic} - B_{jc})\, v_j $$
+# $$ y_i = \frac{1}{\sqrt{d}} \sum_{j \leq i} \sum_c q_{ic} k_{jc} \exp(B_{ic} - B_{jc})\, v_j $$
 #
 # It is tempting to write this as one product of matrices, $(q \circ e^{B}) (k \circ e^{-B})^\top$. But $e^{-B}$ grows
 # without limit: after 1,000 tokens with $\alpha = 0.9$ it is $10^{45}$, more than float32 holds. The difference of the
-# exponents is never above 0 where $j \le i$, so it is taken first, at the price of a tensor with one more axis. This is
-# the exact form for short sequences.
+# exponents is never above 0 where $j \leq i$, so it is taken first, at the price of a tensor with one more axis. This
+# is the exact form for short sequences.
 
 
 def parallel(q, k, v, log_alpha):

@@ -10,7 +10,7 @@
 # features, $\phi(q_i) \cdot \phi(k_j)$. The query then leaves the sum over $j$, and the sum can be carried from token
 # to token:
 #
-# $$ y_i = \frac{\sum_{j \le i} (\phi(q_i) \cdot \phi(k_j))\, v_j}{\sum_{j \le i} \phi(q_i) \cdot \phi(k_j)}
+# $$ y_i = \frac{\sum_{j \leq i} (\phi(q_i) \cdot \phi(k_j))\, v_j}{\sum_{j \leq i} \phi(q_i) \cdot \phi(k_j)}
 #        = \frac{S_i^\top \phi(q_i)}{z_i \cdot \phi(q_i)} $$
 #
 # $$ S_i = S_{i-1} + \phi(k_i) v_i^\top, \quad z_i = z_{i-1} + \phi(k_i) $$

@@ -12,7 +12,7 @@
 #
 # $$ S_t = a_t S_{t-1} + B_t\, (\Delta_t x_t)^\top, \quad y_t = S_t^\top C_t + D x_t $$
 #
-# $$ Y = (L \circ C B^\top)\, (\Delta \circ X) + D X, \quad L_{ij} = a_{j+1} \cdots a_i \;\; (j \le i) $$
+# $$ Y = (L \circ C B^\top)\, (\Delta \circ X) + D X, \quad L_{ij} = a_{j+1} \cdots a_i \;\; (j \leq i) $$
 #
 # The two forms of one function are the duality of the title. States of 128 x 64 numbers become cheap.
 

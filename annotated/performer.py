@@ -66,7 +66,7 @@ def directions(m, head_dim):
 # ## First form: all pairs
 #
 # The quotient is an average of values. It cancels the factors of queries, and every factor that all keys share: so
-# $\exp(b_j)$ may be divided by $\exp(c_i)$ with $c_i = \max_{j \le i} b_j$, and then no number exceeds 1.
+# $\exp(b_j)$ may be divided by $\exp(c_i)$ with $c_i = \max_{j \leq i} b_j$, and then no number exceeds 1.
 
 
 def parallel(q, k, b, v):
@@ -81,7 +81,7 @@ def parallel(q, k, b, v):
 # ## Second form: a state
 #
 # The state is a matrix and a vector, as in all linear attention, and the running maximum $c_t$. Key $t$ enters with
-# $\exp(b_t - c_t)$, and the old state is multiplied by $\exp(c_{t-1} - c_t) \le 1$. Only earlier keys decide $c_t$, so
+# $\exp(b_t - c_t)$, and the old state is multiplied by $\exp(c_{t-1} - c_t) \leq 1$. Only earlier keys decide $c_t$, so
 # causality holds.
 
 

@@ -10,9 +10,10 @@
 # grows with the position. Distance then enters twice, as a decay and as a rotation $\Theta$:
 #
 # $$ S_n = \gamma S_{n-1} + (k_n e^{i n \theta})\, v_n^\top, \quad
-#    y_n = S_n^\top (q_n e^{i n \theta})^{*} = \sum_{m \le n} \gamma^{n-m}\, (q_n \cdot R_{n-m} k_m)\, v_m $$
+#    y_n = S_n^\top (q_n e^{i n \theta})^{*} = \sum_{m \leq n} \gamma^{n-m}\, (q_n \cdot R_{n-m} k_m)\, v_m $$
 #
-# Each head has its own $\gamma$, so some heads remember 30 tokens and others many hundreds.
+# Here $*$ is the complex conjugate, $R_{n-m}$ turns by $(n - m)\,\theta$, and real parts are read. Each head has
+# another $\gamma$, so some heads remember 20 tokens and others many hundreds.
 
 import math
 
@@ -27,7 +28,7 @@ from torch.nn import functional as F
 # positions need no limit.
 #
 # The decay of head $h$ is $\gamma_h = 1 - 2^{-5-h}$ (equation 8): half of the state is left after 22, 44, 88, ...
-# tokens. The decays are constants. A learned decay may run to 0 or 1 early in training and stay there.
+# tokens. The decays are constants, not weights.
 
 
 def rotate(x, positions):

@@ -57,14 +57,14 @@ def recurrent(r, log_w, kappa, a, k, v, S):
 
 # ## Second form: chunks
 #
-# Call $e_t = S_{t-1}^\top \kappa_t$ the values read for erasing. $S_t$ is the sum of what was written and
-# erased, faded since. With $B_t = \log w_1 + \ldots + \log w_t$ from the start of a chunk:
+# Call $e_t = S_{t-1}^\top \kappa_t$ the values read for erasing. $S_t$ is the sum of what was written and erased, faded
+# since. With $B_t = \log w_1 + \ldots + \log w_t$ from the start of a chunk:
 #
 # $$ e_t = S_0^\top \kappa'_t + \sum_{j < t} (\kappa'_t \cdot \tilde{k}_j e^{-B_j})\, v_j - \sum_{j < t} (\kappa'_t
 #    \cdot (a \circ \kappa)_j e^{-B_j})\, e_j, \quad \kappa'_t = \kappa_t \circ e^{B_{t-1}} $$
 #
-# This is a triangular system for all $e_t$ of a chunk. It is safe because the decay is bounded: $\log w \ge -e^{-1/2} =
-# -0.61$, so in 16 tokens $e^{-B}$ is $e^{9.7}$ at most.
+# This is a triangular system for all $e_t$ of a chunk. It is safe because the decay is bounded: $\log w \geq -e^{-1/2}
+# = -0.61$, so in 16 tokens $e^{-B}$ is $e^{9.7}$ at most.
 
 
 def chunked(r, log_w, kappa, a, k, v, S, size=16):
