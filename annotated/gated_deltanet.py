@@ -24,7 +24,7 @@ from torch.nn import functional as F
 #
 # Keys have length 1. The matrix $I - \beta k k^\top$ has the eigenvalue $1 - \beta$ along $k$ and 1 elsewhere, so the
 # state cannot grow for $\beta$ in (0, 2). With $\beta$ in (0, 1) the eigenvalue is positive. With $\beta$ in (0, 2) it
-# may be -1, a reflection, and then a state can count parities.
+# may come near -1, a reflection, and then a state can count parities.
 #
 # A key should name a place in the text, such as "the word after Mr". So queries, keys and values pass a convolution
 # over the last four tokens, each channel alone. Without it the first layer could only look for equal tokens. It looks

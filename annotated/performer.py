@@ -189,7 +189,7 @@ def draw(figure, model):
                 y = parallel(phi(q, w, 1e-6)[0], *phi(k, w, 1e-6), v)
                 errors.append(((y - exact).square().sum() / exact.square().sum()).item())
             axes.loglog(counts, errors, label=name)
-        axes.set(title=f"entries of standard deviation {spread}", xlabel="features", ylim=(1e-4, 300))
+        axes.set(title=f"entries of standard deviation {spread}", xlabel="features", ylim=(1e-4, 1e6))
         axes.axhline(1, color="gray", linewidth=0.5)
     figure.axes[0].set_ylabel("squared error (1: of zeros)")
     figure.axes[0].legend(fontsize="small")
