@@ -160,9 +160,7 @@ def draw(figure, model):
     future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
     sharp = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -torch.inf).softmax(-1)
     panels = figure.subplots(1, 3)
-    for axes, title, weights in zip(
-        panels, ("linear attention", "softmax, same q and k"), (parallel(q, k, eye), sharp)
-    ):
+    for axes, title, weights in zip(panels, ("linear", "softmax"), (parallel(q, k, eye), sharp)):
         axes.imshow(weights[0, 0].detach() ** 0.5, vmin=0, vmax=1)
         axes.set(title=title, xlabel="key", ylabel="query")
     lengths = torch.logspace(1, 6, 50)
