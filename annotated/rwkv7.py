@@ -205,7 +205,7 @@ def proof():
     proofs.compare(page, library, names, x, lambda chunk, state: page.step(chunk, state)[:2])
     print("two layers")
     settings = {f"mixer.{name}": rank for name, rank in settings.items()} | {"feed_forward.hidden_dim": 64}
-    layers = [kinformer.layer("rwkv7", 32, block=True, num_heads=4, set=settings) for _ in range(2)]
+    layers = [kinformer.layer("rwkv7", 32, whole=True, num_heads=4, set=settings) for _ in range(2)]
     page, library, names = TwoLayers(), kinformer.nn.stack(layers, 32), {}
     for i in range(2):
         within = f"inner.stack.layers.{i}."
