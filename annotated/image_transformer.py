@@ -69,8 +69,9 @@ def seen_2d(i, j, width, block, flange):
 # The rest is multi-head attention. The softmax normalises over the memory, so the weights of every value sum to 1, at
 # the edge of the image too. With a block as large as the image, both patterns are exact causal softmax attention.
 #
-# Causality is a matter of order here. Both patterns allow only keys that were drawn before the query or with it. Row by
-# row, a rectangle below the query's row would leak; so the 2D pattern comes with its order of drawing.
+# Causality is a matter of order here. Both patterns allow only the query's cell and cells drawn before it. If an image
+# were drawn row by row, the lower rows of the left flange would lie in the future. So the 2D pattern comes with its
+# order of drawing.
 #
 # While drawing, keys and values of earlier cells are stored. In one dimension the last $2 b - 1$ are enough; in two,
 # the last few rows of blocks. This page keeps the whole image.

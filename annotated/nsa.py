@@ -34,7 +34,7 @@ def rotate(x, start, base=10000.0):
 #
 # All three branches are softmax attention over a set of keys, each with its own softmax. So the weights of a branch sum
 # to 1, and the gates alone say how much a branch counts. (One softmax over all would let the many tokens of the window
-# drown the summaries.) Before the first summary this branch gives 0.
+# drown the summaries.) Before the first summary is complete, its branch gives 0.
 
 
 def weights(q, k, seen):
@@ -83,12 +83,12 @@ def choose(p, i, blocks, block, count, length, stride):
 
 # ## The layer
 #
-# The third branch is the window of the last tokens. It takes care of the nearest tokens, so the other two branches
-# learn to look far away.
+# The third branch is a window of the last tokens, so the other two branches learn to look far away.
 #
 # A later query may choose any block, so all keys and values are stored, and a fast form stores the summaries too. Few
-# heads of keys make this cache small. With blocks and summaries of one token, all blocks seen, and a window as long as
-# the text, every branch is exact softmax attention over the past.
+# heads of keys make this cache small, and all branches share them here. (In the paper each branch has other keys and
+# values.) With blocks and summaries of one token, all blocks seen, and a window as long as the text, every branch is
+# exact softmax attention over the past.
 
 
 class NativeSparseAttention(nn.Module):

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 # ## Shared queries and keys
 #
-# A bucket may hold queries without keys if the two are different vectors. So Reformer uses one vector for both: the key
-# is the query divided by its length, and the score is $q_i \cdot k_j = |q_i| \cos(q_i, q_j)$. The length of a key would
-# otherwise favour some keys for all queries, and hashes see only directions. (The small constant keeps the gradient of
-# a zero vector finite.)
+# If query and key were different vectors, a bucket could hold queries and no key. So Reformer uses one vector for both:
+# the key is the query divided by its length, and the score is $q_i \cdot k_j = |q_i| \cos(q_i, q_j)$. The length of a
+# key would otherwise favour some keys for all queries, and hashes see only directions. (The small constant keeps the
+# gradient of a zero vector finite.)
 #
 # A token is most similar to itself, which says nothing new. So it sees itself only where it sees nothing else.
 
@@ -35,8 +35,8 @@ def keys(q, eps=1e-6):
 
 # ## Hashes
 #
-# A random matrix $R$ with $b / 2$ columns gives $b$ buckets: the bucket is the column, or the negated column, on which
-# the vector is longest. The chance to share a bucket falls with the angle between two vectors:
+# A random matrix $R$ with $b / 2$ columns gives $b$ buckets: the bucket is the column, or the negated column, whose
+# product with the vector is largest. The chance to share a bucket falls with the angle between two vectors:
 #
 # $$ h(x) = \arg\max [x R;\, -x R] $$
 #
@@ -73,8 +73,9 @@ def seen(bucket, count, chunk):
 
 # ## The layer
 #
-# A key that two rounds find counts once, as in the paper's equation 6. With one bucket, one round and a chunk of at
-# least the length, the layer is exact: softmax attention to the past with shared queries and keys.
+# A key that two rounds find counts once, as in the paper's equations (its code counts such a key twice). With one
+# bucket, one round and a chunk of at least the length, the layer is exact: softmax attention to the past with shared
+# queries and keys.
 #
 # The ranks of a continued text need the number of tokens in every bucket so far. This page keeps all tokens and counts
 # again. A token needs $2 m - 1$ others of its bucket at most, so a fast cache drops the rest, and its size is bounded.
@@ -143,10 +144,10 @@ class ReversibleLayer(nn.Module):
 # training: hashes are random at first, and the layer learns to use them late.
 #
 # The paper claims the quality of full attention with eight rounds, and 1.05 bits per character on enwik8 with 12
-# layers. On our result page "hashing" the time of a step grows as length$^{1.02}$ up to 32,768 tokens, and 4,096 tokens
-# take the time of `gpt`. On "mqar" Reformer recalls 53 to 81 % after 2,000 steps where full attention recalls 99 %. On
-# "causal_members" it is behind `gpt`: 2.394 and 2.071 bits per byte. On "reversible" a step needs 40 MiB with 4 layers
-# and with 32, where stored activations need 139 and 1,037 MiB.
+# layers. On our result page "hashing" the time of a step grows as length$^{1.02}$ up to 32,768 tokens, and a step of
+# 4,096 tokens takes as long as a step of `gpt`. On "mqar" Reformer recalls 53 to 81 % after 2,000 steps where full
+# attention recalls 99 %. On "causal_members" it is behind `gpt`: 2.394 and 2.071 bits per byte. On "reversible" a step
+# needs 40 MiB with 4 layers and with 32, where stored activations need 139 and 1,037 MiB.
 
 # --- proof ---
 # The library's layer with the same weights and rotations gives the same outputs, gradients and streamed steps, and its
@@ -211,8 +212,8 @@ def draw(figure, model):
     for rounds in (1, 2, 8):
         shared = (hashes[0, :rounds] == hashes[1, :rounds]).any(0).float().mean(0)
         chance.plot(angle.rad2deg(), shared, label=f"rounds: {rounds}")
-    chance.set(title="chance to share a bucket", xlabel="angle in degrees", xticks=[0, 45, 90, 135, 180])
-    chance.legend(loc="lower left")
+    chance.set(title="chance to share a bucket", xlabel="angle in degrees", xticks=[0, 90, 180], ylim=(0, 1.6))
+    chance.legend()
     x = model.embed(torch.tensor(list(b"vectors that point in similar directions get the same hash, so a query"))[None])
     layer = model.layers[1]
     q, _ = layer.qv(model.norms[2](x)).view(1, x.shape[1], 2, 4, -1).permute(2, 0, 3, 1, 4)

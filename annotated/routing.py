@@ -24,8 +24,9 @@ from torch.nn import functional as F
 # ## The cluster of a token
 #
 # Query and key of a token must lie in the same cluster, or a token with a query would find no keys. So both are one
-# vector: the key is the query divided by its length, $k = q / |q|$. On a sphere the nearest centroid is the one with
-# the largest product:
+# vector: the key is the query divided by its length, $k = q / |q|$. (The authors normalise queries and keys by a layer
+# norm without weights; the unit key is from a PyTorch version in wide use.) On a sphere the nearest centroid is the one
+# with the largest product:
 #
 # $$ c(k) = \arg\max_c\; k \cdot \mu_c $$
 
@@ -39,7 +40,8 @@ def clusters(k, centroids):
 #
 # The centroids are not trained by gradients. After each step every centroid moves towards the mean direction of its
 # tokens, with a moving average of decay $\lambda = 0.999$. A small loss draws the tokens towards their centroids, so
-# that clusters become tight:
+# that clusters become tight. (The paper's formula adds $s_c$ itself, and its code divides by a moving count. The
+# direction keeps centroids near the sphere of the keys.)
 #
 # $$ \mu_c \leftarrow \lambda \mu_c + (1 - \lambda) \frac{s_c}{|s_c|}, \quad s_c = \sum_{i : c(k_i) = c} k_i, \qquad
 # \mathrm{loss} = \beta\, \mathrm{mean} (k - \mu_{c(k)})^2 $$

@@ -186,7 +186,7 @@ def draw(figure, model):
     paths = first.float() @ second.float()
     panels[2].imshow(paths)
     panels[2].set(title="two steps", xlabel="key")
-    assert bool((paths > 0).equal(j <= i))
+    assert paths.equal((j <= i).float())
     x = model.embed(
         torch.tensor(list(b"In a text columns mean little: the token 64 positions back is like any other"))[None, :64]
     )
