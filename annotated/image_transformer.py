@@ -158,7 +158,7 @@ ORDER = [
 def disks(count):
     """Return images [count, 144] of one disk each, in the order of drawing; values from 0 to 3."""
     y, x = torch.arange(SIZE)[:, None], torch.arange(SIZE)
-    centre, radius = 3 + 6 * torch.rand(count, 2, 1, 1), 2 + 3 * torch.rand(count, 1, 1)
+    centre, radius = 4 + 3 * torch.rand(count, 2, 1, 1), 3 + 2 * torch.rand(count, 1, 1)
     distance = ((y - centre[:, 0]) ** 2 + (x - centre[:, 1]) ** 2).sqrt()
     return (1.5 * (radius - distance)).clamp(0, 3).round().long().flatten(1)[:, ORDER]
 
@@ -185,7 +185,7 @@ def train():
 
 
 def draw(figure, model):
-    """The cells that one query sees in one dimension and in two, and images that the model draws."""
+    """The cells that one query sees in one dimension and in two, and an image that the model continues twice."""
     panels = figure.subplots(1, 5)
     j, i = torch.arange(SIZE**2), 69
     place = torch.tensor(ORDER).argsort()
@@ -197,16 +197,15 @@ def draw(figure, model):
         picture[query] = 2
         axes.imshow(picture.view(SIZE, SIZE))
         axes.set_title(title)
-    panels[2].imshow(disks(1)[0, place].view(SIZE, SIZE), vmin=0, vmax=3)
-    panels[2].set_title("trained on")
-    images = torch.zeros(2, SIZE**2, dtype=torch.int64)
+    image = disks(1)
+    images = image.repeat(2, 1)
     with torch.no_grad():
-        for cell_ in range(SIZE**2):
-            logits = model(shifted(images[:, : cell_ + 1]))[:, -1]
-            images[:, cell_] = torch.multinomial((logits / 0.7).softmax(-1), 1)[:, 0]
-    for axes, image in zip(panels[3:], images, strict=True):
-        axes.imshow(image[place].view(SIZE, SIZE), vmin=0, vmax=3)
-        axes.set_title("drawn")
+        for number in range(4 * SIZE, SIZE**2):
+            logits = model(shifted(images[:, : number + 1]))[:, -1]
+            images[:, number] = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+    for axes, title, cells in zip(panels[2:], ("image", "continued", "and again"), (*image, *images), strict=True):
+        axes.imshow(cells[place].view(SIZE, SIZE), vmin=0, vmax=3)
+        axes.set_title(title)
     for axes in panels:
         axes.set(xticks=[], yticks=[])
 

@@ -180,7 +180,7 @@ def draw(figure, model):
     lengths = torch.arange(1, 2001)
     size.plot(lengths, 0.128 * lengths, label="full attention")
     size.plot(lengths, 0.128 * lengths.clamp_max(255), label="a window of 256")
-    size.set(title="thousand numbers stored", xlabel="tokens", ylim=(0, 340))
+    size.set(title="state, thousands", xlabel="tokens", ylim=(0, 340))
     size.legend()
 
 

@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 
-def rotate(x, start, base=10000.0):
-    """Rotary positions: x [batch, heads, time, head_dim] of the positions start, start + 1, ... -> turned x."""
+def rotate(x, positions, base=10000.0):
+    """Rotary positions: x [..., time, head_dim] at positions [time] -> turned x."""
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half) / half)
-    angle = (start + torch.arange(x.shape[2]))[:, None] * frequency
+    angle = positions[:, None] * base ** (-torch.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
@@ -46,8 +45,8 @@ def weights(q, k, seen):
 # ## First branch: summaries
 #
 # A summary stands for $l$ tokens, and one begins every $s$ tokens; with $s < l$ they overlap. Here a summary is the
-# mean of the keys, and of the values. (The paper has a learned perceptron with positions inside the block; the library
-# has it as `compression = mlp`, and it begins as the mean.)
+# mean of the keys, and of the values. (The paper has a learned perceptron over the tokens of a block; it stands below,
+# beside the proof.)
 #
 # A query sees a summary only when all of its tokens are there, the query included. An unfinished summary would change
 # with later tokens, and break causality.
@@ -92,6 +91,8 @@ def choose(p, i, blocks, block, count, length, stride):
 
 
 class NativeSparseAttention(nn.Module):
+    summarise_keys = summarise_values = staticmethod(summaries)
+
     def __init__(self, dim, num_heads, groups, block, count, window, length=None, stride=None):
         super().__init__()
         self.heads, self.groups, self.head_dim = num_heads, groups, dim // num_heads
@@ -104,13 +105,14 @@ class NativeSparseAttention(nn.Module):
     def project(self, x, start):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.groups, self.groups], 1)
-        return rotate(q, start), rotate(k, start), v
+        positions = start + torch.arange(x.shape[1])
+        return rotate(q, positions), rotate(k, positions), v
 
     def sets(self, q, k):
         """Return the weights over the summaries, and which tokens the other two branches see."""
         slots, together = k.shape[2], self.heads // self.groups
         i, j = torch.arange(slots - q.shape[2], slots)[:, None], torch.arange(slots)
-        means = summaries(k, self.length, self.stride).repeat_interleave(together, 1)
+        means = self.summarise_keys(k, self.length, self.stride).repeat_interleave(together, 1)
         complete = torch.arange(means.shape[2]) * self.stride + self.length <= i + 1
         p = weights(q, means, complete)
         blocks = -(-slots // self.block)
@@ -126,8 +128,8 @@ class NativeSparseAttention(nn.Module):
         if state is not None:
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
         p, chosen, near = self.sets(q, k)
-        keys, values = (item.repeat_interleave(self.heads // self.groups, 1) for item in (k, v))
-        means = summaries(values, self.length, self.stride)
+        means = self.summarise_values(v, self.length, self.stride)
+        keys, values, means = (item.repeat_interleave(self.heads // self.groups, 1) for item in (k, v, means))
         branches = torch.stack([p @ means, weights(q, keys, chosen) @ values, weights(q, keys, near) @ values], -1)
         gates = self.gates(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)
         y = (branches * gates[..., None, :]).sum(-1)
@@ -156,19 +158,53 @@ import proofs
 import kinformer
 
 
+class Perceptron(nn.Module):
+    """The paper's summary of a block: a perceptron with learned places, [..., length, head_dim] -> [..., head_dim]."""
+
+    def __init__(self, groups, length, head_dim):
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(groups, 1, length, head_dim))
+        self.hidden, self.out = nn.Linear(length * head_dim, 2 * head_dim), nn.Linear(2 * head_dim, head_dim)
+
+    def forward(self, x):
+        return self.out(self.hidden((x + self.places).flatten(-2)).relu())
+
+
+class WithPerceptrons(NativeSparseAttention):
+    """Keys are turned back to the place where their block begins, and their summary is turned to it again."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.keys, self.values = (Perceptron(self.groups, self.length, self.head_dim) for _ in range(2))
+
+    def summarise_keys(self, k, length, stride):
+        if k.shape[2] < length:
+            return k[:, :, :0]
+        blocks = k.unfold(2, length, stride).permute(0, 1, 4, 2, 3)  # [batch, groups, length, blocks, head_dim]
+        begins = torch.arange(blocks.shape[3]) * stride
+        return rotate(self.keys(rotate(blocks, -begins).transpose(2, 3)), begins)
+
+    def summarise_values(self, v, length, stride):
+        return self.values(v.unfold(2, length, stride).transpose(-2, -1)) if v.shape[2] >= length else v[:, :, :0]
+
+
 def proof():
     names = {"inner.projection.qkv": "qkv", "inner.branch_gates": "gates", "inner.out": "out"}
-    for groups, block, count, window, length, stride in (
-        (1, 4, 5, 6, None, None),
-        (2, 4, 4, 9, 8, 4),
-        (2, 8, 4, 5, 4, 2),
-    ):
+    for settings in ((1, 4, 5, 6, None, None), (2, 4, 4, 9, 8, 4), (2, 8, 4, 5, 4, 2)):
+        groups, block, count, window, length, stride = settings
         print(f"heads of keys: {groups}, {count} blocks of {block}, window {window}, summaries: {length or block}")
-        page = NativeSparseAttention(32, 4, groups, block, count, window, length, stride)
+        page = NativeSparseAttention(32, 4, *settings)
         sizes = {"block": block, "count": count, "window": window, "projection.num_kv_heads": groups}
         more = {"summary_length": length, "summary_stride": stride}
         library = kinformer.layer("nsa", 32, num_heads=4, set=sizes | more)
         proofs.compare(page, library, names, torch.randn(2, 50, 32), page.step)
+    print("summaries by perceptrons")
+    page = WithPerceptrons(32, 4, *settings)
+    library = kinformer.layer("nsa", 32, num_heads=4, compression="mlp", set=sizes | more)
+    for there, here in (("key", "keys"), ("value", "values")):
+        names |= {f"inner.{there}_summary.{part}": f"{here}.{part}" for part in ("hidden", "out")}
+        names[f"inner.{there}_summary.places"] = lambda weights, here=here: weights[f"{here}.places"][:, 0]
+    proofs.compare(page, library, names, torch.randn(2, 50, 32), page.step)
     print("blocks of one token, all seen: every branch is full attention")
     page = NativeSparseAttention(32, 4, 2, 1, 50, 50)
     q, k, _ = page.project(torch.randn(2, 50, 32), 0)

@@ -194,7 +194,7 @@ def draw(figure, model):
     q, k, _ = layer.qkv(model.norms[0](x)).view(1, 64, 3, 4, -1).permute(2, 0, 3, 1, 4)
     weights = attention(q, k, torch.eye(64).expand(1, 4, 64, 64), layer.seen(64, 64))
     panels[3].imshow(weights[0].amax(0).detach().sqrt(), vmin=0)
-    panels[3].set(title="trained, 16 and 4", xlabel="key")
+    panels[3].set(title="trained, 16, 4", xlabel="key")
 
 
 if __name__ == "__main__":
