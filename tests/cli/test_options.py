@@ -73,9 +73,9 @@ def test_counts_may_be_thousands_and_millions(text, steps):
         ("list --dim 3", "list: Unrecognized options: --dim, 3; see kinformer list --help."),
         (
             "train gpt --out x --steps 1.2345k",
-            "--steps: '1.2345k' is no whole number, such as 16",
+            "--steps: '1.2345k' is not a whole number, such as 16",
         ),
-        ("train gpt --out x --steps 3G", "'3G' is no whole number"),
+        ("train gpt --out x --steps 3G", "'3G' is not a whole number"),
     ],
 )
 def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
@@ -140,7 +140,7 @@ def test_a_file_of_options(tmp_path):
         ("steps = [", "is not TOML"),
         ('resume = "yes"', "resume is 'yes' but must be true or false."),
         ("steps = true", "steps is True but must be a text or a number."),
-        ('steps = "x"', "--steps: 'x' is no whole number"),
+        ('steps = "x"', "--steps: 'x' is not a whole number"),
         ('config = "x"', "'config' is not an option"),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_file_of_options_that_is_wrong_is_one_sentence(cli, tmp_path, text, to
     path.write_text(text)
     code, out, err = cli("train", "gpt", "--out", tmp_path / "run", "--config", path)
     assert (code, out) == (2, "") and told in err and err.count("\n") == 1
-    assert "there is no such file" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
+    assert "the file does not exist" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
 
 
 @pytest.mark.parametrize(

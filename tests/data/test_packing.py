@@ -287,11 +287,11 @@ def test_mistakes(folder: Path, table: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(folder), "--out", str(tmp_path / "full")], "is not empty"),
         ([str(folder), "--out", str(tmp_path / "x"), "--text-field", "text"], "JSON lines"),
         ([str(folder), "--out", str(tmp_path / "x"), "--shard-mb", "0"], "--shard-mb"),
-        ([str(folder), "--out", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "no such file"),
+        ([str(folder), "--out", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "the file does not exist"),
         ([str(table), "--out", str(tmp_path / "y")], "has no text in the field 'text'"),
         ([str(tmp_path / "broken.jsonl"), "--out", str(tmp_path / "z")], "line at byte 14"),
         ([str(tmp_path / "both"), "--out", str(tmp_path / "w")], "is no table"),
-        ([str(folder), "--check"], "no such file"),
+        ([str(folder), "--check"], "the file does not exist"),
     ):
         assert main(["pack", *words, *([] if "--check" in words else ["--workers", "1"])]) == 2, words
         told_here = capsys.readouterr().err

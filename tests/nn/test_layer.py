@@ -271,7 +271,7 @@ def _padded_grid(name):
     [
         (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
         (lambda: kinformer.layer("mamba", 64), "mamba"),
-        (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is no setting of the mixer 'softmax'"),
+        (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is not a setting of the mixer 'softmax'"),
         (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),

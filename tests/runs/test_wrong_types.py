@@ -58,7 +58,7 @@ def test_generate(options, message, model):
 
 CALLS = [
     (lambda: kinformer.generate(None, PROMPT, max_new_tokens=2), "model is None but must be a model"),
-    (lambda: kinformer.generate("runs/x", PROMPT, max_new_tokens=2), "kinformer.load gives that of a run"),
+    (lambda: kinformer.generate("runs/x", PROMPT, max_new_tokens=2), "kinformer.load gives the model of a run"),
     (lambda: kinformer.build(3), "member is 3 but must be text"),
     (lambda: kinformer.build("gpt", recipe=3), "recipe is 3 but must be text"),
     (lambda: kinformer.build("gpt", vocab_size="a"), "vocab_size is 'a' but must be a whole number or left out"),

@@ -263,7 +263,7 @@ def test_blocks_follow_the_sizes_of_the_data(cli, colours, tmp_path):
 
 def test_tables_that_a_head_cannot_share_are_one_sentence(cli, tmp_path):
     code, _, err = cli("train", "complex-order", *TINY, "--out", tmp_path / "run")
-    assert code == 2 and "give the head a matrix of its own" in err
+    assert code == 2 and "give the head a separate matrix" in err
 
 
 @pytest.mark.parametrize("member", [name for name in CAUSAL if name != "complex-order"])

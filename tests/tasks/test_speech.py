@@ -211,7 +211,7 @@ def test_mistakes_of_generating(cli, tmp_path):
     for arguments, told in (
         ((), "there must be sound to write down; give --audio FILE"),
         (("--prompt", "x"), "--prompt: the task speech continues no text"),
-        (("--audio", tmp_path / "none.wav"), "none.wav: there is no such file"),
+        (("--audio", tmp_path / "none.wav"), "none.wav: the file does not exist"),
         (("--audio", __file__), "test_speech.py: is text, not sound; give WAV or FLAC."),
         (("--audio", silent), "silent.wav: holds 0 samples"),
         (("--audio", "-"), "standard input: holds 0 samples"),

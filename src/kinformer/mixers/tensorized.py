@@ -47,7 +47,7 @@ from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 
 BLOCK = 32
-"""Number of queries that are computed together."""
+"""Number of queries computed together."""
 
 
 class TensorizedState(NamedTuple):
@@ -145,7 +145,7 @@ class TensorizedAttention(Factors, CausalMixer):
         except IndexError:
             raise KinformerError(
                 f"position {int(where.max())} is without weights: the mixer tensorized ends at max_length = "
-                f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
+                f"{self.config.max_length}; give shorter sequences, or a model built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
 

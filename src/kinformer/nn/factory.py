@@ -187,8 +187,8 @@ def wrap(inner: nn.Module, dim: int) -> Layer:
         if layer.mixers:
             return layer
     raise KinformerError(
-        f"{type(inner).__name__} mixes no tokens, so there is no interface to give it; use the module that its "
-        "config's build(dim) returns."
+        f"{type(inner).__name__} does not mix tokens, so a mixer's interface does not fit it; use the module that "
+        "its config's build(dim) returns."
     )
 
 
@@ -219,7 +219,7 @@ def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
     deeper = field_types(type(mixer)) if mixer is not config else {}
     for name in settings:
         if name not in outer and name not in deeper:
-            raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
+            raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
     return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
 
 

@@ -113,7 +113,7 @@ def require_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise KinformerError(f"{path}: there is no such file; check its name and folder.") from None
+        raise KinformerError(f"{path}: the file does not exist; check its name and folder.") from None
     except (OSError, ValueError) as error:
         raise KinformerError(f"{path}: cannot be read ({error}); check the path and its permissions.") from None
     if not stat.S_ISREG(mode):
@@ -158,7 +158,7 @@ def require_signature(data: object, path: Path, required: bool = False) -> None:
     if CHECKSUM in rest and rest.pop(CHECKSUM) != json_digest(rest):
         raise KinformerError(
             f"{path}: has been altered (it does not match its checksum); restore it from a copy, or remove its key "
-            f"{CHECKSUM!r} if it is meant to be as it is."
+            f"{CHECKSUM!r} if the change is intended."
         )
 
 
