@@ -82,7 +82,7 @@ CALLS = [
     (lambda: kinformer.train("gpt", out="out", seed=2**90), "but must be below 2^63"),
     (lambda: kinformer.train("gpt", out="out", lr=10**400), "lr is 1e+400 but must be below 2^63"),
     (lambda: kinformer.train("gpt", out="out", device="privateuseone"), "device privateuseone: cannot be used here"),
-    (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: holds no values"),
+    (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: does not hold values"),
     (lambda: kinformer.train("gpt", out="out", device=3), "device is 3 but must be text"),
 ]
 

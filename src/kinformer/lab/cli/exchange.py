@@ -163,7 +163,7 @@ class Pack(Printing):
         require("workers", self.workers, 1)
         require_share("holdout", self.holdout)
         if self.check == (self.out is not None):
-            raise KinformerError("`out`: give the new folder of the shards, or `check` a folder that is there.")
+            raise KinformerError("`out`: give the new folder of the shards, or `check` an existing folder.")
 
     def run(self) -> int:
         """Pack the data or check the shards, print a report, and return the exit status."""

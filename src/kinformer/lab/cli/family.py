@@ -197,7 +197,7 @@ def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
     _print_training(page["training"])
     total = page["parameters"]["total"]
     active = page["parameters"]["active"]
-    print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
+    print(f"\nparameters: {total:,}{f' (one token uses {active:,})' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
     for picture in page["patterns"][:MAX_PICTURES]:

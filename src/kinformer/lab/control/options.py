@@ -183,8 +183,8 @@ class ControlOptions:
     """How far the probability of an action may move from its value at the draw, as a share, before updates stop
     pushing it."""
     kl_stop: float = 0.03
-    """Learning from a rollout stops once the policy has moved so far from the one that acted (KL divergence, nats);
-    0 for never."""
+    """Stop learning from a rollout once the policy is this far from the policy that acted (KL divergence, nats); 0 for
+    never."""
     entropy_weight: float = 0.01
     """The weight of the policy's entropy, in nats, in the loss."""
     value_weight: float = 0.5

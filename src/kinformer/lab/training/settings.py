@@ -51,7 +51,9 @@ def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
             raise KinformerError(f"`stages`: {place} is {stage!r} but must be a table, as in {_EXAMPLE}.")
         for name, value in stage.items():
             if name not in _TYPES:
-                raise KinformerError(f"`stages`: {place} has no setting {name!r}; {nearest(str(name), _TYPES)}")
+                raise KinformerError(
+                    f"`stages`: {place} does not have the setting {name!r}; {nearest(str(name), _TYPES)}"
+                )
             require_kind(f"{name} of {place}", value, *_TYPES[name])
             if name == "lr":
                 require_above(f"lr of {place}", value, 0)
@@ -136,8 +138,8 @@ class Settings(Checked):
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Precision = "fp32"
-    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
-    `minutes` what is faster)."""
+    """bf16-mixed computes in bfloat16 where bfloat16 is safe; weights, loss and optimiser stay in float32 (fp32, or
+    with `minutes` the faster one)."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     stages: tuple[JsonObject, ...] | None = None
