@@ -38,7 +38,7 @@ class List(CommonOptions):
     what: Annotated[
         Literal["members", "tasks", "parts"], tyro.conf.Positional, tyro.conf.arg(metavar="members|tasks|parts")
     ] = "members"
-    """What is listed."""
+    """What to list."""
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
     """Print the family as a tree: by the part that members change (axis), by the growth of their operations (cost) or
     state with the length, by whether members are causal (others read a full sequence at once), or by year."""

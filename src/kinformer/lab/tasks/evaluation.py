@@ -70,7 +70,7 @@ class EmbeddingSettings(ItemSettings):
     """How runs of any task make vectors."""
 
     pooling: Literal["mean", "first", "last"] = "mean"
-    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
+    """How an item becomes a vector: the mean over its positions, or the vector of the first or the last position."""
 
 
 class Embedded(NamedTuple):

@@ -29,7 +29,7 @@ class NextTokenOptions:
     """Options of training models of the next token."""
 
     segments: bool = False
-    """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
+    """Train on consecutive segments of `length` tokens: the state is carried to the next one, without gradients."""
     reset_documents: bool = False
     """Begin a new sequence at every document in a row: no token sees an earlier document. `segments` always does."""
 
@@ -118,7 +118,7 @@ class MaskPredictionOptions:
     """Options of predicting masked tokens."""
 
     mask: str = "[MASK]"
-    """What stands for a masked token in the texts."""
+    """The text that marks a masked token."""
 
     def __post_init__(self) -> None:
         if not self.mask:
@@ -213,7 +213,7 @@ class RecallOptions:
     pairs: str = "4,8,16"
     """How many keys and values a row of `length` tokens has: one of these numbers, drawn for every row."""
     symbols: int = 256
-    """How many tokens there are; keys are of the lower half, values of the upper."""
+    """How many tokens there are; keys come from the lower half, values from the upper half."""
     gap_power: float = 0.01
     """Queries come after i pairs of tokens with a probability as i to the power of this less 1: most come soon."""
     zero_fillers: bool = False
@@ -270,8 +270,8 @@ class AlgorithmOptions:
     algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
     """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
     digits: str = "1-20"
-    """How many digits a problem has, one of this range, both ends included; of an addition each number. Rows are as
-    long as the longest problem and its answer; `length` is the most that they may take."""
+    """How many digits a problem has, drawn from this range with both ends; in an addition, each number has as many.
+    Rows are as long as the longest problem and its answer; `length` is the longest row allowed."""
 
     def __post_init__(self) -> None:
         least, dash, most = self.digits.partition("-")
@@ -321,7 +321,7 @@ class ListOpsOptions:
     examples: int = 96_000
     """Lists to train on."""
     example_tokens: str = "500-2000"
-    """How many tokens a list has, more than the one and fewer than the other."""
+    """How many tokens a list has: more than the first number and fewer than the second."""
 
     def __post_init__(self) -> None:
         if self.examples < 8:
@@ -492,7 +492,7 @@ class VisionOptions(PictureOptions):
     distillation_weight: float = 0.5
     """With `teacher`: its share of the loss."""
     distillation_temperature: float = 3.0
-    """With `distillation` soft: what its and the student's logits are divided by."""
+    """With `distillation` soft: the divisor of the teacher's and the student's logits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -560,22 +560,22 @@ class DinoOptions(PictureOptions):
     """Options of training by self-distillation."""
 
     level: int = 1
-    """Which encoder of a pyramid (hipt) learns, counted from below; those under it are frozen, so begin the second with
-    `init`, the run of the first."""
+    """Which encoder of a pyramid (hipt) learns, counted from below; encoders below it are frozen, so begin the second
+    with `init`, the run of the first."""
     prototypes: int = 1024
-    """Over how many classes, which the model finds itself, it spreads its views (65536 in the paper)."""
+    """Over how many classes, which the model finds itself, views are spread (65536 in the paper)."""
     local_views: int = 8
     """Small views of every image, beside the two large ones."""
     area: float = 0.4
     """Large views of pixels show this share of an image's area or more, small ones from 5 % up to it. Of images of few
     pixels much has to be seen for a view to predict another: 0.8, without small views."""
     flip: bool = False
-    """Half of the views are mirrored. Digits and letters must not be."""
+    """Half of the views are mirrored. Digits and letters must not be mirrored."""
     teacher_momentum: float = 0.996
-    """The teacher's weights are a running mean of the student's, with this share of the old at the beginning of
-    training and all of it at the end."""
+    """The teacher's weights are a running mean of the student's, with this share of the old weights at the
+    beginning of training, which rises to all at the end."""
     teacher_temperature: float = 0.04
-    """What the teacher's logits are divided by, the lower the sharper; the student's by 0.1."""
+    """The divisor of the teacher's logits, the lower the sharper; the student's divisor is 0.1."""
 
     def __post_init__(self) -> None:
         for name, least in (("level", 1), ("prototypes", 2), ("local_views", 0)):
@@ -653,7 +653,7 @@ class DecodingOptions:
     alpha: float = 0.5
     """With `language_model`: weight of its log-probabilities beside the log-probabilities of the sound."""
     beta: float = 0.0
-    """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short ones."""
+    """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short transcripts."""
 
     def check(self, prefixes: int) -> None:
         """Refuse values that cannot be, and a language model without a beam."""

@@ -164,7 +164,7 @@ class Settings(Checked):
     checkpoint_minutes: float = 10.0
     """Also write a checkpoint every this many minutes; 0 turns it off."""
     average: int = 0
-    """Checkpoints whose weights are averaged at the end: the last one, and those before it that were due by
+    """Checkpoints whose weights are averaged at the end: the last one, and earlier ones due by
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
     ema: float = 0.0
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of
