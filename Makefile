@@ -43,8 +43,8 @@ docs: $(VENV)/.installed-docs
 	@echo "Open build/docs/index.html."
 
 lint: $(VENV)/.installed-test
-	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests annotated benchmarks examples docs
+	$(BIN)/ruff format --check src tests annotated benchmarks examples docs
 	$(BIN)/mypy
 
 $(VENV)/bin/python:

@@ -82,6 +82,7 @@ def member_page(member: Member, drawn: str) -> str:
     title = f"(member-{member.name})=\n# {escaped(member.title)}"
     return page(
         title,
+        *_annotated(member),
         *_choice(member),
         literal(_one_line(member, config), "python"),
         _record(member, config),
@@ -89,7 +90,7 @@ def member_page(member: Member, drawn: str) -> str:
         *_formulas(config),
         "## The model",
         html(drawing(config)),
-        f"Recipe `{RECIPE}`. The parts: {_part_links(config)}.",
+        f"Recipe `{RECIPE}`. The parts: {part_links(config)}.",
         _details("All settings", literal("\n".join(tree(folded(config), "")))),
         *_patterns(member, drawn),
         "## Fact sheet",
@@ -100,6 +101,14 @@ def member_page(member: Member, drawn: str) -> str:
         "## Train it",
         *_training(member, config),
     )
+
+
+def _annotated(member: Member) -> Iterator[str]:
+    """A link to the page that explains it."""
+    from generator import annotated
+
+    if found := annotated.page_of(member.name):
+        yield f"**Understand it:** [{found.title}](../annotated/{found.name}.md), one page of plain PyTorch."
 
 
 def _choice(member: Member) -> Iterator[str]:
@@ -142,7 +151,7 @@ def _formulas(config: Any) -> Iterator[str]:
     yield f"Shapes: x and y are \\[batch, time, {config.dim}\\]; {sizes}."
 
 
-def _part_links(config: Any) -> str:
+def part_links(config: Any) -> str:
     """Every part of the config that has a page, linked to it."""
     found: dict[tuple[str, str], None] = {}
     for part in parts_in(config):
