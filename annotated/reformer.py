@@ -173,7 +173,7 @@ def proof():
     print("two reversible layers")
     page = nn.ModuleList([ReversibleLayer(32, LSHAttention(32, 4, 8, 4, 2)) for _ in range(2)])
     sizes = {"num_heads": 4, "set": {"mixer.num_buckets": 8, "mixer.chunk_size": 4, "feed_forward.hidden_dim": 128}}
-    blocks = [kinformer.layer("reformer", 32, block=True, **sizes) for _ in range(2)]
+    blocks = [kinformer.layer("reformer", 32, whole=True, **sizes) for _ in range(2)]
     library = kinformer.nn.stack(blocks, 32, stack="reversible")
     parts = {
         "mixer.qv": "attention.qv",

@@ -75,7 +75,7 @@ def test_a_skipped_check_hides_nothing_else():
 
 @pytest.mark.parametrize(
     ("skip", "message"),
-    [({"partitions": "why not"}, "did you mean 'partition'"), ({"rows": " "}, "'rows' has no reason")],
+    [({"partitions": "why not"}, "did you mean 'partition'"), ({"rows": " "}, "'rows' does not have a reason")],
 )
 def test_a_skip_needs_a_known_name_and_a_reason(skip, message):
     with pytest.raises(KinformerError, match=message):

@@ -151,4 +151,4 @@ def test_exits_are_kept_where_they_are_asked_for(cli, make_run, way, monkeypatch
 def test_exits_with_heads_of_their_own_stay(cli, make_run):
     folder = make_run("calm", **{"head.tied": False, "stack.classifiers": "separate"})
     code, _, err = cli("calibrate", folder, *FEW, "--after", "2")
-    assert code == 2 and "has learnt a head of its own" in err
+    assert code == 2 and "has learnt a separate head" in err

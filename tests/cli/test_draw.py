@@ -333,7 +333,7 @@ def test_spans_are_counted_from_one(drawn, make_run):
         (("gpt", "--blocks"), "no layer of this run chooses blocks; give a run of moba or nsa"),
         (("moba", "--blocks", "--layer", 9), "--layer 9: chooses no blocks; the layers that do are 1, 2"),
         (("moba", "--blocks", "--head", 3), "--head 3: the layer has 2 heads"),
-        (("mixtral", "--experts", "--layer", 9), "--layer 9: has no experts; the layers with experts are 1, 2"),
+        (("mixtral", "--experts", "--layer", 9), "--layer 9: does not have experts; the layers with experts are 1, 2"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
         (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),

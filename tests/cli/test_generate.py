@@ -211,7 +211,7 @@ def test_a_reader_that_leaves_ends_it_quietly(linear_run):
         ([], "there must be one prompt; give --prompt TEXT"),
         (["--prompt", "a", "--prompt-file", "b"], "there must be one prompt"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt-file", "no/such/file"], "no/such/file: there is no such file; check its name"),
+        (["--prompt-file", "no/such/file"], "no/such/file: the file does not exist; check its name"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature is -1 but must be 0 or more"),
         (["--prompt", "a", "--top-p", "2"], "--top-p is 2 but"),
         (["--prompt", "a", "--top-k", "0"], "--top-k is 0"),

@@ -25,7 +25,7 @@ def test_streamed_pieces_are_what_the_command_writes(cli, gpt_run):
     [
         ({"min_p": 2.0}, "min_p is 2 but must be above 0"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0 but"),
-        ({"samples": 2}, "continued in turns is one"),
+        ({"samples": 2}, "in turns a single text is continued"),
         ({"max_new": 2}, "max_new_tokens"),
     ],
 )

@@ -69,9 +69,7 @@ def test_rare_settings_go_by_set(cli, tmp_path, text_file, name):
     flag = f"--{name.replace('_', '-')}"
     value = getattr(Settings(), name)
     code, _, err = cli("train", "gpt", "--out", tmp_path / "run", flag, value)
-    assert (
-        code == 2 and f"{flag} {value}: is a setting that is rarely changed; give --set training.{name}={value}" in err
-    )
+    assert code == 2 and f"{flag} {value}: is a rarely changed setting; give --set training.{name}={value}" in err
 
 
 def test_a_setting_by_set_is_that_of_the_run(cli, tmp_path, text_file):

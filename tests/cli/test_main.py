@@ -84,7 +84,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["lst"], "'lst' is not a command; did you mean 'list'?"),
         (["--frob"], "'--frob' is not an option of kinformer itself"),
         (["list", "--jsn"], "list: Unrecognized options: --jsn; did you mean --json?"),
-        (["list", "--seed", "x"], "list: --seed: 'x' is no whole number, such as 16, 100k, 2M or 1e9; see"),
+        (["list", "--seed", "x"], "list: --seed: 'x' is not a whole number, such as 16, 100k, 2M or 1e9; see"),
         (["list", "more"], "list: what: 'more' is not one of members, parts, tasks; see kinformer list --help."),
         (["show"], "show: needs MEMBER; see kinformer show --help."),
         (["show", "gtp"], "member: 'gtp' is unknown; did you mean 'gpt'?"),

@@ -65,17 +65,20 @@ def test_counts_may_be_thousands_and_millions(text, steps):
         ("train gpt --out x --dropout=0.1", "--dropout 0.1: is not an option but part of the model; give --set drop"),
         ("train gpt --out x --n-layers 3", "give --set layers=3."),
         ("train gpt --out x --vocab-size 99", "give --set input.vocab_size=99."),
-        ("train gpt --out x --epochs 3", "train: --epochs 3: there are no epochs; give --steps N or --minutes N."),
+        (
+            "train gpt --out x --epochs 3",
+            "train: --epochs 3: training does not count epochs; give --steps N or --minutes N.",
+        ),
         ("train gpt --out x --learning-rate 1", "train: --learning-rate 1: did you mean --lr?"),
         ("train gpt --out x --batch 4", "train: --batch 4: did you mean --batch-size?"),
-        ("train gpt --epochs 3", "there are no epochs"),
+        ("train gpt --epochs 3", "training does not count epochs"),
         ("generate x --max_tokens 3", "did you mean --max-new-tokens?"),
         ("list --dim 3", "list: Unrecognized options: --dim, 3; see kinformer list --help."),
         (
             "train gpt --out x --steps 1.2345k",
-            "--steps: '1.2345k' is no whole number, such as 16",
+            "--steps: '1.2345k' is not a whole number, such as 16",
         ),
-        ("train gpt --out x --steps 3G", "'3G' is no whole number"),
+        ("train gpt --out x --steps 3G", "'3G' is not a whole number"),
     ],
 )
 def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
@@ -88,7 +91,7 @@ def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
     [
         (
             "mps",
-            "--device mps: has no float64, in which angles of positions and figures are computed; use cpu or auto.",
+            "--device mps: does not have float64, which angles of positions and figures need; use cpu or auto.",
         ),
         ("cuda", "--device cuda: there is no GPU that PyTorch can use here; use cpu or auto."),
         ("cuda:1", "--device cuda:1: there is no GPU that PyTorch can use here; use cpu or auto."),
@@ -140,7 +143,7 @@ def test_a_file_of_options(tmp_path):
         ("steps = [", "is not TOML"),
         ('resume = "yes"', "resume is 'yes' but must be true or false."),
         ("steps = true", "steps is True but must be a text or a number."),
-        ('steps = "x"', "--steps: 'x' is no whole number"),
+        ('steps = "x"', "--steps: 'x' is not a whole number"),
         ('config = "x"', "'config' is not an option"),
     ],
 )
@@ -149,7 +152,7 @@ def test_a_file_of_options_that_is_wrong_is_one_sentence(cli, tmp_path, text, to
     path.write_text(text)
     code, out, err = cli("train", "gpt", "--out", tmp_path / "run", "--config", path)
     assert (code, out) == (2, "") and told in err and err.count("\n") == 1
-    assert "there is no such file" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
+    assert "the file does not exist" in cli("train", "gpt", "--out", "x", "--config", tmp_path / "none.toml")[2]
 
 
 @pytest.mark.parametrize(

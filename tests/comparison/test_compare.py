@@ -105,7 +105,7 @@ def test_a_run_that_is_killed_again_and_again_is_told(tmp_path):
     [
         (["--steps", "5", "--tokens", "9"], "--steps and --tokens contradict"),
         (["--minutes", "0"], "--minutes is 0 but must be above 0"),
-        (["--sweep", "2"], "--sweep 2: has no middle"),
+        (["--sweep", "2"], "--sweep 2: does not have a middle"),
         (["--lr", "0"], "--lr is 0 but must be above 0"),
         (["--lengths", "1,x"], "--lengths 1,x: is not a list of whole numbers"),
         (["--contexts", "twice"], "--contexts twice: is not a list of lengths"),

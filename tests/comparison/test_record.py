@@ -78,4 +78,4 @@ def test_two_files_are_merged_as_one_types_it(cli, tmp_path):
     assert "a has the best bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
     assert "| b | 2.5500 |" in (out / "comparison.md").read_text(encoding="utf-8")
     code, _, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "no.json", "--out", out)
-    assert code == 2 and "no.json: there is no such file" in err
+    assert code == 2 and "no.json: the file does not exist" in err

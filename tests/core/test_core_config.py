@@ -160,8 +160,8 @@ def test_an_error_of_settings_given_together_names_what_caused_it(changes, messa
     [
         ({"dims": 3}, r"set dims: 'dims' is not a field of Stack; did you mean 'dim'\?"),
         ({"layers.0.head": 3}, "'head' is not a field of Layer; did you mean 'num_heads'"),
-        ({"layers.7.bias": True}, "'7' is no item of a list of 2; use 0 to 1"),
-        ({"layers.x.bias": True}, "'x' is no item"),
+        ({"layers.7.bias": True}, "'7' is not an item of a list of 2; use 0 to 1"),
+        ({"layers.x.bias": True}, "'x' is not an item"),
         ({"dim.x": 3}, "'x' is looked for inside 16, which is a plain value"),
         ({"dim": "wide"}, "dim: 'wide' is not a whole number"),
         ({"dim": True}, "True is not a whole number"),
@@ -173,8 +173,8 @@ def test_an_error_of_settings_given_together_names_what_caused_it(changes, messa
         ({"layers.0.pattern": {"window": 3}}, "does not say which pattern it is; valid names are causal, local"),
         ({"layers.0.pattern": {"kind": "local", "size": 3}}, "'size' is not a field of the pattern 'local'"),
         ({"layers.1.pattern.window": 0}, r"layers\.1\.pattern\.window: window is 0; give 1 or more\."),
-        ({"layers": 0}, "0 is no length for this list"),
-        ({"layers": 100_000_000_000}, "100000000000 is no length for this list; give a whole number of 1 to 10,000"),
+        ({"layers": 0}, "0 is not a length for this list"),
+        ({"layers": 100_000_000_000}, "100000000000 is not a length for this list; give a whole number of 1 to 10,000"),
         ({"sizes": "3.5"}, "'3.5' is not a list"),
         ({"sizes": [1, "x"]}, r"sizes\.1: 'x' is not a whole number"),
     ],
@@ -283,7 +283,7 @@ def test_a_config_class_must_be_a_dataclass_whose_types_are_known():
     class Lost(Config):
         size: "Nowhere" = 3  # noqa: F821
 
-    with pytest.raises(KinformerError, match=r"Bare: is no dataclass; put @dataclass\(frozen=True, kw_only=True\)"):
+    with pytest.raises(KinformerError, match=r"Bare: is not a dataclass; put @dataclass\(frozen=True, kw_only=True\)"):
         to_dict(Bare())
     with pytest.raises(KinformerError, match="Lost: the type of a field cannot be found .*'Nowhere' is not defined"):
         to_dict(Lost())

@@ -236,7 +236,7 @@ def test_what_is_no_data_is_told_in_a_sentence(tmp_path):
     for name, reason in {
         "missing.txt": "does not exist",
         "empty.txt": "is empty",
-        "nothing": "holds no regular file",
+        "nothing": "does not hold a regular file",
         "pipe": "is neither a regular file nor a folder",
     }.items():
         with pytest.raises(KinformerError, match=rf"{name} {reason}.*; "):

@@ -36,7 +36,7 @@ ROWS = "".join(
         (bytes(257) + b"ustar\x0000" + bytes(999), "is a tar archive"),
         (TEXT.encode("utf-16"), "is UTF-16 text"),
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 text"),
-        (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one of them with text_field NAME"),
+        (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one field with text_field NAME"),
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
         (
             json.dumps([{"id": n, "text": TEXT} for n in range(30)]).encode(),
@@ -79,7 +79,7 @@ def test_bytes_that_are_no_text_are_told(tmp_path, caplog):
         path = tmp_path / what[-4:]
         path.write_bytes(data)
         open_corpus(str(path))
-        assert caplog.messages[-1] == f"note: {path}: looks like {what} and is learnt byte by byte, as it is."
+        assert caplog.messages[-1] == f"note: {path}: looks like {what} and is learnt byte by byte, unchanged."
 
 
 def test_a_folder_of_tables_is_refused_and_one_with_few_is_not(tmp_path, caplog):
@@ -107,8 +107,8 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
     kinformer.train("gpt", data=tmp_path / "rows.json", text_field="text", out=tmp_path / "array", **small)
     assert (tmp_path / "array" / "texts").read_text() == written
     for wrong, told in (
-        ({"text_field": "txt", "data": path}, "line 1: has no text in the field 'txt'; did you mean 'text'"),
-        ({"text_field": "n", "data": path}, "has no text in the field 'n'"),
+        ({"text_field": "txt", "data": path}, "line 1: does not have text in the field 'txt'; did you mean 'text'"),
+        ({"text_field": "n", "data": path}, "does not have text in the field 'n'"),
         ({"text_field": "text"}, "give its path with data"),
         (
             {"text_field": "text", "data": path, "task": "classify"},

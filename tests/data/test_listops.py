@@ -98,5 +98,5 @@ def test_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = open_listops(40, (20, 200), cache=tmp_path)
     assert short.splits["train"].lengths.min() > 20 and short.splits["train"].lengths.max() < 200
     for bounds in ((100, 120), (-1, 500), (5000, 6000), (9, 3)):
-        with pytest.raises(KinformerError, match="is no range to draw from"):
+        with pytest.raises(KinformerError, match="is not a range to draw from"):
             open_listops(40, bounds, cache=tmp_path)

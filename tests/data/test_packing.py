@@ -122,10 +122,10 @@ def test_a_parquet_table_is_its_rows(table: Path, tmp_path: Path) -> None:
     for name in PACKED_SPLITS:
         left, right = (open_corpus(str(tmp_path / place)).splits[name] for place in ("lines", "rows"))
         assert ids(left) == ids(right) and left.documents.tolist() == right.documents.tolist()
-    with pytest.raises(KinformerError, match="has no column 'text'"):
+    with pytest.raises(KinformerError, match="does not have the column 'text'"):
         kinformer.pack(tmp_path / "columns", tmp_path / "none", workers=1)
     (tmp_path / "columns" / "rows.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(KinformerError, match="no readable Parquet table"):
+    with pytest.raises(KinformerError, match="not a readable Parquet table"):
         kinformer.pack(tmp_path / "columns", tmp_path / "none2", workers=1)
 
 
@@ -146,10 +146,10 @@ def test_a_dataset_of_hugging_face_is_its_rows(table: Path, tmp_path: Path) -> N
     for name in PACKED_SPLITS:
         left, right = (open_corpus(str(tmp_path / place)).splits[name] for place in ("lines", "rows"))
         assert ids(left) == ids(right) and left.documents.tolist() == right.documents.tolist()
-    with pytest.raises(KinformerError, match="has no column 'text'"):
+    with pytest.raises(KinformerError, match="does not have the column 'text'"):
         kinformer.pack(saved, tmp_path / "none", workers=1)
     (saved / "data-00000-of-00002.arrow").write_bytes(b"no stream at all")
-    with pytest.raises(KinformerError, match="no readable Arrow stream"):
+    with pytest.raises(KinformerError, match="not a readable Arrow stream"):
         kinformer.pack(saved, tmp_path / "none2", workers=1)
 
 
@@ -287,11 +287,11 @@ def test_mistakes(folder: Path, table: Path, tmp_path: Path, capsys: pytest.Capt
         ([str(folder), "--out", str(tmp_path / "full")], "is not empty"),
         ([str(folder), "--out", str(tmp_path / "x"), "--text-field", "text"], "JSON lines"),
         ([str(folder), "--out", str(tmp_path / "x"), "--shard-mb", "0"], "--shard-mb"),
-        ([str(folder), "--out", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "no such file"),
-        ([str(table), "--out", str(tmp_path / "y")], "has no text in the field 'text'"),
+        ([str(folder), "--out", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")], "the file does not exist"),
+        ([str(table), "--out", str(tmp_path / "y")], "does not have text in the field 'text'"),
         ([str(tmp_path / "broken.jsonl"), "--out", str(tmp_path / "z")], "line at byte 14"),
-        ([str(tmp_path / "both"), "--out", str(tmp_path / "w")], "is no table"),
-        ([str(folder), "--check"], "no such file"),
+        ([str(tmp_path / "both"), "--out", str(tmp_path / "w")], "is not a table"),
+        ([str(folder), "--check"], "the file does not exist"),
     ):
         assert main(["pack", *words, *([] if "--check" in words else ["--workers", "1"])]) == 2, words
         told_here = capsys.readouterr().err

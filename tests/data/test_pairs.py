@@ -108,15 +108,15 @@ def test_ends_of_lines_and_a_mark_at_the_beginning(tmp_path):
     [
         ({"train__en": ENGLISH}, "has files of one language only \\(en\\)"),
         ({"train__en": ENGLISH, "train__de": GERMAN[1:]}, "train.en has 40 lines but .*train.de has 39"),
-        ({"train__en": ["a"], "train__de": ["b"], "val__en": ["c"]}, "val.en: has no other side val.de"),
+        ({"train__en": ["a"], "train__de": ["b"], "val__en": ["c"]}, "val.en: the other side val.de is missing"),
         ({"a__en": ["a"], "a__de": ["b"], "a__fr": ["c"]}, "more than two endings \\(de, en, fr\\); say which"),
         ({"test__en": ["a"], "test__de": ["b"], "val__en": ["a"], "val__de": ["b"]}, "nothing to train on"),
         ({"train__en": ["a"], "train__de": ["b"]}, "too few pairs \\(1\\)"),
-        ({"train__en": [""], "train__de": ["b"]}, "holds no pair of lines"),
+        ({"train__en": [""], "train__de": ["b"]}, "does not hold a pair of lines"),
         ({"x__tsv": ["a\tb", "c"]}, "x.tsv, line 2: has 1 column where 2 are expected"),
         ({"x__jsonl": ['{"source": "a"}']}, "x.jsonl, line 1: lacks the text of source and target"),
         ({"x__jsonl": ['{"source": "a", "target": "b"}', "x"]}, "x.jsonl, line 2: is not JSON"),
-        ({}, "holds no regular file"),
+        ({}, "does not hold a regular file"),
     ],
 )
 def test_mistakes(tmp_path, files, told):
@@ -127,7 +127,7 @@ def test_mistakes(tmp_path, files, told):
 def test_more_mistakes(tmp_path):
     write(tmp_path, train__en=ENGLISH, train__de=GERMAN)
     for languages, told in (
-        (("fr", None), "source fr: .* has no such files; their endings are de, en"),
+        (("fr", None), "source fr: .* does not have such files; their endings are de, en"),
         (("en", "en"), "both en"),
     ):
         with pytest.raises(KinformerError, match=told):

@@ -139,9 +139,9 @@ LIES = {
     ),
     "cut": (lambda data: data[:1000], "says that it holds 1,600 bytes of samples, but holds 956"),
     "one byte": (lambda data: data[:-1], "but holds 1,599"),
-    "no data": (lambda data: data[:36], "is no sound|holds 0 samples"),
-    "no channels": (lambda data: changed(data, channels=0), "is no sound"),
-    "wide": (lambda data: changed(data, bits=64), "is no sound"),
+    "no data": (lambda data: data[:36], "is not readable sound|holds 0 samples"),
+    "no channels": (lambda data: changed(data, channels=0), "is not readable sound"),
+    "wide": (lambda data: changed(data, bits=64), "is not readable sound"),
     "NaN": (
         lambda data: changed(data[:44], format=3, bits=32) + b"\0\0\xc0\x7f" * 400,
         "sample 0 is nan",

@@ -100,9 +100,9 @@ def test_the_command_streams_a_dataset(
     assert ids(tmp_path / "rows") == ids(tmp_path / "shards")
     for place, told in (
         (f"hf:{table}:none", "cannot be read"),
-        ("hf:", "is no name of a dataset"),
-        ("hf:a:b:c:d", "is no name of a dataset"),
-        (f"hf:{table}:train", "has no text in the field 'text'; valid names are body"),
+        ("hf:", "is not a name of a dataset"),
+        ("hf:a:b:c:d", "is not a name of a dataset"),
+        (f"hf:{table}:train", "does not have text in the field 'text'; valid names are body"),
     ):
         assert main(["pack", place, "--out", str(tmp_path / "other")]) == 2
         told_here = capsys.readouterr().err
@@ -115,8 +115,8 @@ def test_streams_that_cannot_be_packed(tmp_path: Path) -> None:
     for data, told in (
         ((row for row in ROWS), "the generator cannot be read a second time"),
         ({"train": ROWS, "test": ROWS}, "the dict has several splits .train, test.; give one"),
-        ([3], "document 1: has no text in the field 'text'"),
-        ([], "the list: holds no text to train on"),
+        ([3], "document 1: does not have text in the field 'text'"),
+        ([], "the list: does not hold text to train on"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.pack(data, tmp_path / "out")

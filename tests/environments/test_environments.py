@@ -216,7 +216,7 @@ def test_a_class_without_render_mode_is_an_environment(module):
     environment = Environments(import_named("kept_envs:Plain"), 2)
     environment.reset([0, 1])
     assert [environment.step(np.ones(2, int))[3].all() for _ in range(5)] == [False] * 4 + [True]
-    with pytest.raises(KinformerError, match=r"env kept_envs:Plain: has no picture of itself .*; leave render out"):
+    with pytest.raises(KinformerError, match=r"env kept_envs:Plain: does not draw pictures .*; leave render out"):
         Environments("kept_envs:Plain", render=True)
     with pytest.raises(KinformerError, match=r"env kept_envs:Needs: its class cannot be called \(.*size"):
         Environments("kept_envs:Needs")
@@ -250,7 +250,7 @@ def test_without_gymnasium(monkeypatch, name):
 def test_mistakes():
     with pytest.raises(KinformerError, match="must have 1 or more"):
         Environments("key-to-door", 0)
-    with pytest.raises(KinformerError, match="has no picture of itself"):
+    with pytest.raises(KinformerError, match="does not draw pictures"):
         Environments("shortest-path", render=True)
 
 

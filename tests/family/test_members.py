@@ -435,5 +435,7 @@ def test_a_recipe_that_a_command_needs_and_a_member_lacks_is_said_with_what_to_a
     record = dataclasses.replace(MEMBERS["gpt"], name="bare", recipes={"small": MEMBERS["gpt"].recipes["small"]})
     monkeypatch.setitem(MEMBERS, "bare", record)
     for name in ("tiny", "benchmark"):
-        with pytest.raises(KinformerError, match=rf"bare has no recipe '{name}' \(.*add it to the recipes of its"):
+        with pytest.raises(
+            KinformerError, match=rf"bare does not have the recipe '{name}' \(.*add it to the recipes of its"
+        ):
             kinformer.build("bare", recipe=name)

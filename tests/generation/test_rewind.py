@@ -104,7 +104,7 @@ def test_all_of_a_text_can_be_taken_back(linear):
     session.step()
     session.rewind(4)
     assert session.length == 0
-    with pytest.raises(KinformerError, match="row 0 of this session holds no token"):
+    with pytest.raises(KinformerError, match="row 0 of this session is empty"):
         session.step()
     session.feed(tokens(1, 5, 2))
     never = Session(linear, temperature=0)
@@ -117,7 +117,7 @@ def test_a_row_that_was_taken_back_whole_draws_nothing(linear):
     text = tokens(2, 3, 1)
     session.feed(text)
     session.rewind([1, 3])
-    with pytest.raises(KinformerError, match="row 1 of this session holds no token"):
+    with pytest.raises(KinformerError, match="row 1 of this session is empty"):
         session.step()
     session.feed(text, torch.tensor([[False, False, True], [True, True, True]]))
     never.feed(text)

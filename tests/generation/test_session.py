@@ -212,7 +212,7 @@ def test_wrong_prompts_are_told(linear, prompt):
         generate(prompt, max_new_tokens=0)
     with pytest.raises(KinformerError, match="a stop sequence is empty"):
         generate(prompt, stop=[[]])
-    with pytest.raises(KinformerError, match="row 0 of this session holds no token"):
+    with pytest.raises(KinformerError, match="row 0 of this session is empty"):
         Session(linear).step()
     with pytest.raises(KinformerError, match="training mode"):
         Session(kinformer.build("gpt", recipe="tiny"))

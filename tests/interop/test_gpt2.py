@@ -283,7 +283,7 @@ def test_missing_things_are_named(folder, tmp_path):
     with pytest.raises(KinformerError, match=r"holds neither model.safetensors nor"):
         read_checkpoint(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(KinformerError, match="no such file"):
+    with pytest.raises(KinformerError, match="the file does not exist"):
         read_checkpoint(folder)
 
 

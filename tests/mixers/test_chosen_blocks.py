@@ -317,7 +317,7 @@ def test_it_compiles(settings):
         ({"projection": Convolved.Config()}, "looks at earlier tokens"),
         ({"impl": "sdpa"}, "impl of chosen_blocks"),
         ({"compression": "max"}, "compression of chosen_blocks"),
-        ({"summary_stride": 16}, "summaries are of compression, but that is none"),
+        ({"summary_stride": 16}, "summaries are of compression, but compression is none"),
         ({"compression": "mean", "summary_length": 32, "summary_stride": 24}, "summary_stride = 24 of chosen"),
         ({"compression": "mean", "summary_stride": 0}, "summary_stride of chosen_blocks must be 1 or more, but is 0"),
     ],

@@ -158,8 +158,8 @@ def test_what_cannot_decay_is_refused():
         ({"decay": Sigmoid.Config()}, "set coupled = false"),
         ({"decay": LowRank.Config()}, "a number for every feature"),
         ({"score": SCORES["additive"]}, "'additive' is not a product"),
-        ({"pattern": Sinks.Config(count=2, window=4)}, "leave one of them out"),
-        ({"position": DistanceAware.Config()}, "leave one of them out"),
+        ({"pattern": Sinks.Config(count=2, window=4)}, "leave one out"),
+        ({"position": DistanceAware.Config()}, "leave one out"),
         ({"projection": KVShift.Config(inner=Convolved.Config())}, "cannot stand around 'convolved'"),
         ({"head_norm": "layer"}, "head_norm: 'layer' is unknown"),
     ):

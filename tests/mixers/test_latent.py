@@ -183,7 +183,7 @@ def test_a_packed_model_keeps_the_matrices_that_queries_absorb():
         ({"position": Shaw.Config(max_distance=3)}, "adds keys or values by distance"),
         ({"position": TransformerXL.Config()}, "adds keys or values by distance"),
         ({"position": Rope.Config(), "rotary_dim": 0}, "rotary_dim = 0 leaves none"),
-        ({"score": Additive.Config()}, "no function of the product"),
+        ({"score": Additive.Config()}, "not a function of the product"),
         ({"pattern": Sinks.Config(count=1, window=3)}, "keep their first tokens"),
         ({"form": "both"}, "form of latent attention"),
         ({"latent_dim": 0}, "latent_dim must be 1 or more"),

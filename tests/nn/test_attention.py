@@ -66,7 +66,7 @@ def test_padding_hides_keys():
     [
         ({"pattern": "locale"}, "did you mean 'local'"),
         ({"pattern": 3}, "pattern: 3 is of the type int"),
-        ({"position": "rope", "pattern": None}, "queries and keys have no order"),
+        ({"position": "rope", "pattern": None}, "queries and keys do not have an order"),
         ({"position": "sinusoidal"}, "is added to token embeddings"),
         ({"score": "bilinear"}, "has weights"),
     ],

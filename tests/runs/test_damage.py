@@ -104,7 +104,7 @@ def test_strange_json(folder, text):
 def test_what_is_no_file_is_not_opened(folder):
     for place in (folder / "config.json", folder / "model.safetensors", folder / "tokenizer.json"):
         kept = place.rename(place.with_suffix(".kept"))
-        for make, told in ((os.mkfifo, "is no regular file"), (os.mkdir, "is a folder")):
+        for make, told in ((os.mkfifo, "is not a regular file"), (os.mkdir, "is a folder")):
             make(place)
             with pytest.raises(KinformerError, match=f"{place.name}: {told}"):
                 (load_tensors if place.suffix == ".safetensors" else read_json)(place)

@@ -231,7 +231,7 @@ def test_the_harness_command_knows_the_model(runs, monkeypatch, capsys):
     ("words", "sentence"),
     [
         (["encoder", "--harness", "TASK"], "--harness: is for models of the"),
-        (["bytes", "--harness", "ownn.yaml"], "--harness ownn.yaml: there is no such file"),
+        (["bytes", "--harness", "ownn.yaml"], "--harness ownn.yaml: the file does not exist"),
         (["bytes", "--harness", "TASK", "--max-bytes", "9"], "--max-bytes: means nothing to tasks of a --harness"),
         (["bytes", "--harness", "TASK", "--lengths", "9"], "--lengths: means nothing to tasks of a --harness"),
         (["bytes", "--harness", "TASK", "--fewshot", "90"], "cannot be done (ValueError: Sample larger"),

@@ -109,17 +109,17 @@ def test_masks_are_filled_in(cli, masks_run):
         ("a.csv", b"text,label\nfine,good\npoor\n", (), "a.csv, line 3: has 1 column where"),
         ("a.csv", b"a,b,c\n1,2,3\n", (), "line 1: has 3 columns where a text"),
         ("a.csv", b"a,b\n1,2\n", ("--text-field", "c"), "names no column 'c'"),
-        ("a.csv", b'text\n"fine', (), "is no row of CSV"),
-        ("a.tsv", b"good\tfine\nbad\t\n", (), "line 2: has no text"),
+        ("a.csv", b'text\n"fine', (), "is not a row of CSV"),
+        ("a.tsv", b"good\tfine\nbad\t\n", (), "line 2: does not have text"),
         ("a.txt", b"fine\n\xff\n", (), "a.txt, line 2: is not UTF-8 (byte 0xff)"),
         ("a.txt", b"", (), "a.txt: is empty"),
-        ("a.txt", b"fine\n\nfine\n", (), "line 2: has no text"),
+        ("a.txt", b"fine\n\nfine\n", (), "line 2: does not have text"),
         ("a.txt", b"fine\n", ("--text-field", "text"), "holds lines without fields"),
         ("a.jsonl", b'{"text": "a"}\n{"words": "b"}\n', (), "line 2: lacks text"),
         ("a.jsonl", b'{"words": "b"}\n', ("--text-field", "word"), "did you mean 'words'?"),
         ("a.txt", b"fine\n", ("--out", "out.xls"), "ends in none of .jsonl, .csv, .tsv"),
         ("a.txt", b"fine\n", ("--out", "missing/out.csv"), "missing/out.csv: cannot be written"),
-        ("a.csv", b"text\nfine\n", ("--out", "a.csv"), "is the file that is read"),
+        ("a.csv", b"text\nfine\n", ("--out", "a.csv"), "is the input file"),
         ("a.txt", b"fine\n", ("--max-items", "0"), "--max-items is 0 but must be 1 or more"),
         ("a.txt", b"fine\n", ("--beam", "2"), "--beam: is for models of the translation"),
     ],
@@ -138,7 +138,7 @@ def test_what_predicts_nothing_says_what_to_use(cli, gpt_run, masks_run):  # noq
     code, _, err = cli("predict", gpt_run, stdin=b"a\n")
     assert code == 2 and "it continues texts; use kinformer generate" in err
     code, _, err = cli("predict", masks_run, stdin=b"a\n")
-    assert code == 2 and "line 1: holds no mask; write [MASK]" in err
+    assert code == 2 and "line 1: does not hold a mask; write [MASK]" in err
     code, _, err = cli("predict", masks_run, "nowhere")
     assert code == 2 and "nowhere does not exist" in err
 
@@ -174,7 +174,7 @@ def test_vectors_go_into_a_file(cli, masks_run, tmp_path):
     np.testing.assert_allclose([row["vector"] for row in rows], expected[:2], rtol=1e-3, atol=1e-4)
     code, _, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.txt")
     assert code == 2 and "ends in neither .npz nor .jsonl" in err
-    with pytest.raises(KinformerError, match="text 2: has no text"):
+    with pytest.raises(KinformerError, match="text 2: does not have text"):
         kinformer.embed(masks_run, ["a", " "])
 
 

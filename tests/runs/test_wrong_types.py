@@ -58,7 +58,7 @@ def test_generate(options, message, model):
 
 CALLS = [
     (lambda: kinformer.generate(None, PROMPT, max_new_tokens=2), "model is None but must be a model"),
-    (lambda: kinformer.generate("runs/x", PROMPT, max_new_tokens=2), "kinformer.load gives that of a run"),
+    (lambda: kinformer.generate("runs/x", PROMPT, max_new_tokens=2), "kinformer.load gives the model of a run"),
     (lambda: kinformer.build(3), "member is 3 but must be text"),
     (lambda: kinformer.build("gpt", recipe=3), "recipe is 3 but must be text"),
     (lambda: kinformer.build("gpt", vocab_size="a"), "vocab_size is 'a' but must be a whole number or left out"),
@@ -82,7 +82,7 @@ CALLS = [
     (lambda: kinformer.train("gpt", out="out", seed=2**90), "but must be below 2^63"),
     (lambda: kinformer.train("gpt", out="out", lr=10**400), "lr is 1e+400 but must be below 2^63"),
     (lambda: kinformer.train("gpt", out="out", device="privateuseone"), "device privateuseone: cannot be used here"),
-    (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: holds no values"),
+    (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: does not hold values"),
     (lambda: kinformer.train("gpt", out="out", device=3), "device is 3 but must be text"),
 ]
 

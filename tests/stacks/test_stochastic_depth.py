@@ -95,7 +95,7 @@ def test_recomputed_layers_drop_the_same():
     [
         ("gpt", {"stack.stochastic_depth": 1.0}, "0 to below 1"),
         ("gtrxl", RATE, "gate"),
-        ("sha-rnn", RATE, "no residual sum"),
+        ("sha-rnn", RATE, "does not have a residual sum"),
         ("calm", EXITS | RATE, "mixed"),
         ("universal", HALTING | RATE, "halting"),
     ],

@@ -151,7 +151,7 @@ def test_positions_that_end_are_left_out(tmp_path):
     with pytest.raises(KinformerError, match="at_digits 99: takes rows of 101 tokens"):
         kinformer.evaluate(tmp_path / "run", at_digits="99")
     for prompt in ("407", "4x=", ""):
-        with pytest.raises(KinformerError, match="is no problem: it must hold digits"):
+        with pytest.raises(KinformerError, match="is not a problem: it must hold digits"):
             main_generate(tmp_path / "run", prompt)
 
 
@@ -166,9 +166,9 @@ def main_generate(folder, prompt):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"digits": "5-x"}, "digits 5-x: is no range of numbers from 1; write as in 1-20"),
-        ({"digits": "5-3"}, "digits 5-3: is no range"),
-        ({"digits": "0-3"}, "digits 0-3: is no range"),
+        ({"digits": "5-x"}, "digits 5-x: is not a range of numbers from 1; write as in 1-20"),
+        ({"digits": "5-3"}, "digits 5-3: is not a range"),
+        ({"digits": "0-3"}, "digits 0-3: is not a range"),
         ({"digits": "1-20"}, "length 32: problems of 20 digits take 41 tokens"),
         ({"algorithm": "sort"}, "sort"),
         ({"data": "x"}, "data x: an algorithm makes its own problems"),

@@ -231,7 +231,7 @@ def test_a_stranger_s_task_passes_and_leaves_the_table_as_it_was(toy):
         (Uncounted, "train", "no metric 'predicted'"),
         (Unused, "options", "nothing looks at colour of its Options"),
         (Unread, "options", "nothing looks at seed of its evaluation; use it, let the record refuse it"),
-        (Undirected, "evaluate", "the metric mean_squared_error has no unit"),
+        (Undirected, "evaluate", "the metric mean_squared_error does not have a unit"),
     ],
 )
 def test_a_broken_law_is_caught(toy, task, check, message):

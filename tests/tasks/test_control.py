@@ -324,7 +324,7 @@ def test_a_class_of_the_current_folder_is_an_environment(tmp_path, monkeypatch, 
     found = kinformer.evaluate(tmp_path / "run", env="corridor:Corridor", episodes=2)
     assert found.facts["steps"] == 5 == found.facts["random"]["steps"]
     code, _, err = cli("generate", tmp_path / "run", "--env", "corridor:Corridor", "--render", tmp_path / "c.gif")
-    assert code == 2 and "--env corridor:Corridor: has no picture of itself" in err and err.count("\n") == 1
+    assert code == 2 and "--env corridor:Corridor: does not draw pictures" in err and err.count("\n") == 1
     corridor = sys.modules["corridor"].Corridor
     for given, kind in ((corridor, "a class"), (corridor(), "an object")):
         with pytest.raises(KinformerError, match=f"env Corridor: is {kind}, .* as in corridor:Corridor"):
@@ -339,7 +339,7 @@ def test_a_class_of_the_current_folder_is_an_environment(tmp_path, monkeypatch, 
         ({"ppo_epochs": 0}, "ppo_epochs is 0 but must be 1 or more"),
         ({"discount": 1.5}, "discount is 1.5 but must lie between 0 and 1"),
         ({"entropy_weight": -1.0}, "entropy_weight is -1 but must be 0 or more"),
-        ({"data": "walks.npz"}, "data walks.npz: control learns from what it does"),
+        ({"data": "walks.npz"}, "data walks.npz: control learns by acting"),
         ({"devices": 2}, "devices 2: control acts in one process"),
         ({"set": {"input.observation_dim": 9}}, "has 9 observations and 3 actions, but t-maze:2 has 4 and 3"),
         ({"set": {"head": {"kind": "discrete_actions", "actions": 3}}}, "control needs policy_and_value"),

@@ -246,7 +246,7 @@ def test_images_without_labels(tmp_path, capsys):
     assert main(["train", "vit", "--task", "dino", "--data", str(data), *flags, "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
     assert main(["evaluate", str(out)]) == 2
-    assert "its images have no labels" in capsys.readouterr().err
+    assert "its images do not have labels" in capsys.readouterr().err
     assert main(["generate", str(out)]) == 2
     assert "train it on for the task vision" in capsys.readouterr().err
 

@@ -131,11 +131,11 @@ def test_one_picture_is_completed(cli, digits_run, tmp_path):
 
 MISTAKES = {
     "prompt": (("--prompt", "x"), "--prompt: the task image continues no text"),
-    "rows": (("--rows", "3"), "--rows 3: says what is kept of an image"),
+    "rows": (("--rows", "3"), "--rows 3: says how many rows of an image are kept"),
     "all rows": (("--complete", "digits", "--rows", "8"), "--rows 8: nothing is left to complete of 8 rows"),
     "tokens": (("--max-new-tokens", "3"), "--max-new-tokens 3: an image has a size"),
     "stop": (("--stop", "x"), "--stop x: an image has a size"),
-    "no png": (("--out", "a.jpg"), "--out a.jpg: is no name of a PNG"),
+    "no png": (("--out", "a.jpg"), "--out a.jpg: is not a name of a PNG"),
     "no file": (("--complete", "nothing.png"), "nothing.png"),
     "other data": (("--complete", "COLOURS"), "has images of 4 x 6 x 3, but this model draws 8 x 8 x 1"),
 }
@@ -236,8 +236,11 @@ def test_classes_that_are_missing_are_one_sentence(cli, labelled_run, digits_run
     for command, message in (
         (("generate", labelled_run, "--label", "cat"), "--label cat: class: 'cat' is unknown"),
         (("generate", digits_run, "--label", "3"), "--label 3: this model draws images of no class"),
-        (("generate", labelled_run, "--complete", tmp_path / "one.png"), "has no class; give --label NAME too"),
-        ((*new, "--conditional", "--data", colours), "--conditional: colours.npz has no classes"),
+        (
+            ("generate", labelled_run, "--complete", tmp_path / "one.png"),
+            "does not have a class; give --label NAME too",
+        ),
+        ((*new, "--conditional", "--data", colours), "--conditional: colours.npz does not have classes"),
         ((*new, "--set", "input.classes=3"), "--set input.classes=3: but digits has 10 classes"),
     ):
         code, _, err = cli(*command)
@@ -263,7 +266,7 @@ def test_blocks_follow_the_sizes_of_the_data(cli, colours, tmp_path):
 
 def test_tables_that_a_head_cannot_share_are_one_sentence(cli, tmp_path):
     code, _, err = cli("train", "complex-order", *TINY, "--out", tmp_path / "run")
-    assert code == 2 and "give the head a matrix of its own" in err
+    assert code == 2 and "give the head a separate matrix" in err
 
 
 @pytest.mark.parametrize("member", [name for name in CAUSAL if name != "complex-order"])

@@ -91,7 +91,7 @@ def test_every_causal_member_can(member):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"pairs": "8,x"}, "pairs 8,x: are no numbers of pairs; write as in 4,8,16"),
+        ({"pairs": "8,x"}, "pairs 8,x: does not list numbers of pairs; write as in 4,8,16"),
         ({"pairs": "7"}, "length 24: 7 pairs and as many queries take 28 tokens"),
         ({"symbols": 12}, "6 pairs must have a key each, but 12 symbols make 5 keys"),
         ({"symbols": 2}, "symbols"),
@@ -111,7 +111,7 @@ def test_what_it_cannot_do_is_one_sentence(capsys, tmp_path):
         (("generate", tmp_path / "run", "--prompt", "3 x"), "the prompt holds 'x', but must be numbers of symbols"),
         (("generate", tmp_path / "run", "--prompt", "3", "--samples", "2"), "a key has one answer"),
         (("evaluate", tmp_path / "run", "--max-bytes", "9"), "recall makes its own rows"),
-        (("evaluate", tmp_path / "run", "--at-pairs", "0"), "are no numbers of pairs"),
+        (("evaluate", tmp_path / "run", "--at-pairs", "0"), "does not list numbers of pairs"),
     ):
         capsys.readouterr()
         assert main([str(argument) for argument in arguments]) == 2

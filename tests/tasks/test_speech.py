@@ -184,7 +184,7 @@ def test_other_recordings_are_measured_with_the_runs_symbols(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("member", "options", "told"),
     [
-        ("speech-linear", {"join": "7-3"}, "join 7-3: is no range of clips"),
+        ("speech-linear", {"join": "7-3"}, "join 7-3: is not a range of clips"),
         ("speech-linear", {"tokenizer": "x.json"}, "tokenizer x.json: is for text; the symbols of speech"),
         ("speech-linear", {"data": "stdlib"}, "data stdlib: is text, not speech"),
         ("speech-linear", {"length": 2}, "are longer than length 2 positions .* and none is left"),
@@ -211,7 +211,7 @@ def test_mistakes_of_generating(cli, tmp_path):
     for arguments, told in (
         ((), "there must be sound to write down; give --audio FILE"),
         (("--prompt", "x"), "--prompt: the task speech continues no text"),
-        (("--audio", tmp_path / "none.wav"), "none.wav: there is no such file"),
+        (("--audio", tmp_path / "none.wav"), "none.wav: the file does not exist"),
         (("--audio", __file__), "test_speech.py: is text, not sound; give WAV or FLAC."),
         (("--audio", silent), "silent.wav: holds 0 samples"),
         (("--audio", "-"), "standard input: holds 0 samples"),

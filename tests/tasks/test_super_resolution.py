@@ -113,7 +113,7 @@ def test_mistakes_are_one_sentence(cli, run, tmp_path):
         ((*new, "--set", "input.shifted=false"), "--set input.shifted=false"),
         (("train", "gpt", "--task", "super-resolution", "--out", tmp_path / "run"), "gpt is causal"),
         (("generate", run, "--image", tmp_path / "none.png"), "none.png"),
-        (("generate", run, "--out", "a.jpg"), "--out a.jpg: is no name of a PNG"),
+        (("generate", run, "--out", "a.jpg"), "--out a.jpg: is not a name of a PNG"),
         (("generate", run, "--enlarged", "0"), "--enlarged is 0"),
     ):
         code, _, err = cli(*command)

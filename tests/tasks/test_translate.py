@@ -172,7 +172,7 @@ def test_a_vocabulary_of_its_own_from_both_sides(tmp_path):
     [
         ({"label_smoothing": 1.0}, "label_smoothing is 1"),
         ({"length": 5}, "length 5: no pair of .* is so short, the shortest has 8 tokens"),
-        ({"source": "fr"}, "source fr: .* has no such files"),
+        ({"source": "fr"}, "source fr: .* does not have such files"),
         ({"set": {"input.eos_token": None}}, "the model has no eos_token"),
         ({"set": {"input.bos_token": 1, "input.eos_token": 2, "input.vocab_size": 100}}, '"input.vocab_size": 100'),
         ({"task": "next-token"}, "vanilla is an encoder-decoder, whose tasks are translate"),

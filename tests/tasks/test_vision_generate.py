@@ -72,7 +72,7 @@ def test_test_images_of_data(capsys, run):
     [
         ([], "give --image FILE"),
         (["--image", "DAMAGED"], "is no PNG or JPEG that can be read"),
-        (["--image", "missing.png"], "missing.png: there is no such file"),
+        (["--image", "missing.png"], "missing.png: the file does not exist"),
         (["--image", __file__], "test_vision_generate.py: is text; give a folder of PNG or JPEG pictures, "),
         (["--image", "digits", "--top-k", "3"], "--top-k 3: nothing is drawn"),
         (["--image", "digits", "--temperature", "0.5"], "--temperature 0.5: nothing is drawn"),

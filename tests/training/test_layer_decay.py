@@ -48,7 +48,7 @@ def test_tied_tables_and_shared_parts_and_two_stacks():
 
 
 def test_a_model_without_layers_is_refused():
-    with pytest.raises(KinformerError, match="no stack of layers"):
+    with pytest.raises(KinformerError, match="does not have a stack of layers"):
         rate_factors(nn.Linear(2, 2), 0.5)
     with pytest.raises(KinformerError, match="layer_decay"):
         Settings(layer_decay=1.5)

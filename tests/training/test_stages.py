@@ -120,7 +120,7 @@ def test_the_best_weights_are_of_the_windows_that_the_run_ends_with(text: Path, 
     [
         ("often", "must be a list of tables"),
         ([3], "stage 1 is 3 but must be a table"),
-        ([{"stepz": 3}, {}], "stage 1 has no setting 'stepz'; did you mean 'steps'?"),
+        ([{"stepz": 3}, {}], "stage 1 does not have the setting 'stepz'; did you mean 'steps'?"),
         ([{"steps": 3, "length": "x"}, {}], "length of stage 1"),
         ([{"length": 3}, {}], "stage 1 does not say its steps"),
         ([{"steps": 3, "warmup": 2}, {}], "stage 1 has a warmup but no lr"),

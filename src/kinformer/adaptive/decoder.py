@@ -64,8 +64,8 @@ class ExitDecoder(Decoder):
         self.exit_heads = nn.ModuleList(heads)
         if not any(parameter.dim() > 1 for parameter in self.exit_heads.parameters()):
             raise KinformerError(
-                f"the head {config.head.kind!r} is tied to the table of the input and has no matrix, so that exits "
-                "cannot have separate ones; give `set` head.tied=false, or `set` stack.classifiers=tied."
+                f"the head {config.head.kind!r} is tied to the table of the input, so exits cannot "
+                "have separate matrices; give `set` head.tied=false, or `set` stack.classifiers=tied."
             )
 
     def exit_logits(self, x: Tensor, number: int) -> Tensor:

@@ -94,7 +94,7 @@ def field_types(config: type[Config]) -> dict[str, object]:
     """Return the resolved type of every field of a config class, by name."""
     if not dataclasses.is_dataclass(config):
         raise KinformerError(
-            f"{config.__qualname__}: is no dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
+            f"{config.__qualname__}: is not a dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
         )
     try:
         hints = _hints(config)
@@ -198,7 +198,7 @@ def _parse_object(expected: type[Config], config: Config, kinds: Kinds, place: s
         slot = f"the slot {config.slot!r}" if config.slot else "no slot"
         raise KinformerError(
             f"{place}: {describe(config)} has {slot}, but a config with the slot {expected.slot!r} belongs here; "
-            "give one of those."
+            "give a config with that slot."
         )
     if not expected.slot and not isinstance(config, expected):
         raise KinformerError(f"{place}: {describe(config)} is no {describe(expected)}, which belongs here; give one.")
@@ -401,11 +401,11 @@ def _index(key: str, node: tuple[object, ...], path: str) -> int:
     if key.isdigit() and int(key) < len(node):
         return int(key)
     raise KinformerError(
-        f"{path}: {key!r} is no item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
+        f"{path}: {key!r} is not an item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
     )
 
 
 def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ...]:
     if not 1 <= count <= LONGEST or not items:
-        raise KinformerError(f"{path}: {count} is no length for this list; give a whole number of 1 to {LONGEST:,}.")
+        raise KinformerError(f"{path}: {count} is not a length for this list; give a whole number of 1 to {LONGEST:,}.")
     return tuple(items[i % len(items)] for i in range(count))

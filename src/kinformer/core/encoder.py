@@ -144,8 +144,8 @@ def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor
     if valid is None or valid.is_meta or bool(valid[:, end:].any()):
         longest = x.shape[1] if valid is None or valid.is_meta else int(valid.sum(1).max())
         raise KinformerError(
-            f"a text of {plural(longest, 'token')} is longer than max_length = {end} of the mixer {kind}, which has "
-            "no weights for more; give shorter texts, or the mixer a larger max_length."
+            f"a text of {plural(longest, 'token')} is longer than max_length = {end} of the mixer {kind}, which "
+            "does not have weights for more; give shorter texts, or the mixer a larger max_length."
         )
     return x[:, :end], valid[:, :end]
 

@@ -209,7 +209,7 @@ def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
     if score.form != "dot" and (relative := position.relative(0, 1)) is not None and relative.keys is not None:
         raise KinformerError(
             f"the score {config.kind!r} is not a product of a query and a key, but the position moves keys by distance "
-            "(shaw, xl); use a score that is one (scaled_dot, dot, bilinear), or a position such as rope, t5 or alibi."
+            "(shaw, xl); use a product (scaled_dot, dot, bilinear), or a position such as rope, t5 or alibi."
         )
 
 

@@ -160,7 +160,7 @@ class Band(Pattern):
         if self.behind is not None and self.ahead is not None and self.behind < -self.ahead:
             raise KinformerError(
                 f"Band: behind={self.behind} and ahead={self.ahead} leave no key to see; "
-                "expected behind >= -ahead, so make one of them larger."
+                "expected behind >= -ahead, so make behind or ahead larger."
             )
 
     @property

@@ -62,8 +62,8 @@ def drop_sublayers(layers: nn.ModuleList, peak: float) -> None:
         droppable = [module for module in layer.modules() if isinstance(module, Droppable)]
         if not droppable:
             raise KinformerError(
-                f"stack.stochastic_depth is {peak:g}, but {type(layer).__name__} has no residual sum past which its "
-                "sublayers could be dropped; use the layer 'decoder' or 'encoder', or stack.stochastic_depth = 0."
+                f"stack.stochastic_depth is {peak:g}, but {type(layer).__name__} does not have a residual sum, so "
+                "its sublayers cannot be dropped; use the layer 'decoder' or 'encoder', or stack.stochastic_depth = 0."
             )
         for sublayer in droppable:
             if sublayer.undroppable is not None:
@@ -362,7 +362,7 @@ def check_table(head: HeadConfig, dim: int, input: Input) -> None:
     shape = list(table.shape) if isinstance(table, Tensor) else None
     if shape != expected:
         has = f"is {shape}" if shape else "is none" if table is None else "is in clusters"
-        untied = "give the head a matrix of its own (tied = false), or" if hasattr(head, "tied") else "give"
+        untied = "give the head a separate matrix (tied = false), or" if hasattr(head, "tied") else "give"
         raise KinformerError(
             f"the head {head.kind!r} is tied to the input's table, which must be [vocab_size, width] = {expected} but "
             f"{has}; {untied} the input another embedding."

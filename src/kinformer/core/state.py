@@ -220,7 +220,7 @@ def join_rows(states: list[State]) -> State:
     if any(type(state) is not type(first) for state in states):
         raise KinformerError(
             f"states of the types {', '.join(sorted({type(state).__name__ for state in states}))} cannot be joined; "
-            "join those of one model."
+            "join states of one model."
         )
     if isinstance(first, Tensor):
         return torch.cat(states)

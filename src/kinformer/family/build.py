@@ -37,7 +37,7 @@ def configure(
     record = member(name)
     if recipe in PURPOSES and recipe not in record.recipes:
         raise KinformerError(
-            f"{name} has no recipe {recipe!r} ({PURPOSES[recipe]}); add it to the recipes of its record, "
+            f"{name} does not have the recipe {recipe!r} ({PURPOSES[recipe]}); add it to the recipes of its record, "
             f'{{"{recipe}": a function of the vocabulary size that returns a model config}}, or choose '
             f"{' or '.join(record.recipes)}."
         )

@@ -33,7 +33,7 @@ from kinformer.runtime.matmul import FEW, few_rows
 # draft guesses the token that it finds most probable, whatever the sampling.
 
 LEAST_MATCH, MOST_MATCH = 3, 64
-"""The least and the largest number of last tokens that are looked up in the earlier text."""
+"""The least and the largest number of last tokens to look up in the earlier text."""
 
 
 class Draft(Protocol):

@@ -38,8 +38,7 @@ Keywords = dict[str, object]
 _READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WHOLE = {torch.ops.aten.lstm.input}
-"""Composite operators that are noted whole: PyTorch 2.11 splits this operator into operators with results of another
-rank."""
+"""Composite operators to record whole: PyTorch 2.11 splits this operator into operators that change the rank."""
 Function = Callable[..., tuple[Tensor, ...]]
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 """The formats of memory; operators in a graph take a format's index here."""

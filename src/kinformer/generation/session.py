@@ -36,7 +36,7 @@ from kinformer.runtime.matmul import FEW, few_rows
 def require_continuing(model: object) -> None:
     """Raise unless ``model`` can continue texts: a causal model in eval mode."""
     if not isinstance(model, nn.Module):
-        raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives that of a run.")
+        raise KinformerError(f"model is {model!r} but must be a model; kinformer.load gives the model of a run.")
     if not hasattr(model, "initial_state"):
         raise KinformerError(
             f"a model of type {type(model).__name__} reads whole texts and continues none; give a causal one."
@@ -418,8 +418,8 @@ class Session:
         """Draw the next token of each row, [batch] int64; an ended row repeats its last token."""
         if 0 in self._lengths:
             raise KinformerError(
-                f"row {self._lengths.index(0)} of this session holds no token, so that nothing can be drawn; feed the "
-                "row one token or more first."
+                f"row {self._lengths.index(0)} of this session is empty, so nothing can be drawn; feed the row one "
+                "token or more first."
             )
         self.require(1)
         with torch.inference_mode():

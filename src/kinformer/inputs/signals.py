@@ -215,7 +215,7 @@ class Steps(Input):
 
         def _check_image(self) -> None:
             if not self.image:
-                check_unused(self, "for states that are not images (`set` input.image)", "convolutions")
+                check_unused(self, "for states other than images (`set` input.image)", "convolutions")
                 return
             if len(self.image) != 3 or min(self.image) < 1:
                 raise KinformerError(

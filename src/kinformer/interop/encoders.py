@@ -408,7 +408,7 @@ class Longformer(TextEncoder):
     def differences(self, model: ConfigView) -> list[str]:
         notes = super().differences(model)
         if model["global_tokens"] and model["head"]["kind"] != "classification":
-            notes.append("give it a global_attention_mask that is 1 at the first token, which is global here")
+            notes.append("give it a global_attention_mask with 1 at the first token, which is global here")
         return notes
 
 

@@ -138,10 +138,10 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         differences[form.title] = [(name, ours.get(name)) for name in names]
     if not differences:
         kinds = [f"the mixer {layer['mixer']['kind']!r}" for layer in data["layers"] if "mixer" in layer]
-        return f"no architecture that is written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"
+        return f"no architecture written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"
     title = min(differences, key=lambda name: len(differences[name]))
     path, value = differences[title][0]
-    return f"{title}, the nearest architecture that is written natively, does not have {path} = {value!r}"
+    return f"{title}, the nearest architecture written natively, does not have {path} = {value!r}"
 
 
 def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:

@@ -195,12 +195,12 @@ def record(subject: TaskSubject) -> None:
     task = subject.task
     for name in ("name", "title", "description"):
         require(bool(getattr(task, name, "")), f"the record has no {name}")
-    require(bool(task.metrics), "the record has no metrics; the first decides which weights are the best")
-    require(bool(task.objectives), "the record has no objectives; the first is the usual one")
+    require(bool(task.metrics), "the record does not have metrics; the first decides which weights are the best")
+    require(bool(task.objectives), "the record does not have objectives; the first is the usual one")
     for metric in task.metrics:
-        require(bool(metric.unit), f"the metric {metric.name} has no unit")
+        require(bool(metric.unit), f"the metric {metric.name} does not have a unit")
     for kind in KINDS:
-        require(is_dataclass(getattr(task, kind)), f"{kind} is no dataclass")
+        require(is_dataclass(getattr(task, kind)), f"{kind} is not a dataclass")
 
 
 def train(subject: TaskSubject) -> None:
@@ -261,13 +261,13 @@ def evaluate(subject: TaskSubject) -> None:
     """Check that an evaluation reports finite metrics with unit and direction, as text and as JSON."""
     result = subject.evaluation
     units = {metric.name: metric for metric in result.units}
-    require(bool(result.metrics), "the evaluation has no metrics")
+    require(bool(result.metrics), "the evaluation does not have metrics")
     for name, value in result.metrics.items():
-        require(name in units, f"the metric {name} has no unit; units are of {sorted(units)}")
+        require(name in units, f"the metric {name} does not have a unit; units are of {sorted(units)}")
         require(math.isfinite(value), f"the metric {name} is {value}")
     for name, value in result.baselines.items():
         require(math.isfinite(value), f"the baseline {name} is {value}")
-    require(bool(result.text), "the evaluation has no text")
+    require(bool(result.text), "the evaluation does not have a text")
     facts = json.loads(json.dumps(result.facts))
     missing = [name for name in result.metrics if name not in facts]
     require(not missing, f"the facts lack the metrics {missing}")
@@ -286,7 +286,7 @@ def predict(subject: TaskSubject) -> None:
         return
     rows = subject.predicted()
     require(bool(rows), "nothing was predicted")
-    require(json.loads(json.dumps(rows)) == rows, "a prediction is no plain data")
+    require(json.loads(json.dumps(rows)) == rows, "a prediction is not plain data")
     first = subject.predicted(max_items=1)
     require(len(first) == 1, f"max_items 1 gives {plural(len(first), 'prediction')}")
     _alike("the first item alone", first[0], rows[0])
@@ -311,7 +311,7 @@ def options(subject: TaskSubject) -> None:
     names["training"] = set(OF_ROWS) - of_data - task.data.refused.keys()
     names["evaluation"] = {field.name for field in fields(EvaluationSettings)} - task.evaluation.refused.keys()
     for name in subject.unread:
-        require(any(name in item for item in names.values()), f"unread: {name!r} is no option of the task")
+        require(any(name in item for item in names.values()), f"unread: {name!r} is not an option of the task")
     for kind, declared in names.items():
         unread = sorted(declared - subject.read[kind] - subject.unread.keys())
         remedy = "let the record refuse it" if kind in GENERAL else "remove it"

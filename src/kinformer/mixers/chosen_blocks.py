@@ -132,7 +132,9 @@ class ChosenBlocks(HostDriven, CausalMixer):
         def _check_summaries(self) -> None:
             """Raise KinformerError where summaries do not fit blocks."""
             if self.compression == "none" and (self.summary_length or self.summary_stride):
-                raise errors.KinformerError("summaries are of compression, but that is none; let it be mean or mlp.")
+                raise errors.KinformerError(
+                    "summaries are of compression, but compression is none; set it to mean or mlp."
+                )
             summary, stride = self.summary_and_stride
             if summary % stride or self.block % stride:
                 raise errors.KinformerError(
@@ -158,8 +160,8 @@ class ChosenBlocks(HostDriven, CausalMixer):
         self.position = config.position.build_heads(dim, heads, self.head_dim)
         if self.position.relative(0, 1) is not None or self.position.overrides("values"):
             raise errors.KinformerError(
-                f"the position {config.position.kind!r} acts by the distance of a query and a key, of which the mean "
-                "of a block's keys knows nothing; use rope or none."
+                f"the position {config.position.kind!r} acts by the distance of a query and a key, but the mean of a "
+                "block's keys does not have a position; use rope or none."
             )
         self.kv_heads = self.projection.num_kv_heads
         if config.shared_choice and self.kv_heads == heads:

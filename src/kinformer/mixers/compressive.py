@@ -317,7 +317,7 @@ class Expansion(nn.Linear):
         return super().forward(compressed).unflatten(-1, (self.rate, -1)).flatten(1, 2)
 
 
-_LACKING = "What a row lacks of 1 is on compressed memories, which are no tokens of the text."
+_LACKING = "What a row lacks of 1 is on compressed memories, which are not tokens of the text."
 
 
 class _Call(NamedTuple):
@@ -384,7 +384,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         self.position = config.position.build_heads(dim, config.num_heads, self.head_dim)
         self.compression = config.compression.build(dim)
         if not self.compression.learns:
-            why = f"with the compression {config.compression.kind!r}, which has no weights"
+            why = f"with the compression {config.compression.kind!r}, which does not have weights"
             check_unused(config, why, "loss", "loss_weight")
         autoencodes = self.compression.learns and config.loss == "auto-encoding"
         self.expansion = Expansion(self.compression.rate, dim) if autoencodes else None

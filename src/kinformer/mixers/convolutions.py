@@ -20,7 +20,7 @@ from kinformer.parts.output_parts import CausalConvolution, convolve
 from kinformer.parts.projections import shifted_sum
 from kinformer.runtime.errors import KinformerError
 
-_NO_WEIGHTS = "A convolution has no attention: its weights are the same for every text."
+_NO_WEIGHTS = "A convolution does not have attention: its weights are the same for every text."
 
 
 class SeparableConvolution(GridOnly, EncoderMixer):
@@ -234,7 +234,9 @@ class CausalChannelMix(Crosses, CausalMixer):
         return self.dim * state_dtype(dtype).itemsize
 
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
-        no_weights("A token shift has no attention: it mixes every token with the one before in the same shares.")
+        no_weights(
+            "A token shift does not have attention: it mixes every token with the one before in the same shares."
+        )
         x = select_valid(chunk.x, chunk.valid)[:, None]
         weight = torch.stack([1 - self.shift, self.shift])[:, None]
         shifted, recent = self.convolved(partial(convolve, weight), x, state.recent, chunk, real_resets(chunk))

@@ -138,13 +138,13 @@ class LatentAttention(TokenMemory):
             )
         if self.position.overrides("rotate") and not self.rotary_dim:
             raise KinformerError(
-                f"the position {config.position.kind!r} turns the features of keys that heads share, of which "
+                f"the position {config.position.kind!r} turns the features of keys that heads share, but "
                 "rotary_dim = 0 leaves none; set rotary_dim, or the position none."
             )
         if self.score.form not in ("dot", "capped"):
             raise KinformerError(
-                f"the score {config.score.kind!r} is no function of the product of a query and a key, which latent "
-                "attention makes of latents; use scaled_dot, dot, bilinear or capped."
+                f"the score {config.score.kind!r} is not a function of the product of a query and a key, which "
+                "latent attention makes of latents; use scaled_dot, dot, bilinear or capped."
             )
 
     def like(self) -> Tensor:

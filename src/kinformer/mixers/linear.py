@@ -153,7 +153,7 @@ def check_parts(mixer: LinearAttention) -> None:
     if not rotates and not isinstance(mixer.position, NoPosition):
         raise KinformerError(
             f"the position {config.position.kind!r} does not act by turning queries and keys, and kernel attention "
-            "has no scores of pairs that another could act on; use rope, or none and a position of the model."
+            "does not have scores of pairs for other positions; use rope, or none and a position of the model."
         )
 
 

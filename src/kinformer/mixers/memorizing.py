@@ -258,7 +258,7 @@ def _check_position(config: PositionConfig, position: Position) -> None:
     if changes:
         raise KinformerError(
             f"{describe(config)} changes more than the scores of the window, but memories are looked up with the same "
-            "queries and keys and have no position; give none, or one that adds to scores by distance (t5, alibi)."
+            "queries and keys, without positions; give none, or one that adds to scores by distance (t5, alibi)."
         )
 
 

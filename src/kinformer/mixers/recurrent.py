@@ -46,7 +46,7 @@ class LSTMState(NamedTuple):
     c: Tensor
 
 
-_NO_WEIGHTS = "An LSTM has no attention: what it remembers of a token is no weighted sum."
+_NO_WEIGHTS = "An LSTM does not have attention: its memory of a token is not a weighted sum."
 
 
 class LSTM(CausalMixer):

@@ -354,7 +354,7 @@ class CausalSinkhornAttention(CausalMixer):
             if longest > self.max_length:
                 raise KinformerError(
                     f"a sequence has {longest} tokens, but the mixer causal_sinkhorn ends at max_length = "
-                    f"{self.max_length}; give shorter sequences, or a model that is built and trained with more."
+                    f"{self.max_length}; give shorter sequences, or a model built and trained with more."
                 )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, seen: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class Block(NamedTuple):
 # 1).
 
 BLOCK = 32
-"""Number of queries that are computed together."""
+"""Number of queries computed together."""
 
 
 class TensorizedState(NamedTuple):
@@ -217,7 +217,7 @@ class TensorizedAttention(Factors, CausalMixer):
         except IndexError:
             raise KinformerError(
                 f"position {int(where.max())} is without weights: the mixer tensorized ends at max_length = "
-                f"{self.config.max_length}; give shorter sequences, or a model that is built and trained with more."
+                f"{self.config.max_length}; give shorter sequences, or a model built and trained with more."
             ) from None
         return torch.cat([before, after], -1).transpose(0, 1)
 

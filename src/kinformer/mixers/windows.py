@@ -80,7 +80,7 @@ class WindowAttention(GridOnly, EncoderMixer):
         refuse_global("the mixer windows reads the patches of images alone", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        no_weights("Attention within the windows of an image has no tokens of a text; draw an image instead.")
+        no_weights("Attention within the windows of an image does not have tokens of a text; draw an image instead.")
         grid = gridded(x, text, "windows")
         side, shift = self.sizes(grid)
         padded = tuple(-(-item // side) * side for item in grid)

@@ -91,7 +91,9 @@ def _placed(
     """Return q, k and v with their ``position``, and its tables by distance."""
     if pattern is None:
         if position.overrides("rotate", "values", "relative"):
-            raise KinformerError("position: with pattern=None queries and keys have no order; leave the position out.")
+            raise KinformerError(
+                "position: with pattern=None queries and keys do not have an order; leave the position out."
+            )
         return q, k, v, None
     time, slots = q.shape[2], k.shape[2]
     if slots < time:

@@ -315,12 +315,12 @@ def build_score_decay(
     if score.form != "dot":
         raise KinformerError(
             f"the score {config.score.kind!r} is not a product of a query and a key, to which a decay is added; use "
-            "one that is (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
+            "a product (scaled_dot, dot, bilinear, sink_logit), or leave decay out."
         )
     if lasting or (relative is not None and relative.factor is not None):
         raise KinformerError(
             "a decay fades with all that lies between two tokens, but here positions multiply scores (distance_aware), "
-            "the pattern keeps the first tokens (sinks) or each token has a span (dynamic_span); leave one of them out."
+            "the pattern keeps the first tokens (sinks) or each token has a span (dynamic_span); leave one out."
         )
     return decay
 

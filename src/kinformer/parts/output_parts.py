@@ -56,7 +56,7 @@ class Differential(nn.Module):
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
         """Return the pairs' outputs [batch, heads / 2, time, 2 * head_dim] from the heads' outputs y [batch, heads,
         time, 2 * head_dim]."""
-        no_weights("Differential attention takes the difference of two probabilities and a norm of what it reads.")
+        no_weights("Differential attention subtracts two outputs and normalises the difference.")
         a, b, c, d = self.vectors.to(state_dtype(self.vectors.dtype))
         lam = ((a * b).sum().exp() - (c * d).sum().exp() + self.initial).to(y.dtype)
         one, two = y.chunk(2, 1)

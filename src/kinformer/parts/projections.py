@@ -318,8 +318,8 @@ class Convolved(Projection):
             inner = self.inner.build(dim, num_heads, head_dim)
             if inner.context:
                 raise KinformerError(
-                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which has a context of its "
-                    "own; choose an inner projection without (multi_head, grouped)."
+                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which itself has "
+                    "a context; choose an inner projection without a context (multi_head, grouped)."
                 )
             return Convolved(inner, self.width, num_heads, head_dim)
 
@@ -588,8 +588,8 @@ class KVShift(Projection):
             inner = self.inner.build(dim, num_heads, head_dim)
             if inner.context:
                 raise KinformerError(
-                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which has a context of its "
-                    "own; choose an inner projection without (multi_head, grouped)."
+                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which itself has "
+                    "a context; choose an inner projection without a context (multi_head, grouped)."
                 )
             return KVShift(inner, dim, num_heads)
 
@@ -719,7 +719,7 @@ class SummariesConfig(Config):
                 f"{self.method!r} are max_length / rank tokens wide; choose a divisor."
             )
         if self.method in ("mean", "max"):
-            check_unused(self, f"with method = {self.method!r}, which has no weights", "sharing", "shared")
+            check_unused(self, f"with method = {self.method!r}, which does not have weights", "sharing", "shared")
 
 
 class LengthProjection(nn.Module):

@@ -247,7 +247,7 @@ class T5(Position):
             if self.max_distance <= self.num_buckets // parts:
                 raise KinformerError(
                     f"max_distance must be above {self.num_buckets // parts}, the number of distances with a "
-                    f"bucket of their own, but is {self.max_distance}."
+                    f"separate bucket, but is {self.max_distance}."
                 )
 
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> T5:

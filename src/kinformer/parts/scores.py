@@ -330,7 +330,7 @@ class DynamicSpan(Following, TokenSpan, Regularized):
             if self.state_penalty and not self.bounded:
                 raise KinformerError(
                     f"state_penalty is {self.state_penalty:g}, the price of the farthest that any token may look, but "
-                    "spans have no such bound; add `set` span.bounded=true, or leave it out."
+                    "spans are not bounded; add `set` span.bounded=true, or leave it out."
                 )
             if not 0 < self.initial < 1:
                 raise KinformerError(f"initial must lie between 0 and 1, but is {self.initial:g}.")

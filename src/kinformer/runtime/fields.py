@@ -113,7 +113,7 @@ def require_path(name: str, value: object) -> None:
     """Raise where the argument ``name`` is neither text nor a path, or is empty, which would be the current folder."""
     require_kind(name, value, str, os.PathLike)
     if value == "":
-        raise KinformerError(f"the path of the {name} is empty; give that of a file or folder.")
+        raise KinformerError(f"the path of the {name} is empty; give the path of a file or folder.")
 
 
 @cache

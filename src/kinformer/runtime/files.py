@@ -113,11 +113,11 @@ def require_file(path: Path) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise KinformerError(f"{path}: there is no such file; check its name and folder.") from None
+        raise KinformerError(f"{path}: the file does not exist; check its name and folder.") from None
     except (OSError, ValueError) as error:
         raise KinformerError(f"{path}: cannot be read ({error}); check the path and its permissions.") from None
     if not stat.S_ISREG(mode):
-        raise KinformerError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}; give a file.")
+        raise KinformerError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'not a regular file'}; give a file.")
 
 
 def require_utf8(path: Path) -> None:
@@ -152,13 +152,13 @@ def require_signature(data: object, path: Path, required: bool = False) -> None:
     """Raise where ``data``, read from ``path``, does not match its checksum from :func:`signed`; data without a
     checksum passes unless it is ``required``."""
     if not isinstance(data, dict) or (required and CHECKSUM not in data):
-        lacks = "has no checksum" if isinstance(data, dict) else f"is {type(data).__name__}, not a table"
+        lacks = "does not have a checksum" if isinstance(data, dict) else f"is {type(data).__name__}, not a table"
         raise KinformerError(f"{path}: is damaged or by another version (it {lacks}); delete it, or restore a copy.")
     rest = dict(data)
     if CHECKSUM in rest and rest.pop(CHECKSUM) != json_digest(rest):
         raise KinformerError(
             f"{path}: has been altered (it does not match its checksum); restore it from a copy, or remove its key "
-            f"{CHECKSUM!r} if it is meant to be as it is."
+            f"{CHECKSUM!r} if the change is intended."
         )
 
 

@@ -46,7 +46,7 @@ def parse_json(text: str | bytes, errors: str = "surrogateescape") -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8", errors)
         except UnicodeEncodeError:
-            raise ValueError("it holds half of a surrogate pair, which is no character") from None
+            raise ValueError("it holds half of a surrogate pair, which is not a character") from None
     return value
 
 
@@ -123,7 +123,7 @@ def parse_count(text: str) -> int:
             return int(number)
     if re.fullmatch(r"[+-]?\d{1,99}", text.strip(), re.ASCII):
         return int(text)
-    raise ValueError(f"{text!r} is no whole number, such as 16, 100k, 2M or 1e9")
+    raise ValueError(f"{text!r} is not a whole number, such as 16, 100k, 2M or 1e9")
 
 
 def parse_counts(text: str) -> list[int]:
@@ -133,5 +133,5 @@ def parse_counts(text: str) -> list[int]:
     """
     numbers = sorted({parse_count(part) for part in text.split(",")})
     if not 0 < numbers[0] <= numbers[-1] < LARGEST:
-        raise ValueError(f"{text!r} lists a number that is not above 0 and below 2^63")
+        raise ValueError(f"{text!r} must list numbers above 0 and below 2^63")
     return numbers

@@ -182,7 +182,7 @@ class Registry(Mapping[str, T]):
             ]
             raise KinformerError(
                 f"the {self.noun} {name!r} is in {' and in '.join(owners)}, so its name does not say which is meant; "
-                "uninstall one of the packages, or rename what it adds."
+                f"uninstall one of the packages, or rename its {self.noun}."
             )
         installed = load(entries[0], f"the {self.noun} {name!r}")
         if not self._fits(name, installed):
@@ -224,7 +224,7 @@ def require_package(package: str, what: str, installed: str | None) -> None:
     if installed is not None and installed.partition(" ")[0] == name:
         return
     if installed == KINFORMER:
-        remedy = "but here it is Kinformer's own; use a version of Kinformer that has none of that name."
+        remedy = "but here it is Kinformer's own; use a version of Kinformer without that name."
     elif installed is not None:
         remedy = f"but here it is part of {_package_text(installed)}; install the former, and uninstall the latter."
     elif (version := _installed(name)) is not None:

@@ -624,9 +624,7 @@ def half_precision(subject: MixerSubject) -> None:
 
 def agree_at_large(case: str, kind: torch.dtype, got: Tensor, want: Tensor, tolerance: float) -> None:
     """Check that outputs ``got`` in half precision are finite and near ``want``."""
-    require(
-        bool(got.isfinite().all()), f"large, zero or padded tokens give outputs in {kind} that are not finite{case}."
-    )
+    require(bool(got.isfinite().all()), f"large, zero or padded tokens give non-finite outputs in {kind}{case}.")
     _agree_in_norm(f"outputs of large tokens in {kind} against float32{case}", got, want.double(), tolerance)
 
 

@@ -435,7 +435,7 @@ def alike(state: State, start: object, place: str) -> None:
         require(
             shapes[0] == shapes[1],
             f"{name} became {tuple(leaf.shape)} {place}; it was {tuple(first.shape)}, and only the third axis of "
-            "leaves that are named in `slots` may change.",
+            "leaves named in `slots` may change.",
         )
 
 

@@ -229,7 +229,9 @@ def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     for name, reason in skip.items():
         choose(name, names, "skip")
         if not reason.strip():
-            raise KinformerError(f"skip: {name!r} has no reason; say in a few words why the property is lacking.")
+            raise KinformerError(
+                f"skip: {name!r} does not have a reason; say in a few words why the property is lacking."
+            )
     return dict(skip)
 
 

@@ -261,8 +261,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
         )
     if scoring.decay is not None and (visibility.pattern is None or scoring.form != "dot"):
         raise KinformerError(
-            f"{_PLACE}: a decay with scores of the form {scoring.form} or without a pattern; it is for products, the "
-            "form dot, and tokens that have an order."
+            f"{_PLACE}: a decay with scores of the form {scoring.form} or without a pattern; a decay is for "
+            "products (the form dot) and for ordered tokens."
         )
     if visibility.pattern is None:
         has_positions = visibility.positions is not None, visibility.key_positions is not None

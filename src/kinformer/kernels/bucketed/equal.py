@@ -16,7 +16,7 @@ from kinformer.runtime.autograd import no_autocast
 # cluster depend on the full sequence, so a decoder must not use it even with later tokens masked (``causal``).
 
 _ITSELF, _EPS = -5e4, 1e-5
-"""As in routing-transformer: the score of a token with itself where queries are keys, and what is added to counts."""
+"""As in routing-transformer: the score of a token with itself where queries are keys, and a number added to counts."""
 
 
 def balanced_attention(
@@ -82,7 +82,7 @@ def _most_similar(similar: Tensor, cluster_size: int) -> Tensor:
 # is for one.
 
 _HIDDEN, _ITSELF_SORTED = -1e9, -1e5
-"""Scores of what is hidden and of a token with itself (the authors' code): it sees itself where all else is hidden."""
+"""Scores of hidden keys and of a token with itself (the authors' code): a token sees itself if all else is hidden."""
 
 
 def sorted_attention(

@@ -61,7 +61,7 @@ _MANY = 1024
 _QUERIES = 32
 """From this many queries on it pays to round the keys."""
 _CACHED = 1 << 12
-"""Number of keys that are rounded at a time."""
+"""Number of keys to round at a time."""
 _INT8 = 127
 
 

@@ -292,7 +292,7 @@ def exit_changes(run: Run, options: CalibrateOptions) -> dict[str, object]:
         return {}
     if getattr(run.config.stack, "classifiers", None) == "separate":
         raise KinformerError(
-            f"`after` {options.after}: each exit of {run.folder} has learnt a head of its own, so "
+            f"`after` {options.after}: each exit of {run.folder} has learnt a separate head, so "
             "exits stay where they are; train with `set` stack.after=[...], or with stack.classifiers=tied."
         )
     return {"stack.rule.thresholds": [], "stack.after": layers}

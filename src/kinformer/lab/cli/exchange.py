@@ -65,7 +65,7 @@ class Export(Printing):
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """The folder to write, which must be new or empty."""
     format: Literal["hf", "onnx", "aoti"] = "hf"
-    """What is written: a folder for transformers, an ONNX file, or a compiled step."""
+    """What to write: a folder for transformers, an ONNX file, or a compiled step."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of the weights in the folder."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
@@ -163,7 +163,7 @@ class Pack(Printing):
         require("workers", self.workers, 1)
         require_share("holdout", self.holdout)
         if self.check == (self.out is not None):
-            raise KinformerError("`out`: give the new folder of the shards, or `check` a folder that is there.")
+            raise KinformerError("`out`: give the new folder of the shards, or `check` an existing folder.")
 
     def run(self) -> int:
         """Pack the data or check the shards, print a report, and return the exit status."""

@@ -38,7 +38,7 @@ class List(CommonOptions):
     what: Annotated[
         Literal["members", "tasks", "parts"], tyro.conf.Positional, tyro.conf.arg(metavar="members|tasks|parts")
     ] = "members"
-    """What is listed."""
+    """What to list."""
     by: Literal["axis", "cost", "state", "causal", "year"] | None = None
     """Print the family as a tree: by the part that members change (axis), by the growth of their operations (cost) or
     state with the length, by whether members are causal (others read a full sequence at once), or by year."""
@@ -197,7 +197,7 @@ def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
     _print_training(page["training"])
     total = page["parameters"]["total"]
     active = page["parameters"]["active"]
-    print(f"\nparameters: {total:,}{f', of which one token uses {active:,}' if active < total else ''}")
+    print(f"\nparameters: {total:,}{f' (one token uses {active:,})' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
     for picture in page["patterns"][:MAX_PICTURES]:

@@ -542,8 +542,8 @@ MODEL = {
 """A name in another tool -> the path in a member's config. The suggestion is made if the command takes ``--set``."""
 
 SENTENCES = {
-    "epochs": ("steps", "there are no epochs; give --steps N or --minutes N."),
-    "epoch": ("steps", "there are no epochs; give --steps N or --minutes N."),
+    "epochs": ("steps", "training does not count epochs; give --steps N or --minutes N."),
+    "epoch": ("steps", "training does not count epochs; give --steps N or --minutes N."),
     "bf16": ("precision", "give --precision bf16-mixed."),
     "fp16": ("precision", "give --precision bf16-mixed."),
     "gpu": ("device", "give --device cuda."),
@@ -572,7 +572,7 @@ def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | 
             return f"{flag_text}: did you mean --{OPTIONS[name]}?"
         if name.replace("-", "_") in RARE and {"set", "steps", "member"} <= set(valid_names):
             change = f"training.{name.replace('-', '_')}={value or 'VALUE'}"
-            return f"{flag_text}: is a setting that is rarely changed; give --set {change}."
+            return f"{flag_text}: is a rarely changed setting; give --set {change}."
         if name in MODEL and "set" in valid_names:
             return f"{flag_text}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
     return None

@@ -117,7 +117,7 @@ COMMANDS = {
     ),
     "trace": Command(
         "trace:Trace",
-        "Show what a trained run attends to in a text, as an interactive page.",
+        "Show the attention of a trained run to a text, as an interactive page.",
         'kinformer trace runs/book "It was the best of times" --out trace.html',
         computes=True,
     ),
@@ -261,7 +261,7 @@ def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
 
     subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"
     how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
-    shown = "".join(f" are those of {task}" for task in named_tasks(arguments)) or f": see {how}"
+    shown = "".join(f": shown for {task}" for task in named_tasks(arguments)) or f": see {how}"
     return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"
 
 

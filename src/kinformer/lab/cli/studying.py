@@ -107,7 +107,7 @@ def _print_parts(result: MemberEstimate) -> None:
     header = ("part", "parameters", "FLOPs inference", "FLOPs forward", "FLOPs step", "activations")
     print_table(header, rows, numeric=(1, 2, 3, 4, 5))
     if result.active_parameters < result.parameters:
-        print(f"active parameters, those that one token uses: {result.active_parameters:,}")
+        print(f"active parameters (used by one token): {result.active_parameters:,}")
     print("FLOPs: of a forward at inference, of the forward of a training step, and of the training step.")
 
 

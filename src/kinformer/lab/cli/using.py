@@ -278,7 +278,7 @@ def _refuse_terminal(inputs: str) -> None:
 def _refuse_same(out: str, inputs: str) -> None:
     """Refuse to write over the input file."""
     if inputs != "-" and absolute(out) == absolute(inputs):
-        raise KinformerError(f"`out` {out}: is the file that is read; give another.")
+        raise KinformerError(f"`out` {out}: is the input file; give another.")
 
 
 @dataclass(frozen=True, kw_only=True)

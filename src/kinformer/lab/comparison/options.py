@@ -109,7 +109,7 @@ class CompareOptions(LearningOptions):
         if len(limits) > 1:
             raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
         if self.sweep == 2:
-            raise KinformerError("`sweep` 2: has no middle; try 3 learning rates or more, or 0 for none.")
+            raise KinformerError("`sweep` 2: does not have a middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
         require_seed(self.seed)
         require("ema", self.ema, 0, 1)

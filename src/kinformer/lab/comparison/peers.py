@@ -40,7 +40,9 @@ def shape_of(config: Any) -> PeerShape:
     """Return the sizes of a config of gpt, whose parts must be unchanged."""
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
-        raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
+        raise KinformerError(
+            "peers have the parts of gpt, which `set` must not change; leave the change or `peers` out."
+        )
     return PeerShape(
         layers=len(config.layers),
         dim=config.dim,

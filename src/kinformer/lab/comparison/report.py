@@ -216,8 +216,8 @@ def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
 
     every = comparison.entrants
     note = (
-        "The highest moment of a training step of one row, above the model itself, in a process of its own; on a CPU, "
-        f"what is below {size(RESOLUTION)} cannot be resolved and is not drawn."
+        "The highest moment of a training step of one row, above the model itself, in a separate process; on a CPU, "
+        f"memory below {size(RESOLUTION)} cannot be resolved and is not drawn."
     )
     lengths = [
         *(

@@ -320,4 +320,4 @@ def _actions(space: Any, name: str) -> Discrete | Box:
 
 
 def _no_picture(name: str) -> KinformerError:
-    return KinformerError(f"`env` {name}: has no picture of itself (render_mode rgb_array); leave `render` out.")
+    return KinformerError(f"`env` {name}: does not draw pictures (render_mode rgb_array); leave `render` out.")

@@ -22,8 +22,8 @@ class Acting:
     """The environment to act in; the run's own if not given."""
     context_steps: str | None = None
     """How the agent remembers: "carried" absorbs one step at a time into the state, K reads the last K steps again at
-    every step. If not given, carried; of trajectories where rows of training held whole episodes or the state is
-    bounded, else as many steps as they held."""
+    every step. If not given, carried; for trajectories, carried where training rows held whole episodes or the
+    state is bounded, else as many steps as the rows held."""
     action_temperature: float = 1.0
     """1 draws actions as the model predicts them, 0 takes the most probable."""
 
@@ -96,9 +96,9 @@ class TrajectoryOptions:
     walk_seed: int = 0
     """The seed of the random walks."""
     return_weight: float = 0.0
-    """Draw episodes for training by their length and, above 0, by their return: e to the power of this more often the
-    best than the worst, and those between them accordingly (after Hong et al. 2023, arXiv 2306.13085). Where few
-    succeed, it takes fewer steps to learn from them."""
+    """Draw episodes for training by their length and, above 0, by their return: the best is drawn e to the power of
+    this more often than the worst, and episodes between them accordingly (after Hong et al. 2023, arXiv 2306.13085).
+    Where few succeed, learning takes fewer steps."""
     gaussian: bool = False
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
@@ -176,15 +176,15 @@ class ControlOptions:
     ppo_epochs: int = 4
     """How often each rollout is learnt from, `batch_size` rows at a time."""
     discount: float = 0.99
-    """What a reward is worth a step later."""
+    """The factor of a reward's worth for every step of delay."""
     gae_lambda: float = 0.95
     """The parameter of generalised advantage estimation: 0 trusts the value a step later, 1 the rewards alone."""
     clip_ratio: float = 0.2
     """How far the probability of an action may move from its value at the draw, as a share, before updates stop
     pushing it."""
     kl_stop: float = 0.03
-    """Learning from a rollout stops once the policy has moved so far from the one that acted (KL divergence, nats);
-    0 for never."""
+    """Stop learning from a rollout once the policy is this far from the policy that acted (KL divergence, nats); 0 for
+    never."""
     entropy_weight: float = 0.01
     """The weight of the policy's entropy, in nats, in the loss."""
     value_weight: float = 0.5

@@ -173,7 +173,7 @@ class Corpus:
         """Refuse a mixture where rows are not windows of text in random order."""
         if self.mixture is not None:
             raise KinformerError(
-                f"`data` is a mixture of corpora, of which `{what}` cannot take rows by weights; give one corpus."
+                f"`data` is a mixture of corpora, but `{what}` cannot take rows by weights; give one corpus."
             )
 
     @property

@@ -84,7 +84,7 @@ def check_plain(path: Path) -> None:
     if (names := _fields(head)) is not None:
         shown = ", ".join(names) or "none"
         raise KinformerError(
-            f"{path}: is JSON lines with the fields {shown}; train on one of them with `text_field` NAME, or write the "
+            f"{path}: is JSON lines with the fields {shown}; train on one field with `text_field` NAME, or write the "
             "texts into a plain file first."
         )
     if (names := _fields_of_array(head)) is not None:
@@ -94,7 +94,7 @@ def check_plain(path: Path) -> None:
         )
     if b"\0" in head:
         what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
-        note_once(f"note: {path}: looks like {what} and is learnt byte by byte, as it is.")
+        note_once(f"note: {path}: looks like {what} and is learnt byte by byte, unchanged.")
 
 
 def refuse_packed(path: Path) -> None:
@@ -168,7 +168,7 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
                     [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
                 )
                 raise KinformerError(
-                    f"{path}, line {number}: has no text in the field {name!r}; {nearest(name, text_fields)}"
+                    f"{path}, line {number}: does not have text in the field {name!r}; {nearest(name, text_fields)}"
                 )
             target.write(row[name].encode() + b"\n")
 
@@ -411,7 +411,7 @@ def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
         empty=empty,
     )
     if not files:
-        raise KinformerError(f"{folder} holds no regular file with anything in it; give a folder of data files.")
+        raise KinformerError(f"{folder} does not hold a regular file with anything in it; give a folder of data files.")
     return files
 
 
@@ -429,7 +429,7 @@ def stdlib_files() -> list[SourceFile]:
     )
     if not files:
         raise KinformerError(
-            f"{folder} holds no sources of the Python standard library (this Python comes without them); "
+            f"{folder} does not hold sources of the Python standard library (this Python comes without them); "
             "give a file or a folder as data instead of 'stdlib'."
         )
     return files

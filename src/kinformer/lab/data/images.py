@@ -151,10 +151,10 @@ def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
         if other != path and other.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
             raise KinformerError(
                 f"{folder}: holds two files of images for {split}, {other.name} and {path.name}; give a folder with "
-                "one of them, or a file."
+                "one such file, or a file."
             )
     if "train" not in by_split:
-        raise KinformerError(f"{folder}: holds no file of training images; name it train-images-idx3-ubyte.gz.")
+        raise KinformerError(f"{folder}: does not hold a file of training images; name it train-images-idx3-ubyte.gz.")
     return _image_set(by_split)
 
 
@@ -516,7 +516,7 @@ def _check_groups(
             f"{folder}: holds {files[groups[''][0]].name} beside the splits {named}; move it into one."
         )
     if "train" not in groups and "" not in groups:
-        raise KinformerError(f"{folder}: holds no training pictures; add a folder called train.")
+        raise KinformerError(f"{folder}: does not hold training pictures; add a folder called train.")
     if None in labels and any(label is not None for label in labels):
         raise KinformerError(
             f"{folder}: {files[labels.index(None)].name} stands in no class's folder, others do; move it into one."
@@ -540,7 +540,7 @@ def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
     grey = sum(head.mode in _GREY | _DEEP for head in heads)
     counted = {
         "with transparency, laid over white": sum(head.transparent for head in heads),
-        "of 16 bits, of which the upper 8 are kept": sum(head.mode in _DEEP for head in heads),
+        "of 16 bits, cut to the upper 8": sum(head.mode in _DEEP for head in heads),
         "with a palette, looked up": sum(head.mode in ("P", "PA") for head in heads),
         "in CMYK, made RGB": sum(head.mode == "CMYK" for head in heads),
         "turned as their camera says": sum(head.turned for head in heads),
@@ -784,7 +784,7 @@ def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
         return read_idx_file(path)
     if path.suffix.lower() == ".npz":
         return read_npz(path)
-    what = content_of(path) or "no file of images that is known"
+    what = content_of(path) or "not a known file of images"
     raise KinformerError(f"{path}: is {what}; give {_FORMATS}, unpacked.")
 
 

@@ -264,7 +264,7 @@ def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[byt
             row = next(rows, None)
         except csv.Error as error:
             raise KinformerError(
-                f"{place}, line {number}: is no row of CSV ({error}); mend its quotes, or write JSON lines."
+                f"{place}, line {number}: is not a row of CSV ({error}); mend its quotes, or write JSON lines."
             ) from None
         finally:
             csv.field_size_limit(limit)
@@ -486,7 +486,7 @@ def read_texts(
 def refuse_empty(item: TextItem) -> None:
     """Raise where a text is empty."""
     if not item.text.strip():
-        raise KinformerError(f"{item.place}: has no text; complete or remove it.")
+        raise KinformerError(f"{item.place}: does not have text; complete or remove it.")
 
 
 def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | None, check: Check) -> Inputs[TextItem]:
@@ -556,7 +556,7 @@ def _decoded(text: bytes, place: str) -> str:
 HELD_OUT = 0.05
 _TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _BATCH = 1 << 17
-"""Bytes of texts that are encoded together: their ids take eight times as much memory until they are narrowed."""
+"""Bytes of texts encoded together: their ids take eight times as much memory until they are narrowed."""
 
 
 class Example(NamedTuple):
@@ -713,7 +713,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
             f"{path}: holds classes beside the splits {splits}; put every class into its split's folder."
         )
     if "train" not in by_split and "" not in by_split:
-        raise KinformerError(f"{path}: holds no train split; add a folder or a table of that name.")
+        raise KinformerError(f"{path}: does not hold a train split; add a folder or a table of that name.")
     return _held_out({name or "train": examples for name, examples in by_split.items()}, holdout, str(path))
 
 
@@ -748,7 +748,7 @@ def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
 def _table(path: Path, columns: Columns) -> Iterator[Example]:
     if path.suffix not in _TABLES:
         raise KinformerError(
-            f"{path}: is no labelled data; give a folder with a folder per class, a .tsv, a .csv or a .jsonl."
+            f"{path}: is not labelled data; give a folder with a folder per class, a .tsv, a .csv or a .jsonl."
         )
     with reading_corpus(path), path.open("rb") as file:
         for row in read_table(file, str(path), _TABLES[path.suffix], columns):

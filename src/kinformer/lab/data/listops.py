@@ -44,7 +44,7 @@ def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, c
     least, most = bounds
     if most - least < NARROWEST or not 0 <= least < LARGEST:
         raise KinformerError(
-            f"`example_tokens` {least}-{most}: is no range to draw from; give two numbers that lie {NARROWEST} apart "
+            f"`example_tokens` {least}-{most}: is not a range to draw from; give two numbers {NARROWEST} apart "
             f"or more, the first below {LARGEST}, as in 500-2000."
         )
     name = f"listops-{VERSION}-{number}-{least}-{most}-{seed}"
@@ -177,6 +177,6 @@ def read(text: str, place: str) -> np.ndarray:
     for word in words:
         if word not in SYMBOLS:
             raise KinformerError(
-                f"{place}: {word!r} is no symbol of ListOps, which are {' '.join(SYMBOLS)}, with spaces between."
+                f"{place}: {word!r} is not a symbol of ListOps; give {' '.join(SYMBOLS)}, with spaces between."
             )
     return np.array([SYMBOLS.index(word) for word in words], np.uint8)

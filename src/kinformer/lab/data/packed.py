@@ -170,21 +170,21 @@ def read_manifest(folder: Path) -> JsonObject:
     """Return the manifest of ``folder``. Errors: ``KinformerError`` for a missing or damaged manifest."""
     place = folder / MANIFEST
     if not place.exists() and (folder / UNFINISHED).exists():
-        raise KinformerError(f"{folder}: is unfinished; give the command that packs it again, and it goes on.")
+        raise KinformerError(f"{folder}: is unfinished; repeat the command that packs it, which continues.")
     manifest = read_json(place)
     require_signature(manifest, place, required=True)
-    with reading(place, "is no manifest of token shards", "pack the data again"):
+    with reading(place, "is not a manifest of token shards", "pack the data again"):
         if manifest["schema"] != PACKED_SCHEMA:
             raise ValueError(f"schema {manifest['schema']!r}, not {PACKED_SCHEMA}")
         if manifest["width"] not in _WIDTHS or manifest["splits"].keys() != set(PACKED_SPLITS):
-            raise ValueError("its width or its splits are none")
+            raise ValueError("its width or its splits are not valid")
         for file, size, digest in _files(manifest):
             plain = isinstance(file, str) and Path(file).name == file and not file.startswith(".")
             if not plain or type(size) is not int or size < 0 or not isinstance(digest, str):
-                raise ValueError(f"its file {file!r} is none")
+                raise ValueError(f"its file {file!r} is not valid")
         for part in manifest["splits"].values():
             if any(type(shard["bytes"]) is not int or shard["bytes"] < 0 for shard in part["shards"]):
-                raise ValueError("its bytes are no number")
+                raise ValueError("its bytes are not a number")
     return manifest
 
 
@@ -213,7 +213,7 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str,
             f"{tokenizer.fingerprint[:19]}); pack the data with this one, or leave the tokenizer out."
         )
     require_shards(folder, manifest)
-    with reading(folder / MANIFEST, "is no manifest of token shards", "pack the data again"):
+    with reading(folder / MANIFEST, "is not a manifest of token shards", "pack the data again"):
         splits = {name: _split(folder, name, manifest, tokenizer) for name in PACKED_SPLITS}
         return str(manifest["name"]), f"sha256:{manifest[CHECKSUM]}", splits
 

@@ -80,7 +80,7 @@ def table_files(files: Sequence[SourceFile], text_field: str | None) -> list[tup
         kinds = [(kind, file) for kind, file in kinds if Path(file.path).name not in _ABOUT_ARROW]
     if tables and len(tables) < len(kinds):
         other = next(file.path for kind, file in kinds if kind is None)
-        raise KinformerError(f"{other}: is no table, but {tables[0][1].path} is one; give a folder of one kind.")
+        raise KinformerError(f"{other}: is not a table, but {tables[0][1].path} is; give a folder of one kind.")
     if text_field is not None and not tables:
         raise KinformerError(f"`text_field` {text_field}: is for JSON lines (.jsonl) and tables (.parquet, .arrow).")
     return tables
@@ -124,7 +124,7 @@ def text_of(value: object, row: object, field: str, place: str) -> bytes:
     """Return a document, the ``value`` of the ``field`` of a ``row`` at ``place``, with a line's end."""
     if not isinstance(value, str):
         names = [key for key, item in row.items() if isinstance(item, str)] if isinstance(row, dict) else []
-        raise KinformerError(f"{place}: has no text in the field {field!r}; {nearest(field, names)}")
+        raise KinformerError(f"{place}: does not have text in the field {field!r}; {nearest(field, names)}")
     return value.encode("utf-8", "replace") + b"\n"
 
 
@@ -144,7 +144,7 @@ def _arrow_texts(unit: Extent, field: str) -> Iterator[bytes]:
 
 def _require_column(unit: Extent, field: str, names: Sequence[str]) -> None:
     if field not in names:
-        raise KinformerError(f"{unit.path}: has no column {field!r}; {nearest(field, names)}")
+        raise KinformerError(f"{unit.path}: does not have the column {field!r}; {nearest(field, names)}")
 
 
 def _column_texts(batches: Iterable[RecordBatch], unit: Extent, field: str) -> Iterator[bytes]:
@@ -169,7 +169,7 @@ def _batches(path: str) -> Iterator[RecordBatch]:
     except (ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise KinformerError(
-            f"{path}: is no readable Arrow stream, as Dataset.save_to_disk has ({reason}); restore it from a copy."
+            f"{path}: is not a readable Arrow stream of Dataset.save_to_disk ({reason}); restore it from a copy."
         ) from None
 
 
@@ -182,7 +182,7 @@ def _opened(path: str) -> ParquetFile:
         return parquet.ParquetFile(path)
     except (ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise KinformerError(f"{path}: is no readable Parquet table ({reason}); restore it from a copy.") from None
+        raise KinformerError(f"{path}: is not a readable Parquet table ({reason}); restore it from a copy.") from None
 
 
 # A piece of the data becomes shards, one for every split of its documents, and then a record.
@@ -339,11 +339,11 @@ def documents_of(data: str | Path | Iterable[object]) -> Documents | None:
         return None
     name = f"the {type(data).__name__}"
     if isinstance(data, Mapping):
-        raise KinformerError(f"`data`: {name} has several splits ({', '.join(map(str, data))}); give one of them.")
+        raise KinformerError(f"`data`: {name} has several splits ({', '.join(map(str, data))}); give one split.")
     if not isinstance(data, Iterable) or iter(data) is data:
         raise KinformerError(
-            f"`data`: {name} cannot be read a second time, which a call that goes on does; give a dataset, a list, or "
-            "an object whose __iter__ restarts."
+            f"`data`: {name} cannot be read a second time, which continuing needs; give a dataset, a list, or an "
+            "object whose __iter__ restarts."
         )
     return Documents(name, data)
 
@@ -353,7 +353,7 @@ def _hub(place: str) -> Iterable[object]:
     names = place.removeprefix(HUB).split(":")
     if not all(names) or len(names) > 3:
         raise KinformerError(
-            f"{place}: is no name of a dataset; give hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT, as in "
+            f"{place}: is not a name of a dataset; give hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT, as in "
             "hf:allenai/c4:en:train."
         )
     split = names.pop() if len(names) > 1 else "train"
@@ -377,7 +377,7 @@ def _reading(place: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise KinformerError(
-            f"{place}: cannot be read ({reason}); give the same again to go on behind the last shard, when it can be."
+            f"{place}: cannot be read ({reason}); repeat the call to continue behind the last shard."
         ) from error
 
 
@@ -532,7 +532,7 @@ def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
         if differing := next((key for key in plan if started.get(key) != plan[key]), None):
             raise KinformerError(
                 f"`out` {out}: holds shards of other data or other options (its {differing} differs); give the same "
-                "again to go on, or another folder."
+                "data and options to continue, or another folder."
             )
     elif any(out.iterdir()):
         raise KinformerError(f"`out` {out}: is not empty; give a new folder.")
@@ -605,7 +605,7 @@ def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, toke
     for path in [*out.glob("piece-*.json"), *out.glob("*-[0-9]*.*.npy"), out / UNFINISHED]:
         path.unlink()
     if not sum(record["train"]["tokens"] for record in records if "train" in record):
-        raise KinformerError(f"{packing.data}: holds no text to train on; give more data.")
+        raise KinformerError(f"{packing.data}: does not hold text to train on; give more data.")
     return manifest
 
 

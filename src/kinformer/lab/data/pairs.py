@@ -316,8 +316,8 @@ def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tup
         elif there:
             missing = next(language for language in languages if language not in side)
             raise KinformerError(
-                f"{side[str(there[0])].path}: has no other side {stem}.{missing}; every part needs a file of either "
-                "language."
+                f"{side[str(there[0])].path}: the other side {stem}.{missing} is missing; every part needs a file of "
+                "either language."
             )
     return languages, parts
 
@@ -328,7 +328,7 @@ def _languages(path: Path, sides: Mapping[str, Mapping[str, object]], requested:
     for option, language in zip(("`source`", "`target`"), requested, strict=True):
         if language is not None and language not in candidates:
             raise KinformerError(
-                f"{option} {language}: {path} has no such files; their endings are {_listed(candidates)}."
+                f"{option} {language}: {path} does not have such files; their endings are {_listed(candidates)}."
             )
     if requested.source is not None and requested.source == requested.target:
         raise KinformerError(f"`source` and `target` are both {requested.source}; give two languages.")
@@ -393,7 +393,7 @@ def _aligned(source: tuple[SourceFile, list[bytes]], target: tuple[SourceFile, l
 def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str) -> Pairs:
     full = [index for index, pair in enumerate(zip(source, target, strict=True)) if all(map(bytes.strip, pair))]
     if not full:
-        raise KinformerError(f"{place}: holds no pair of lines; give data with text on both sides.")
+        raise KinformerError(f"{place}: does not hold a pair of lines; give data with text on both sides.")
     if left := len(source) - len(full):
         note_once(f"note: {place}: {left} of {plural(len(source), 'pair')} have an empty side and are left out.")
     return Pairs(source, target).taken(full)

@@ -104,7 +104,7 @@ _PCM, _EXTENSIBLE, _FORM = 1, 0xFFFE, 40
 _ENDLESS, _SKIPPED = 0x7FFF0000, 1 << 16
 """The least length in the head of a WAV that was written to a pipe: programs write as many bytes as possible there."""
 _LEAST_SHARE = 0.99  # of MP3 the number of samples may be an estimate
-_DAMAGED = ("is no sound that can be read", "record or convert it again")
+_DAMAGED = ("is not readable sound", "record or convert it again")
 
 
 class SoundInfo(NamedTuple):
@@ -275,7 +275,7 @@ def _by_soundfile(path: str | Path, why: Exception, does: str, **options: object
         ) from None
     with suppress(soundfile.SoundFileError):
         return getattr(soundfile, does)(str(path), **options)
-    raise KinformerError(f"{path}: is no sound that can be read ({_reason(why)}); give WAV or FLAC.") from None
+    raise KinformerError(f"{path}: is not readable sound ({_reason(why)}); give WAV or FLAC.") from None
 
 
 def _reason(error: Exception) -> str:
@@ -456,7 +456,9 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
         files = [file for file in folder_files(path, empty=True) if Path(file.name).suffix.lower() in ENDINGS]
         clips = _named(files)
     if not clips:
-        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or a .tsv that lists them.")
+        raise KinformerError(
+            f"{path}: does not hold sound; give a folder of WAV or FLAC files, or a .tsv that lists them."
+        )
     infos = (sound_info(clip.path) for clip in clips)
     clips = [replace(clip, samples=info.samples, rate=info.rate) for clip, info in zip(clips, infos, strict=True)]
     return clips, files, bool(tables)
@@ -648,7 +650,7 @@ def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
     """Return the clips that the rule holds out for the test."""
     if holdout.speaker is not None and holdout.pattern is not None:
         raise KinformerError(
-            f"`held_out_speaker` {holdout.speaker} and `test_clips` {holdout.pattern} contradict; give one of them."
+            f"`held_out_speaker` {holdout.speaker} and `test_clips` {holdout.pattern} contradict; give one of the two."
         )
     if holdout.speaker is not None:
         speakers = sorted({clip.speaker for clip in clips if clip.speaker})

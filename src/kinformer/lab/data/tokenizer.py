@@ -387,8 +387,8 @@ def as_bytes(text: str | bytes) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise KinformerError(
-            f"the text holds {ascii(text[error.start])}, half of a surrogate pair, at place {error.start}, which is no "
-            "character; leave it out."
+            f"the text holds {ascii(text[error.start])}, half of a surrogate pair, at place {error.start}, and half a "
+            "pair is not a character; leave it out."
         ) from None
 
 

@@ -35,7 +35,7 @@ class StoreOptions(Checked):
     neighbours: int | None = None
     """With `datastore`: entries looked up per token (32 if not given; for a run of spalm as many as in training)."""
     knn_temperature: float | None = None
-    """With `datastore`: what squared distances, or products, are divided by before their softmax (1 if not given)."""
+    """With `datastore`: the divisor of squared distances, or products, before their softmax (1 if not given)."""
     probes: int | None = None
     """With `datastore`: search approximately, in N of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
@@ -72,7 +72,7 @@ class ListOptions(Checked):
     """With `approximate`: bytes of a key in the lists, by product quantisation, a divisor of its width (a byte a number
     if not given). The keys themselves stay, to rank the entries that the lists find."""
     similarity: Literal["l2", "inner"] | None = None
-    """With `approximate`: near is what has a small squared distance (l2, if not given) or a large inner product."""
+    """With `approximate`: near means a small squared distance (l2, if not given) or a large inner product."""
 
     def __post_init__(self) -> None:
         require("lists", self.lists, 1)

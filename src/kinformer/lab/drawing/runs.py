@@ -137,7 +137,7 @@ def text_by_experts(options: DrawOptions) -> Picture:
     layer = options.layer or min(seen)
     if layer not in seen:
         raise KinformerError(
-            f"`layer` {layer}: has no experts; the layers with experts are {', '.join(map(str, seen))}."
+            f"`layer` {layer}: does not have experts; the layers with experts are {', '.join(map(str, seen))}."
         )
     experts, (weights, count) = seen[layer][0], (seen[layer][1][name] for name in ("weights", "count"))
     first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
@@ -322,7 +322,7 @@ class _Call(NamedTuple):
 def looked_at(options: DrawOptions) -> Picture:
     """Draw the image ``options.image``, or the first of several images, under the run's attention."""
     if unread := [marked(name) for name in OF_OTHERS if getattr(options, name)]:
-        raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws what a run sees; leave it out.")
+        raise KinformerError(f"{', '.join(unread)}: is not for `image`, which draws a run's attention; leave it out.")
     assert options.image is not None
     run = open_run(options.subject)
     if run.task.name != TASK:

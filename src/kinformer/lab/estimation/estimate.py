@@ -384,7 +384,7 @@ def _check(model: Model, length: int, batch: int) -> None:
     if length > longest:
         raise KinformerError(
             f"length is {length}, but the learned positions of this model end at max_length = {longest}; "
-            f"use a shorter length, or `set` position.max_length={length}, and the max_length of mixers that have one."
+            f"use a shorter length, or `set` position.max_length={length}, and the mixers' max_length, if they have it."
         )
 
 

@@ -259,7 +259,7 @@ def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Return the loss as :func:`loss_of` does, from hidden states [batch, time, dim]."""
     targets = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.int64, device=hidden.device)
     product = model.head.product(model.input)
-    assert product is not None, "a new head has no adapter"
+    assert product is not None, "a new head does not have an adapter"
     weight, bias = product
     return cross_entropy.summed(hidden.flatten(0, -2), weight, bias, targets) / targets.numel()
 

@@ -22,7 +22,7 @@ from kinformer.lab.estimation.estimate import FLOAT, Estimate, at_length, horizo
 from kinformer.lab.estimation.parts import ModelSpec, distinct, in_pieces, measure, without_data
 
 INTERPRETER = 440 << 20
-"""The bytes of an interpreter that is not measured: PyTorch's CPU build with Triton, on Linux."""
+"""The bytes of an interpreter without a measurement: PyTorch's CPU build with Triton, on Linux."""
 LOADED_LATER = 55 << 20
 """The bytes that a run loads beyond :data:`PROBE`: readers of data, compiled products, the run's records."""
 PROBE = """

@@ -214,7 +214,7 @@ def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> Cl
     if not any(meshes.values()):
         least = max(1, max(numbers) // device.node)
         raise KinformerError(
-            f"`batch_size` {options.batch_size} cannot be shared by {max(numbers)} devices, of which at most "
+            f"`batch_size` {options.batch_size} cannot be shared by {max(numbers)} devices when at most "
             f"{device.node} share a row; give a multiple of {least}, or fewer `devices`."
         )
     return ClusterEstimate(

@@ -412,7 +412,7 @@ class Tasks(TaskManager):  # type: ignore[misc]
         self.names = names
         for name in names:
             if name.endswith((".yaml", ".yml")) and not _is_file(name):
-                raise KinformerError(f"`harness` {name}: there is no such file; give the path of a task's YAML file.")
+                raise KinformerError(f"`harness` {name}: the file does not exist; give the path of a task's YAML file.")
         super().__init__(include_defaults=not all(map(_is_file, names)))
         for name in names:
             if not _is_file(name) and name not in self.all_tasks:
@@ -481,7 +481,7 @@ def _evaluate(
     values = values_of(results)
     carried = lm.length is None
     read = "the state carried, so that rolling texts are read whole" if carried else f"contexts of {lm.length} tokens"
-    cut = f"{lm.cut:,} of {plural(lm.requests, 'request')} with a context had more tokens; of those the end was read"
+    cut = f"{lm.cut:,} of {plural(lm.requests, 'request')} with a context had more tokens; only the end was read"
     changes = tuple(f"{path}={value}" for path, value in options.set.items())
     subject = LoadedRun(run, None, changes)
     about = f"{subject.title} by lm-evaluation-harness {version('lm_eval')}, {read}"

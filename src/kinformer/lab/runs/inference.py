@@ -178,7 +178,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
             "next-token."
         )
     if options.samples != 1:
-        raise KinformerError(f"`samples` {options.samples}: a text that is continued in turns is one; leave it out.")
+        raise KinformerError(f"`samples` {options.samples}: in turns a single text is continued; leave it out.")
     return Conversation(*_prepared(run, options))
 
 

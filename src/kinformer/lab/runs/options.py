@@ -141,11 +141,11 @@ class Machine(Checked):
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.split(":")[0] == "mps":
             raise KinformerError(
-                f"`device` {self.device}: has no float64, in which angles of positions and figures are computed; "
-                "use cpu or auto."
+                f"`device` {self.device}: does not have float64, which angles of positions and figures need; use "
+                "cpu or auto."
             )
         if self.device.split(":")[0] == "meta":
-            raise KinformerError(f"`device` {self.device}: holds no values to compute with; use cpu or auto.")
+            raise KinformerError(f"`device` {self.device}: does not hold values to compute with; use cpu or auto.")
         if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
             raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
         try:
@@ -279,7 +279,7 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
         if self.tune:
             for name in ("weight", "knn_temperature"):
                 if getattr(self, name) is not None:
-                    raise KinformerError(f"{marked(name)}: is what `tune` finds; leave one of them out.")
+                    raise KinformerError(f"{marked(name)}: is found by `tune`; leave either out.")
 
 
 @dataclass(frozen=True, kw_only=True)

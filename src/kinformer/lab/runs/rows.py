@@ -105,7 +105,7 @@ def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: 
         return final
     if type(final).begin is not DataModule.begin:
         raise KinformerError(
-            f"`stages`: the task {run.task.name} makes its rows by acting, at sizes of its own; give `stages` []."
+            f"`stages`: the task {run.task.name} makes its rows by acting, at fixed sizes; give `stages` []."
         )
     return StagedRows(rows_of(run, stage_plan(plan, stage), device, quiet), final, stage.begin)
 

@@ -309,8 +309,8 @@ class Run:
             if before.get(name) != after.get(name):
                 shapes = " to ".join(str(shape) if shape else "none" for shape in (before.get(name), after.get(name)))
                 raise KinformerError(
-                    f"`set` {' '.join(changes)}: turns the weight {name} from {shapes}, but a trained model's weights "
-                    f"stay as they are in {self.folder}; train a new run for that."
+                    f"`set` {' '.join(changes)}: turns the weight {name} from {shapes}, but a trained model "
+                    f"keeps the weights in {self.folder}; train a new run for that."
                 )
         return changed
 

@@ -44,7 +44,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
         f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
-        "those of a run in which they learnt, as by `task` dino; `set` input.frozen=false lets them learn"
+        "them from a run that trained them, as by `task` dino; `set` input.frozen=false lets them learn"
     )
     begins = inheritance_text(run.data)
     begins = f"{begins}\n" if begins else ""

@@ -171,7 +171,7 @@ def _stops(values: Mapping[str, object]) -> tuple[str, ...]:
     stop = values.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
-        raise FieldError("stop must be a text that is not empty, or a list of such.", "stop")
+        raise FieldError("stop must be a non-empty text, or a list of non-empty texts.", "stop")
     if len(stops) > MOST_STOPS:
         raise FieldError(f"stop has {plural(len(stops), 'text')}, but may have at most {MOST_STOPS}.", "stop")
     return tuple(stops)
@@ -228,7 +228,7 @@ def short(value: object) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 MOST_CHARACTERS = 8 << 20

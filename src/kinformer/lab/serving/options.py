@@ -14,19 +14,19 @@ class ServeOptions(RunOptions):
     """The options of a server for a trained run."""
 
     host: str = "127.0.0.1"
-    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks. There is no password."""
+    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks. The server is without a password."""
     port: int = 8000
     """The port; 0 takes a free one."""
     name: str | None = None
     """What clients call the model; the folder's name if not given."""
     max_streams: int = 64
-    """Sequences that are continued at a time, as one batch."""
+    """Sequences to continue at a time, as one batch."""
     max_state_bytes: int | None = None
     """Bytes that the state of all sequences together may come to hold; no bound if not given."""
     max_waiting: int = 64
     """Requests that may wait for their turn; further ones are refused (429)."""
     chunk: int = 256
-    """Tokens of prompts that are absorbed between two steps."""
+    """Tokens of prompts to absorb between two steps."""
     chat_template: str | None = None
     """A Jinja template that turns `messages` into a prompt; an imported model's own if not given."""
     chat_stop: tuple[str, ...] = ()

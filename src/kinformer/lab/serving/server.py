@@ -54,7 +54,7 @@ def exposition(engine: Engine) -> str:
     counts, limits = engine.counts, engine.limits
     ended = {f'{{reason="{reason}"}}': counts[reason] for reason in _ENDED}
     families = [
-        ("kinformer_streams", "gauge", "Sequences that are being continued.", {"": engine.rows}),
+        ("kinformer_streams", "gauge", "Sequences that the server continues now.", {"": engine.rows}),
         ("kinformer_streams_limit", "gauge", "Sequences that may be continued.", {"": limits.max_streams}),
         ("kinformer_waiting_requests", "gauge", "Requests that wait for their turn.", {"": engine.waiting}),
         ("kinformer_state_bytes", "gauge", "Bytes that the state of all sequences holds.", {"": engine.state_bytes}),
@@ -196,8 +196,8 @@ def _chat_job(served: Served, data: bytes) -> Job:
     _require_model(served, body.model)
     if served.template is None:
         raise FieldError(
-            "this server has no chat template, so it continues texts only; use /v1/completions, or start it with a "
-            "`chat_template`.",
+            "this server does not have a chat template, so it continues texts only; use /v1/completions, or start "
+            "it with a `chat_template`.",
             "messages",
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))

@@ -419,6 +419,6 @@ def problem_in(prompt: str | bytes) -> str:
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
     if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
         raise KinformerError(
-            f"the prompt {text!r} is no problem: it must hold digits, + and at last =, as in 407= or 407+950=."
+            f"the prompt {text!r} is not a problem: it must hold digits, + and at last =, as in 407= or 407+950=."
         )
     return text

@@ -102,7 +102,7 @@ def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
     if data.options.environments % settings.batch_size:
         raise KinformerError(
             f"`environments` {data.options.environments}: is not a multiple of `batch_size` {settings.batch_size}, the "
-            "rows that an update learns from; change one of them."
+            "rows that an update learns from; change either."
         )
     kinds = {"input": INPUT, "head": HEAD}
     for slot, kind in kinds.items():

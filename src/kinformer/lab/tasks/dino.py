@@ -245,8 +245,8 @@ def level_config(config: ModelConfig, level: int) -> ModelConfig:
     result = result or [config]
     if level > len(result):
         raise KinformerError(
-            f"`level` {level}: this model has {plural(len(result), 'level')} that can learn without labels; give one "
-            "of them."
+            f"`level` {level}: this model has {plural(len(result), 'level')} that can learn without labels; "
+            f"give {len(result)} or less."
         )
     return result[level - 1]
 
@@ -406,8 +406,8 @@ def check_level(level: StackedWholeModel) -> None:
     pooling = getattr(level.head, "pooling", None)
     if pooling is None or pooling == "gated":
         raise KinformerError(
-            f"`set` head={level.config.head.kind}: views are compared by one vector each, that of the first token, the "
-            "mean or the maximum; give `set` head=pooled, or another member."
+            f"`set` head={level.config.head.kind}: views are compared by one vector each, the first token's, the mean "
+            "or the maximum; give `set` head=pooled, or another member."
         )
 
 

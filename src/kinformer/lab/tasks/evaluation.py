@@ -40,7 +40,7 @@ class ItemSettings(Checked):
     quiet: bool = False
     """Print only the result, without progress or notes."""
     seed: int = 0
-    """Decides everything random, such as the hashes of a member that has some."""
+    """Decides all random numbers, such as the hashes of a member with hashing."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_items"):
@@ -58,8 +58,7 @@ class PredictionSettings(ItemSettings):
     label_field: str | None = None
     """The column or field with a label to show beside the prediction, where it is not called label."""
     skip_bad: bool = False
-    """Note a file of a folder, or of a list, that cannot be read, and go on with the next; without it such a file ends
-    all."""
+    """Report an unreadable file of a folder or list and continue with the next; without it such a file is an error."""
 
     def __post_init__(self) -> None:
         require("top_k", self.top_k, 1)
@@ -71,7 +70,7 @@ class EmbeddingSettings(ItemSettings):
     """How runs of any task make vectors."""
 
     pooling: Literal["mean", "first", "last"] = "mean"
-    """What the vector of an item is: the mean over its positions, or the vector of the first or of the last one."""
+    """How an item becomes a vector: the mean over its positions, or the vector of the first or the last position."""
 
 
 class Embedded(NamedTuple):
@@ -132,7 +131,7 @@ class GenerationSettings(Checked):
     top_p: float | None = None
     """Draw from the fewest tokens whose probability together is X or more."""
     min_p: float | None = None
-    """Draw from tokens that are at least X times as probable as the most probable one."""
+    """Draw from tokens at least X times as probable as the most probable token."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens that were there before by X, where they are positive; multiply the others."""
     stop: tuple[str, ...] = ()

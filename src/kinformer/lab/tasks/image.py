@@ -152,7 +152,7 @@ def with_classes(config: ModelConfig, data: ImageData | None) -> dict[str, objec
     if data is None:
         return {}
     if len(data.classes) < 2:
-        has = "has one class" if data.classes else "has no classes"
+        has = "has one class" if data.classes else "does not have classes"
         raise KinformerError(
             f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
             "a folder per class, or leave it out."
@@ -401,7 +401,7 @@ def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Te
         return None
     if labels is None:
         raise KinformerError(
-            f"{data.name}: has no classes, but {run.folder} draws images of a class; give images with labels."
+            f"{data.name}: does not have classes, but {run.folder} draws images of a class; give images with labels."
         )
     return torch.from_numpy(numbers_of(run, data.name, data.classes)[labels])
 
@@ -550,7 +550,9 @@ def _occluded(
             None
         ]
         if input.classes and task_options.label is None:
-            raise KinformerError(f"`complete` {task_options.complete}: a picture has no class; give `label` NAME too.")
+            raise KinformerError(
+                f"`complete` {task_options.complete}: a picture does not have a class; give `label` NAME too."
+            )
         return sequences.of(originals)[:, :prefix], originals, None
     data = data_of(subject.run, task_options.complete)
     originals = np.asarray(data.test.pixels[: task_options.occluded])

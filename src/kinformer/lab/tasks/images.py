@@ -375,7 +375,9 @@ def pictures_in(
     The heads of all files are looked at before the first is decoded.
     """
     if source == STDIN:
-        raise KinformerError("-: images are not read from standard input; give a picture, a folder of them, or data.")
+        raise KinformerError(
+            "-: images are not read from standard input; give a picture, a folder of pictures, or data."
+        )
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         with reading(path):
@@ -387,7 +389,7 @@ def pictures_in(
         files = [Path(file) for file in source]
     files = files[:limit]
     if not files:
-        raise KinformerError(f"{source}: holds no pictures; give a PNG or JPEG, a folder of them, or data.")
+        raise KinformerError(f"{source}: does not hold pictures; give a PNG or JPEG, a folder of pictures, or data.")
     files = [file for file, _ in readable(files, read_head, skip_bad)]
     input: PatchInput = input_of(run.config)
     shape = (*input.size, input.channels)
@@ -439,7 +441,7 @@ def png_of(run: TrainedRun, out: str | None, usual: str) -> Path:
     """Return the PNG to write: ``out``, or ``usual`` in the folder of ``run``."""
     path = Path(out) if out is not None else run.folder / usual
     if path.suffix.lower() != ".png":
-        raise KinformerError(f"`out` {path}: is no name of a PNG; end it with .png.")
+        raise KinformerError(f"`out` {path}: is not a name of a PNG; end it with .png.")
     return path
 
 

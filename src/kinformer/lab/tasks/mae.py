@@ -487,7 +487,9 @@ def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -
     """Return ``sources`` and ``corrupted`` of this many ``patches`` of each image, which the number of its row and
     ``key`` decide."""
     if patches < 2:
-        raise KinformerError("an image of one patch has no others to be known by; give a smaller `set` input.patch.")
+        raise KinformerError(
+            "an image of one patch does not have other patches to predict it from; give a smaller `set` input.patch."
+        )
     numbers = np.arange(patches)[None]
     order, kinds, others = (mix(*key, draw, rows[:, None], numbers) for draw in range(3))
     chosen = np.argsort(order, axis=1, kind="stable")[:, : max(1, round(patches * share))]

@@ -157,9 +157,7 @@ def masking_of(config: ModelConfig, tokenizer: Tokenizer | None, options: MlmOpt
     """Return how tokens are masked for an encoder."""
     mask = mask_token_of(config)
     if mask is None:
-        raise KinformerError(
-            "this model has no token that stands for a mask; give one, as in `set` input.mask_token=103."
-        )
+        raise KinformerError("this model does not have a mask token; give one, as in `set` input.mask_token=103.")
     assert tokenizer is not None
     special = {token for token in (mask, *ends_of(config)) if token is not None}
     usual = ordinary(tokenizer.vocab_size, special)
@@ -592,7 +590,7 @@ class MaskFiller:
         self.run, self.model, self.mark, self.top_k = subject.run, subject.model, mark, top_k
         tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
         if tokenizer is None or self.mask is None:
-            raise KinformerError(f"{subject.run.folder}: has no tokenizer, or no token that stands for a mask.")
+            raise KinformerError(f"{subject.run.folder}: does not have a tokenizer or a mask token.")
         self.tokenizer = tokenizer
         self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
 
@@ -601,7 +599,7 @@ class MaskFiller:
         pieces = item.text.split(self.mark)
         if len(pieces) < 2:
             raise KinformerError(
-                f"{item.place}: holds no mask; write {self.mark} where a token is to be predicted, or give `mask` TEXT."
+                f"{item.place}: does not hold a mask; write {self.mark} in place of a token, or give `mask` TEXT."
             )
         ids, masks = [self.tokenizer.encode(pieces[0]).astype(np.int64)], []
         for piece in pieces[1:]:

@@ -75,13 +75,13 @@ def _check_endless(model: nn.Module) -> None:
     """Refuse a model whose state grows, or whose positions end, while it is carried through the whole corpus."""
     if (limit := part_of(model, "max_length")) is not None:
         raise KinformerError(
-            f"`segments`: the state goes on without end, but this model's positions end at {limit}; choose "
+            f"`segments`: the state is carried without end, but this model's positions end at {limit}; choose "
             "another member, or another position such as `set` position=sinusoidal."
         )
     if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
         raise KinformerError(
-            "`segments`: the state goes on without end, but this model's grows with every token; choose another "
-            'member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+            "`segments`: the state is carried without end, but this model's state grows with every token; choose "
+            'another member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
         )
 
 
@@ -342,7 +342,7 @@ class ExitLosses:
         """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitDecoder):
             raise KinformerError(
-                "the objective 'exits' needs a model whose tokens may leave early, which those of this one may not; "
+                "the objective 'exits' needs a model whose tokens may leave early, but this model's tokens may not; "
                 "train calm or depth-adaptive, add `set` stack=exits, or leave `objective` out."
             )
         return cls()

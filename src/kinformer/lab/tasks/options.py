@@ -29,7 +29,7 @@ class NextTokenOptions:
     """Options of training models of the next token."""
 
     segments: bool = False
-    """Train on consecutive segments of `length` tokens: the state is carried from one to the next, gradients not."""
+    """Train on consecutive segments of `length` tokens: the state is carried to the next one, without gradients."""
     reset_documents: bool = False
     """Begin a new sequence at every document in a row: no token sees an earlier document. `segments` always does."""
 
@@ -59,7 +59,7 @@ class NextTokenEvaluationOptions(Checked):
     recl: bool = False
     """Measure the relative effective context length of a group of runs instead; `lengths` are the contexts tried."""
     hardest: float = 0.1
-    """With `recl`: the share of tokens that count, those that the shorter context explains least."""
+    """With `recl`: the share of tokens that count: the tokens that the shorter context explains least."""
     positions: int = 512
     """With `recl`: how many tokens are predicted, evenly spread, each again at every context."""
     holdout: float | None = None
@@ -104,7 +104,7 @@ class MlmOptions:
     """Options of masked language modelling."""
 
     mask_share: float = 0.15
-    """The share of all tokens that is predicted."""
+    """The share of all tokens to predict."""
     whole_words: bool = False
     """All tokens of a word are masked together."""
 
@@ -118,7 +118,7 @@ class MaskPredictionOptions:
     """Options of predicting masked tokens."""
 
     mask: str = "[MASK]"
-    """What stands for a masked token in the texts."""
+    """The text that marks a masked token."""
 
     def __post_init__(self) -> None:
         if not self.mask:
@@ -175,7 +175,7 @@ class Decoding(BeamOptions):
     """Options of translating a text."""
 
     batch_size: int = 32
-    """Sentences that are translated at a time; bounds the memory, does not change the result."""
+    """Sentences to translate at a time; bounds the memory, does not change the result."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -203,7 +203,7 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
     try:
         return tuple(parse_counts(text))
     except ValueError:
-        raise KinformerError(f"{flag} {text}: are no numbers of {of}; write as in {example}.") from None
+        raise KinformerError(f"{flag} {text}: does not list numbers of {of}; write as in {example}.") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,9 +213,9 @@ class RecallOptions:
     pairs: str = "4,8,16"
     """How many keys and values a row of `length` tokens has: one of these numbers, drawn for every row."""
     symbols: int = 256
-    """How many tokens there are; keys are of the lower half, values of the upper."""
+    """How many tokens there are; keys come from the lower half, values from the upper half."""
     gap_power: float = 0.01
-    """Queries come after i pairs of tokens with a probability as i to the power of this less 1: most of them soon."""
+    """Queries come after i pairs of tokens with a probability as i to the power of this less 1: most come soon."""
     zero_fillers: bool = False
     """Zeros stand between queries, instead of random tokens."""
 
@@ -270,14 +270,14 @@ class AlgorithmOptions:
     algorithm: Literal["copy", "reverse", "addition", "parity"] = "copy"
     """What is computed: 407=407, 407=704, 407+950=592 (the lowest digit first), or of bits 0110=0."""
     digits: str = "1-20"
-    """How many digits a problem has, one of this range, both ends included; of an addition each number. Rows are as
-    long as the longest problem and its answer; `length` is the most that they may take."""
+    """How many digits a problem has, drawn from this range with both ends; in an addition, each number has as many.
+    Rows are as long as the longest problem and its answer; `length` is the longest row allowed."""
 
     def __post_init__(self) -> None:
         least, dash, most = self.digits.partition("-")
         fine = least.isdecimal() and (most.isdecimal() if dash else not most)
         if not fine or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"`digits` {self.digits}: is no range of numbers from 1; write as in 1-20.")
+            raise KinformerError(f"`digits` {self.digits}: is not a range of numbers from 1; write as in 1-20.")
 
     @property
     def data(self) -> AlgorithmData:
@@ -321,14 +321,14 @@ class ListOpsOptions:
     examples: int = 96_000
     """Lists to train on."""
     example_tokens: str = "500-2000"
-    """How many tokens a list has, more than the one and fewer than the other."""
+    """How many tokens a list has: more than the first number and fewer than the second."""
 
     def __post_init__(self) -> None:
         if self.examples < 8:
             raise KinformerError(f"`examples` {self.examples}: ListOps needs 8 or more.")
         least, dash, most = self.example_tokens.partition("-")
         if not (dash and least.isdecimal() and most.isdecimal()):
-            raise KinformerError(f"`example_tokens` {self.example_tokens}: is no range; write as in 500-2000.")
+            raise KinformerError(f"`example_tokens` {self.example_tokens}: is not a range; write as in 500-2000.")
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -417,20 +417,22 @@ class ImageGenerationOptions:
     out: str | None = None
     """The PNG to write, a grid of `samples` images (samples.png in the run folder)."""
     complete: str | None = None
-    """Complete images: a PNG or JPEG, or data as `data` takes it, of which the first test images are taken."""
+    """Complete images: a PNG or JPEG, or the first test images of data as `data` takes it."""
     rows: int | None = None
-    """With `complete`: how many rows from the top are kept (half of them)."""
+    """With `complete`: how many rows from the top are kept (half if not given)."""
     occluded: int = 8
-    """With `complete`: how many images of the data are completed; each of them `samples` times."""
+    """With `complete`: how many images of the data are completed, `samples` times each."""
     label: str | None = None
-    """Of a run that was trained `conditional`: the class, or classes a,b,c, of the images, in turns (all of them in
-    turns; those of the images to complete)."""
+    """Of a run trained with `conditional`: the class, or classes a,b,c, of the images, in turns. If not given, all
+    classes in turns, or the classes of the images to complete."""
 
     def __post_init__(self) -> None:
         require("rows", self.rows, 0)
         require("occluded", self.occluded, 1)
         if self.rows is not None and self.complete is None:
-            raise KinformerError(f"`rows` {self.rows}: says what is kept of an image; give `complete` FILE too.")
+            raise KinformerError(
+                f"`rows` {self.rows}: says how many rows of an image are kept; give `complete` FILE too."
+            )
         if self.occluded != ImageGenerationOptions.occluded and self.complete is None:
             raise KinformerError(f"`occluded` {self.occluded}: says how many are completed; give `complete` DATA too.")
 
@@ -452,13 +454,14 @@ class SuperResolutionGenerationOptions:
     """Options of enlarging images."""
 
     image: str | None = None
-    """The pictures to enlarge: a PNG or JPEG, or a folder of them, each of the size that the model reads, or of another
-    and made smaller first; or data as `data` takes it, whose first test images are made smaller (the run's own)."""
+    """The pictures to enlarge: a PNG or JPEG, or a folder of pictures, each of the size that the model reads, or of
+    another size and made smaller first; or data as `data` takes it, whose first test images are made smaller (the run's
+    own)."""
     out: str | None = None
     """The PNG to write: a line for every picture, which begins with it, then `samples` drawn images, then the large
     image, where there is one (enlarged.png in the run folder)."""
     enlarged: int = 8
-    """How many test images of data are enlarged; each of them `samples` times."""
+    """How many test images of data are enlarged, `samples` times each."""
 
     def __post_init__(self) -> None:
         require("enlarged", self.enlarged, 1)
@@ -477,19 +480,19 @@ class VisionOptions(PictureOptions):
     repeats: int = 1
     """How often an image stands in a row of a batch, changed differently each time (repeated augmentation; DeiT: 3)."""
     smoothing: float = 0.0
-    """Label smoothing: the share of a target that is spread over all classes."""
+    """Label smoothing: the share of a target to spread over all classes."""
     label_share: float = 1.0
     """Learn from this share of the training images only, the same of each class."""
 
     teacher: str | None = None
     """A run of this task on the same classes, whose predictions are learnt beside the labels (distillation); the member
-    deit learns them by a token of their own."""
+    deit learns them by a separate token."""
     distillation: Literal["hard", "soft"] = "hard"
     """With `teacher`: learn the class that it finds most probable, or its probabilities."""
     distillation_weight: float = 0.5
     """With `teacher`: its share of the loss."""
     distillation_temperature: float = 3.0
-    """With `distillation` soft: what its and the student's logits are divided by."""
+    """With `distillation` soft: the divisor of the teacher's and the student's logits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -543,8 +546,8 @@ class VisionGenerationOptions:
     """Options of classifying images."""
 
     image: str | None = None
-    """The image to classify: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
-    `samples` test images are taken."""
+    """The image to classify: a PNG or JPEG of any size, a folder of pictures, or the first `samples` test images of
+    data as `data` takes it."""
     classes: int = 5
     """How many of the most probable classes are shown."""
 
@@ -557,22 +560,22 @@ class DinoOptions(PictureOptions):
     """Options of training by self-distillation."""
 
     level: int = 1
-    """Which encoder of a pyramid (hipt) learns, counted from below; those under it are frozen, so begin the second with
-    `init`, the run of the first."""
+    """Which encoder of a pyramid (hipt) learns, counted from below; encoders below it are frozen, so begin the second
+    with `init`, the run of the first."""
     prototypes: int = 1024
-    """Over how many classes of its own the model spreads its views (65536 in the paper)."""
+    """Over how many classes, which the model finds itself, views are spread (65536 in the paper)."""
     local_views: int = 8
     """Small views of every image, beside the two large ones."""
     area: float = 0.4
     """Large views of pixels show this share of an image's area or more, small ones from 5 % up to it. Of images of few
     pixels much has to be seen for a view to predict another: 0.8, without small views."""
     flip: bool = False
-    """Half of the views are mirrored. Digits and letters must not be."""
+    """Half of the views are mirrored. Digits and letters must not be mirrored."""
     teacher_momentum: float = 0.996
-    """The teacher's weights are a running mean of the student's, with this share of the old at the beginning of
-    training and all of it at the end."""
+    """The teacher's weights are a running mean of the student's, with this share of the old weights at the
+    beginning of training, which rises to all at the end."""
     teacher_temperature: float = 0.04
-    """What the teacher's logits are divided by, the lower the sharper; the student's by 0.1."""
+    """The divisor of the teacher's logits, the lower the sharper; the student's divisor is 0.1."""
 
     def __post_init__(self) -> None:
         for name, least in (("level", 1), ("prototypes", 2), ("local_views", 0)):
@@ -590,7 +593,7 @@ class DinoEvaluationOptions(FirstImages):
     """Options of evaluating self-distillation."""
 
     nearest: int = 20
-    """How many of the nearest training images say of which class an image is."""
+    """How many of the nearest training images decide the class of an image."""
 
     def __post_init__(self) -> None:
         require("nearest", self.nearest, 1)
@@ -604,8 +607,7 @@ class MaeOptions(PatchOptions):
     masked: float = 0.75
     """The share of an image's patches that the encoder does not see."""
     raw_pixels: bool = False
-    """Predict pixels as they are, instead of each patch's deviations from its mean, in units of their standard
-    deviation."""
+    """Predict raw pixels, instead of each patch's deviations from its mean in units of its standard deviation."""
 
     def __post_init__(self) -> None:
         if not 0 < self.masked < 1:
@@ -618,10 +620,10 @@ class MaeGenerationOptions:
     """Options of completing images from some of their patches."""
 
     image: str | None = None
-    """The image to complete: a PNG or JPEG of any size, a folder of them, or data as `data` takes it, whose first
-    `samples` test images are taken (the run's own data)."""
+    """The image to complete: a PNG or JPEG of any size, a folder of pictures, or the first `samples` test images of
+    data as `data` takes it (the run's own data)."""
     out: str | None = None
-    """The PNG to write: of every image what is seen of it, what the model makes of that, and the image (completed.png
+    """The PNG to write: for every image its visible patches, the completed image, and the image itself (completed.png
     in the run folder)."""
 
 
@@ -630,8 +632,8 @@ class MppOptions(PatchOptions):
     """Options of training on the colours of corrupted patches."""
 
     corrupted: float = 0.5
-    """The share of an image's patches that are corrupted, and whose colours are predicted: 80 % of them are masked,
-    10 % another patch of the image, 10 % as they are."""
+    """The share of an image's patches to corrupt; their colours are predicted: 80 % are masked, 10 % are another patch
+    of the image, and 10 % are unchanged."""
 
     def __post_init__(self) -> None:
         if not 0 < self.corrupted <= 1:
@@ -649,9 +651,9 @@ class DecodingOptions:
     language_model: str | None = None
     """With `prefixes`: a run of next-token, trained on transcripts, one a line, which guides the search."""
     alpha: float = 0.5
-    """With `language_model`: weight of its log-probabilities beside those of the sound."""
+    """With `language_model`: weight of its log-probabilities beside the log-probabilities of the sound."""
     beta: float = 0.0
-    """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short ones."""
+    """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short transcripts."""
 
     def check(self, prefixes: int) -> None:
         """Refuse values that cannot be, and a language model without a beam."""
@@ -677,16 +679,16 @@ class SpeechOptions:
     """Options of training on speech."""
 
     units: Literal["characters", "labels"] | None = None
-    """What transcripts are made of: characters, or labels with spaces between them (words, digits, phonemes). If not
-    given, characters of a table's transcripts, labels of those in files' names."""
+    """The symbols of transcripts: characters, or labels with spaces between them (words, digits, phonemes). If not
+    given, characters for the transcripts of a table, and labels for transcripts in files' names."""
     join: str | None = None
     """Join this many clips of one speaker into an utterance, with pauses of 50 to 300 ms, as in 3-7."""
     test_clips: str | None = None
-    """Test on the clips whose names match, as in '*_[0-4].wav'; if nothing says which, on 5 % of them."""
+    """Test on the clips whose names match, as in '*_[0-4].wav'; if no option chooses the clips, on 5 %."""
     held_out_speaker: str | None = None
-    """Test on this speaker's clips, and train on none of them."""
+    """Test on this speaker's clips, and do not train on them."""
     sample_rate: int | None = None
-    """Samples a second that the model hears, to which others are resampled; that of most clips if not given."""
+    """Samples a second that the model hears; other clips are resampled. If not given, the rate of most clips."""
 
     augment: str = NOTHING
     """How training utterances are changed at each step: some of speed,specaugment, or none."""
@@ -707,7 +709,7 @@ class SpeechOptions:
             return None
         least, dash, most = self.join.partition("-")
         if not (least.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"`join` {self.join}: is no range of clips; write as in 3-7.")
+            raise KinformerError(f"`join` {self.join}: is not a range of clips; write as in 3-7.")
         return int(least), int(most or least)
 
     def reading(self, share: float | None) -> SoundOptions:

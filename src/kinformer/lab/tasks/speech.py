@@ -762,7 +762,7 @@ def _files(source: FileSource) -> list[Path]:
         inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [file for file in inside if file == path or (file.suffix.lower() in ENDINGS and file.is_file())]
     if not files:
-        raise KinformerError(f"{path}: holds no sound; give a folder of WAV or FLAC files, or one of them.")
+        raise KinformerError(f"{path}: does not hold sound; give a WAV or FLAC file, or a folder of such files.")
     return files
 
 

@@ -142,7 +142,7 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
     if shape != data.shape or source.shifted:
         raise KinformerError(
             f"`set` encoder.input: is for images of {source.height} x {source.width} x {source.channels}, shifted "
-            f"{str(source.shifted).lower()}, and not for those of {data.name} made {factor} times smaller; leave it "
+            f"{str(source.shifted).lower()}, and not for images of {data.name} made {factor} times smaller; leave it "
             "out, it follows the data."
         )
     for name, input in (("input", large), ("encoder.input", source)):

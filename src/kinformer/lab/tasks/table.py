@@ -134,8 +134,8 @@ RECORDS = (
         title="algorithm",
         description=(
             "Learns an algorithm on digits (copy, reverse, addition, parity) from problems of lengths drawn from a "
-            "range. Measured by the share of answers' tokens that are right and of problems that are solved, by "
-            "length, up to four times the longest of training."
+            "range. Measured by the share of right tokens of answers and of solved problems, by length, up to four "
+            "times the longest of training."
         ),
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(
@@ -169,8 +169,8 @@ RECORDS = (
         title="image",
         description=(
             "Learns to draw images value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten "
-            "digits). Measured in bits per dimension, every value scored, beside a histogram of every place and the "
-            "neighbours that are known; generate writes a PNG, `complete` the rest of occluded images."
+            "digits). Measured in bits per dimension, every value scored, beside counts by place and by known "
+            "neighbours; generate writes a PNG, `complete` the rest of occluded images."
         ),
         models=Models(protocols=(CausalModel,), inputs=("pixels",), from_tokens=True),
         data=OF_IMAGES,
@@ -202,10 +202,10 @@ RECORDS = (
         name="trajectories",
         title="trajectories",
         description=(
-            "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such, "
+            "Learns from episodes (an .npz of observations, actions, rewards and episode_ends, a folder of such files, "
             "minari:NAME, or random walks in key-to-door or shortest-path) which action followed a return to go and a "
-            "state. Measured by held-out actions, and in an environment (`env`) by the returns for those that are "
-            "asked for, beside cloned behaviour and the best of the data."
+            "state. Measured by held-out actions, and in an environment (`env`) by the return for every target return, "
+            "beside cloned behaviour and the best of the data."
         ),
         models=Models(protocols=(CausalModel,), made_for={"input": "steps"}),
         data=DataNeeds(
@@ -246,7 +246,7 @@ RECORDS = (
             default="control",
             refused=dict.fromkeys(
                 ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "control learns from what it does in `env`; leave it out.",
+                "control learns by acting in `env`; leave it out.",
             )
             | {
                 "devices": "control acts in one process; leave it out.",
@@ -307,7 +307,7 @@ RECORDS = (
         title="classification",
         description=(
             "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or "
-            ".jsonl. Measured by accuracy, with that of always predicting the most frequent class as the baseline."
+            ".jsonl. Measured by accuracy; the baseline always predicts the most frequent class."
         ),
         models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
         data=DataNeeds(
@@ -377,7 +377,7 @@ RECORDS = (
         name="speech",
         title="speech",
         description=(
-            "Learns to write what is said: a folder of WAV or FLAC files with transcripts in a table or in their "
+            "Learns to write speech down: a folder of WAV or FLAC files with transcripts in a table or in their "
             "names, or telephone tones. Measured by the error rate, by character, label or word, with empty "
             "transcripts as the baseline. Encoders hear whole utterances; causal members write while sound comes."
         ),
@@ -388,7 +388,7 @@ RECORDS = (
             default="dtmf",
             refused=dict.fromkeys(
                 ("tokenizer", "train_tokenizer", "text_field"),
-                "is for text; the symbols of speech are those of its transcripts.",
+                "is for text; the symbols of speech come from its transcripts.",
             ),
         ),
         evaluation=EvaluationNeeds(
@@ -416,8 +416,8 @@ RECORDS = (
         title="image classification",
         description=(
             "Learns to tell the classes of images: IDX files, an .npz archive, or a folder with a folder of pictures "
-            "per class. Measured by accuracy, with that of always predicting the most frequent class as the baseline; "
-            "generate tells the most probable classes of pictures."
+            "per class. Measured by accuracy; the baseline always predicts the most frequent class. generate tells the "
+            "most probable classes of pictures."
         ),
         models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS, from_tokens=True),
         data=OF_IMAGES,
@@ -445,10 +445,10 @@ RECORDS = (
         name="dino",
         title="self-distillation of images",
         description=(
-            "An encoder of images learns without labels (DINO): a student that sees a small view of an image says what "
-            "a teacher, the running mean of its weights, says of a large one. Of a pyramid (hipt) `level` says which "
-            "of its encoders learns; the next, and the task vision, begin with the run by `init`. evaluate looks, "
-            "where images have labels, for the class of the nearest training images."
+            "An encoder of images learns without labels (DINO): from a small view of an image, a student predicts the "
+            "output of a teacher, the running mean of its weights, for a large view. `level` chooses the encoder of a "
+            "pyramid (hipt) that learns; the next one, and the task vision, begin with the run by `init`. Where images "
+            "have labels, evaluate predicts the class from the nearest training images."
         ),
         models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS),
         data=replace(
@@ -510,8 +510,8 @@ RECORDS = (
         title="colours of masked patches",
         description=(
             "An encoder of images learns without labels, as BERT does of text (masked patch prediction of ViT): half "
-            "of an image's patches are corrupted, most of them masked, and it predicts the mean colour of each. The "
-            "task vision begins with the run by `init`; mae is the later form. Measured in bits per colour, beside "
+            "of an image's patches are corrupted, most by a mask, and it predicts the mean colour of each. The task "
+            "vision begins with the run by `init`; mae is the later form. Measured in bits per colour, beside "
             "counting colours."
         ),
         models=Models(protocols=(WholeModel,), inputs=("patches",)),
@@ -536,7 +536,8 @@ RECORDS = (
         name="translate",
         title="translation",
         description=(
-            "Learns to translate lines from pairs of them: two aligned files, a folder of those, a .tsv or a .jsonl. "
+            "Learns to translate lines from pairs of lines: two aligned files, a folder of such files, a .tsv or a "
+            ".jsonl. "
             "Measured by BLEU and chrF of its translations (sacrebleu), with the untranslated source as the baseline."
         ),
         models=Models(protocols=(SourceModel,), inputs=("tokens",)),
@@ -577,8 +578,8 @@ RECORDS = (
         description=(
             "Learns to enlarge images: an encoder reads an image made smaller, the mean of every block of pixels, and "
             "a decoder draws the image value by value (IDX files, .npz, a folder of pictures, or 1,797 handwritten "
-            "digits). Measured in bits per dimension, beside what counting finds with the small image and the "
-            "neighbours that are known; generate writes a PNG."
+            "digits). Measured in bits per dimension, beside counts by the small image and the known neighbours; "
+            "generate writes a PNG."
         ),
         models=Models(protocols=(SourceModel,), inputs=("pixels",), from_tokens=True),
         data=OF_IMAGES,
@@ -655,7 +656,7 @@ def task_of(config: ModelConfig) -> Task:
 
 def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
-        raise KinformerError(f"there is no task for {name}; {what_tasks_there_are()}")
+        raise KinformerError(f"no task takes {name}; {what_tasks_there_are()}")
     return fitting[0]
 
 

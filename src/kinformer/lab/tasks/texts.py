@@ -86,8 +86,8 @@ def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
     for name, token in zip(names, (mask_token_of(config), *ends_of(config)), strict=True):
         if token is not None and token < ids:
             raise KinformerError(
-                f"{name} is {token}, but the data has {plural(ids, 'id')} of its own below that; begin with another "
-                f"run, or give `set` input.{name}={ids} or higher, below vocab_size."
+                f"{name} is {token}, but the ids below {ids} belong to the data; begin with another run, or "
+                f"give `set` input.{name}={ids} or higher, below vocab_size."
             )
 
 
@@ -184,7 +184,7 @@ def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
         reason = "is other data than the run was trained on" if requested else "has changed since the run was trained"
         note(
             f"note: {data.name} {reason} (now {data.fingerprint[:19]}, then {trained_on[:19]}); "
-            "the figure is not comparable with those of the run."
+            "the figure is not comparable with the figures of the run."
         )
     return data.fingerprint == trained_on
 

@@ -332,7 +332,7 @@ class TranslationExits(TranslationLoss):
         """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitEncoderDecoder):
             raise KinformerError(
-                "the objective 'exits' needs a decoder whose tokens may leave early, which those of this one may not; "
+                "the objective 'exits' needs a decoder whose tokens may leave early, but the model's may not; "
                 "add `set` stack=exits, or leave `objective` out."
             )
         return cls(smoothing)
@@ -399,7 +399,7 @@ class Translator:
         self.model: SourceModel = subject.model
         tokenizer = subject.run.tokenizer
         if tokenizer is None:
-            raise KinformerError(f"{subject.run.folder}: has no tokenizer; put its tokenizer.json there.")
+            raise KinformerError(f"{subject.run.folder}: does not have a tokenizer; put its tokenizer.json there.")
         self.tokenizer = tokenizer
         self.ends = ends_of(subject.run.config)
         assert self.ends.bos is not None and self.ends.eos is not None
@@ -455,7 +455,7 @@ def check_generation(run: TrainedRun) -> None:
     """Refuse a run that cannot begin and end a translation, or a run without a tokenizer."""
     check_ends(run.config)
     if run.tokenizer is None:
-        raise KinformerError(f"{run.folder}: has no tokenizer; put its tokenizer.json there.")
+        raise KinformerError(f"{run.folder}: does not have a tokenizer; put its tokenizer.json there.")
 
 
 def translate_lines(
@@ -646,7 +646,7 @@ def evaluate(
     text = (
         heading(subject, data, evaluation_settings.split),
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
-        f"({_search(task_options)}); the source as it is has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"({_search(task_options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *lines,
         *(

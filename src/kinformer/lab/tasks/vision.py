@@ -521,7 +521,7 @@ def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -
     )
     same = note_other_data(run, images, evaluation_settings.data is not None)
     if not images.classes:
-        raise KinformerError(f"{images.name}: its images have no labels to measure by; give others.")
+        raise KinformerError(f"{images.name}: its images do not have labels to measure by; give others.")
     part = images.splits[choose(evaluation_settings.split, images.splits, "`split`")]
     if part.shape[2] != model.config.input.channels:
         raise KinformerError(

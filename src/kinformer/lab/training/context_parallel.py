@@ -313,7 +313,7 @@ def _check_reader(reader: Any, ring: bool) -> None:
             "instead of ring."
         )
     if reader.input.config.kind != "tokens":
-        raise _unshared(config, f"its input {reader.input.config.kind!r} has no tokens in order")
+        raise _unshared(config, f"its input {reader.input.config.kind!r} does not have tokens in order")
     if config.global_tokens or config.global_input is not None:
         raise _unshared(config, "its global tokens see the whole row from one process")
     _check_stack(stack)

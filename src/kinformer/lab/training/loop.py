@@ -171,7 +171,7 @@ class Storage:
         with suppress(KinformerError):
             self.saves.wait()
         steps = self.checkpoints.steps()
-        remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
+        remedy = f"the checkpoint of step {steps[-1]} is kept" if steps else "no checkpoint was written yet"
         return KinformerError(
             f"training diverged: {what}; {remedy}; start again with a lower `lr` (now {self.settings.lr:g}), "
             "a longer `warmup` or a smaller `clip`."
@@ -205,14 +205,14 @@ class Storage:
     def _require_finite_weights(self, step: int, weights: Tensors) -> None:
         self._require_home()
         if not finite(weights):
-            raise self.diverged(f"a weight is no longer finite after step {step}")
+            raise self.diverged(f"a weight is not finite after step {step}")
 
     def _require_home(self) -> None:
         """Raise if the folder was moved during training: writing would begin a second folder with half a run."""
         if self.home is not None and not is_here(self.folder, self.home):
             raise KinformerError(
-                f"{self.folder}: was moved or removed while it was trained in, so nothing after its last checkpoint is "
-                "kept; go on where it is now with `resume`."
+                f"{self.folder}: was moved or removed during training, so nothing after its last checkpoint is "
+                "kept; continue at its present place with `resume`."
             )
 
 

@@ -60,7 +60,7 @@ def scale_(update: Tensor, factor: Tensor) -> Tensor:
 # low precision suffices: they compute in the type in which the processor is fastest.
 
 SMALL = 1 << 18
-"""The most elements of a matrix that is orthogonalised together with others of its shape; larger ones gain nothing."""
+"""The most elements of a matrix to orthogonalise together with others of its shape; larger matrices gain nothing."""
 
 PRECISION = {"AMX": torch.bfloat16, "AVX-512 and bfloat16": torch.bfloat16, "other": torch.float32}
 """The type of the iterations by class of processor. Where bfloat16 is emulated, PyTorch's update, which uses it, takes
@@ -211,8 +211,8 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
                 depths[parameter] = max(depth, depths.get(parameter, 0))
     if not depths:
         raise KinformerError(
-            f"`layer_decay` {decay:g}: lowers the learning rate layer by layer, but {type(model).__name__} has no "
-            "stack of layers; leave it out."
+            f"`layer_decay` {decay:g}: lowers the learning rate layer by layer, but {type(model).__name__} does not "
+            "have a stack of layers; leave it out."
         )
     return {parameter: decay**depth for parameter, depth in depths.items()}
 

@@ -51,7 +51,9 @@ def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
             raise KinformerError(f"`stages`: {place} is {stage!r} but must be a table, as in {_EXAMPLE}.")
         for name, value in stage.items():
             if name not in _TYPES:
-                raise KinformerError(f"`stages`: {place} has no setting {name!r}; {nearest(str(name), _TYPES)}")
+                raise KinformerError(
+                    f"`stages`: {place} does not have the setting {name!r}; {nearest(str(name), _TYPES)}"
+                )
             require_kind(f"{name} of {place}", value, *_TYPES[name])
             if name == "lr":
                 require_above(f"lr of {place}", value, 0)
@@ -136,8 +138,8 @@ class Settings(Checked):
     table_lr: float = 1e-3
     """Constant learning rate of tables with sparse gradients (product-key memories), which are not clipped."""
     precision: Precision = "fp32"
-    """bf16-mixed computes in bfloat16 where that is safe; weights, loss and optimiser stay in float32 (fp32, or with
-    `minutes` what is faster)."""
+    """bf16-mixed computes in bfloat16 where bfloat16 is safe; weights, loss and optimiser stay in float32 (fp32, or
+    with `minutes` the faster one)."""
     compile: bool = False
     """Compile the model with torch.compile (needs a C++ compiler)."""
     stages: tuple[JsonObject, ...] | None = None
@@ -162,7 +164,7 @@ class Settings(Checked):
     checkpoint_minutes: float = 10.0
     """Also write a checkpoint every this many minutes; 0 turns it off."""
     average: int = 0
-    """Checkpoints whose weights are averaged at the end: the last one, and those before it that were due by
+    """Checkpoints whose weights are averaged at the end: the last one, and earlier ones due by
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
     ema: float = 0.0
     """Keep a moving average of the weights instead of the weights themselves. It looks back over about this share of

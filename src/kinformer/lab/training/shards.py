@@ -194,10 +194,10 @@ def open_shards(folder: Path, plan: JsonObject) -> Shards:
     files, aliases = plan["files"], plan["aliases"]
     for table in (files, aliases):
         if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-            raise ValueError("its shards are no table of names")
+            raise ValueError("its shards are not a table of names")
     for name in files:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"it names {name!r}, which is no shard")
+            raise ValueError(f"it names {name!r}, which is not a shard")
     if strange := {path.name for path in place.glob("*.safetensors")} - files.keys():
         raise KinformerError(f"{place / min(strange)}: is not named by the checkpoint's plan; remove it")
     forms = _forms(place, files)
