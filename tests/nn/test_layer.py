@@ -321,7 +321,6 @@ def _padded_grid(name):
         (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
         (lambda: kinformer.layer("mamba", 64), "mamba"),
         (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is not a setting of the mixer 'softmax'"),
-<<<<<<< HEAD
         (lambda: kinformer.layer("chosen_block", 64), "did you mean 'chosen_blocks'"),
         (lambda: kinformer.layer("gated-deltanet", 64, causal=False), "rule = 'delta' has no bidirectional form"),
         (
@@ -331,8 +330,6 @@ def _padded_grid(name):
         (lambda: kinformer.layer("sparse-transformer", 64, causal=False), "the pattern 'fixed' hides later tokens"),
         (lambda: kinformer.layer("bert", 64, causal=True), "reads whole sequences"),
         (lambda: kinformer.layer("gpt", 64, causal=False, decay="forget"), "has no bidirectional form"),
-=======
->>>>>>> msgs
         (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),
