@@ -186,7 +186,7 @@ def draw(figure, models):
     lines.plot(-(slopes(4)[:, None] * distance).T)
     lines.set(title="ALiBi", xlabel="distance", ylabel="bias", ylim=(-8, 0.5))
     steps.plot(models[1].layers[0].table.detach()[bucket(distance)])
-    steps.set(title="T5, trained", xlabel="distance")
+    steps.set(title="T5, trained", xlabel="distance", xscale="symlog")
     for name, model in zip(("ALiBi", "T5"), models, strict=True):
         curve = proofs.bits_by_position(model, __file__, 512).view(-1, 64).mean(1)
         bits.plot(torch.arange(32, 512, 64), curve, label=name)

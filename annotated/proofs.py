@@ -101,16 +101,16 @@ class Tiny(nn.Module):
         return self.head(self.norms[4](x))
 
 
-def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=True):
+def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=True, whole=None):
     """Train two of the page's layers on the page's own text; returns the model.
 
     ``layer()`` makes a layer for [batch, time, dim]; ``page`` is the page's ``__file__``. A causal model predicts the
     next byte. Any other model predicts a tenth of the bytes, which are hidden from it. ``positions``: whether the
-    model adds learned positions to its tokens.
+    model adds learned positions to its tokens. ``whole()`` makes a model of the page's own, bytes to logits, instead.
     """
     torch.manual_seed(0)
     text = torch.tensor(list(Path(page).read_bytes()))
-    model = Tiny(layer, dim, length if positions else 0)
+    model = whole() if whole else Tiny(layer, dim, length if positions else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
