@@ -1,10 +1,13 @@
 # # Losses at every layer: a deep model of characters
 #
-# *Paper: Al-Rfou et al., Character-Level Language Modeling with Deeper Self-Attention (2018), arXiv 1808.04444. Members: `deep-char`. Measured: quality.*
+# *Paper: Al-Rfou et al., Character-Level Language Modeling with Deeper Self-Attention (2018), arXiv 1808.04444.
+# Members: `deep-char`. Measured: quality.*
 #
-# **Problem.** A model of characters needs long contexts and many layers, and a stack of 64 layers hardly trains: the loss stands at the end, and the first layers hear little of it.
+# **Problem.** A model of characters needs long contexts and many layers, and a stack of 64 layers hardly trains: the
+# loss stands at the end, and the first layers hear little of it.
 #
-# **Idea.** Give every layer a loss. Each layer predicts the next character through a reader that exists in training only, the lower layers stop one after the other, and in the second half of training only the last layer is left:
+# **Idea.** Give every layer a loss. Each layer predicts the next character through a reader that exists in training
+# only, the lower layers stop one after the other, and in the second half of training only the last layer is left:
 #
 # $$ L = L_n + \sum_{l < n, \; l > 2 n u} L_l, \quad u = \frac{\mathrm{step}}{\mathrm{steps}} $$
 #
@@ -18,7 +21,9 @@ from torch.nn import functional as F
 
 # ## The layer
 #
-# Attention is softmax attention. The division by $\sqrt{d}$ keeps scores near a standard deviation of 1, and the mask hides later characters: it alone makes the model causal. The page puts norms before sublayers, which keeps a free shortcut through the stack. (In the paper they stand behind.)
+# Attention is softmax attention. The division by $\sqrt{d}$ keeps scores near a standard deviation of 1, and the mask
+# hides later characters: it alone makes the model causal. The page puts norms before sublayers, which keeps a free
+# shortcut through the stack. (In the paper they stand behind.)
 
 
 class Layer(nn.Module):
@@ -43,9 +48,13 @@ class Layer(nn.Module):
 
 # ## Positions at every layer
 #
-# Positions that are added once, at the bottom, fade in a deep stack. So every layer adds a learned vector of the position to its input. It enters the shortcut, and all later layers see it too. A model of 64 layers of width 512 and 512 positions has 17 million of these numbers, and the texts end where the tables end.
+# Positions added at the bottom alone fade in a deep stack. So every layer adds a learned vector of the position to its
+# input. It enters the shortcut, and all later layers see it too. A model of 64 layers of width 512 and 512 positions
+# has 17 million of these numbers, and the texts end where the tables end.
 #
-# The state is the pair (k, v) of each layer, one row a character. Positions count on from the length of the state. The published evaluation did not use it: it moved a window of 512 by one character at a time, so that each prediction has the full context. Beyond the table's end a cache would not help, because every vector would change its position.
+# The state is the pair (k, v) of each layer, one row a character. Positions count on from the length of the state. The
+# published evaluation did not use it: it moved a window of 512 by one character at a time, so that each prediction has
+# the full context. Beyond the table's end a cache would not help, because every vector would change its position.
 
 
 class Model(nn.Module):
@@ -78,7 +87,9 @@ class Model(nn.Module):
 
 # ## The losses
 #
-# A reader is a norm and a product. Each layer also predicts the character after the next one, at half the weight. This second target exists in training only, even for the last layer. It asks for a plan of two characters and gives more gradient from each text.
+# A reader is a norm and a product. Each layer also predicts the character after the next one, at half the weight. This
+# second target exists in training only, even for the last layer. It asks for a plan of two characters and gives more
+# gradient from each text.
 
 
 class Reader(nn.Module):
@@ -115,9 +126,17 @@ class Losses(nn.Module):
 
 # ## Costs, and when to take it
 #
-# The losses cost one product with the vocabulary for each layer and target, which is little with 256 characters, and nothing after training: readers are thrown away. The rest is a plain decoder: $T^2$ comparisons a layer, $T$ for a generated character, $2 D$ stored numbers a character and layer of width $D$. With tables of zeros it is exact attention without positions.
+# The losses cost one product with the vocabulary for each layer and target, which is little with 256 characters, and
+# nothing after training: readers are thrown away. The rest is a plain decoder: $T^2$ comparisons a layer, $T$ for a
+# generated character, $2 D$ stored numbers a character and layer of width $D$. With tables of zeros it is exact
+# attention without positions.
 #
-# The paper reports 1.13 bits per character on text8 with 64 layers and 1.06 on enwik8. In its ablation on text8, without the losses of the layers 1.062 becomes 1.158, without positions at every layer 2.482, without the second target 1.068. Our result page "quality" has 2.048 bits per byte after four minutes, among the last (`gpt` 1.732): it reads bytes where the others read tokens, and the losses cost steps. Take it to study how deep stacks learn. Today norms before the sublayers train deep stacks without further losses, and rotary positions stand in every layer without tables.
+# The paper reports 1.13 bits per character on text8 with 64 layers and 1.06 on enwik8. In its ablation on text8,
+# without the losses of the layers 1.062 becomes 1.158, without positions at every layer 2.482, without the second
+# target 1.068. Our result page "quality" has 2.048 bits per byte after four minutes, among the last (`gpt` 1.732): it
+# reads bytes where the others read tokens, and the losses cost steps. Take it to study how deep stacks learn. Today
+# norms before the sublayers train deep stacks without further losses, and rotary positions stand in every layer without
+# tables.
 
 # --- proof ---
 # The library's model with the same weights gives the same logits, gradients and streamed steps; and its training
@@ -156,44 +175,42 @@ def proof():
         proofs.equal(f"loss at {progress}", losses(page, tokens, progress), theirs, 1e-6)  # which it sums in float32
 
 
+def batch(count):
+    """Return rows of 97 bytes of the page."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    return torch.stack([text[i : i + 97] for i in torch.randint(len(text) - 97, (count,)).tolist()])
+
+
 def train():
-    """Train four layers on the page's text, and note how well each layer predicts while it has a loss."""
+    """Train four layers on the page's text, by the schedule of the losses."""
     torch.manual_seed(0)
-    text, steps = torch.tensor(list(Path(__file__).read_bytes())), 120
-    model = Model(depth=4)
-    losses = Losses(64, 256, 4)
+    model, losses, steps, bits = Model(depth=4), Losses(64, 256, 4), 120, []
     optimizer = torch.optim.AdamW([*model.parameters(), *losses.parameters()], lr=3e-3)
-    model.curves = [[] for _ in range(4)]
     for step in range(steps):
-        rows = torch.stack([text[i : i + 97] for i in torch.randint(len(text) - 97, (8,)).tolist()])
-        loss = losses(model, rows, step / steps)
+        rows = batch(8)
         optimizer.zero_grad()
-        loss.backward()
+        losses(model, rows, step / steps).backward()
         optimizer.step()
-        if step % 5 == 0:
+        if step in (0, steps - 1):
             with torch.no_grad():
-                outputs = model.run(rows[:, :-1])[0]
-                logits = [reader(x)[0] for reader, x in zip(losses.readers[:-1], outputs[:-1], strict=True)]
-                logits.append(model.head(model.norm(outputs[-1])))
-            for number, (curve, each) in enumerate(zip(model.curves, logits, strict=True), 1):
-                if number == 4 or number > 8 * step / steps:
-                    curve.append(cross_entropy(each, rows[:, 1:]).item() / math.log(2))
-    first, last = model.curves[-1][0], model.curves[-1][-1]
-    print(f"this page as text: {first:.2f} bits per byte at first, {last:.2f} after {steps} steps")
+                bits.append(cross_entropy(model(rows[:, :-1]), rows[:, 1:]).item() / math.log(2))
+    print(f"this page as text: {bits[0]:.2f} bits per byte at first, {bits[1]:.2f} after {steps} steps")
     return model
 
 
 def draw(figure, model):
-    """Left: which of 64 layers have a loss, by progress. Right: the predictions of four trained layers."""
-    schedule, bits = figure.subplots(1, 2)
-    progress = torch.linspace(0, 1, 200)
-    number = torch.arange(1, 65)[:, None]
+    """Left: which of 64 layers have a loss, by progress. Right: gradients of 24 new layers with and without losses."""
+    schedule, gradients = figure.subplots(1, 2)
+    progress, number = torch.linspace(0, 1, 200), torch.arange(1, 65)[:, None]
     schedule.imshow(((number > 128 * progress) | (number == 64)).float(), aspect="auto", extent=(0, 1, 64.5, 0.5))
     schedule.set(title="layers with a loss (yellow)", xlabel="progress", ylabel="layer of 64")
-    for layer, curve in enumerate(model.curves, 1):
-        bits.plot(range(0, 5 * len(curve), 5), curve, label=f"layer {layer}")
-    bits.set(title="bits per byte of each layer", xlabel="step of 120")
-    bits.legend()
+    deep, losses, rows = Model(depth=24), Losses(64, 256, 24), batch(4)
+    weights = [layer.down.weight for layer in deep.layers]
+    for name, progress in (("losses at all layers", 0), ("at the last layer", 1)):
+        found = torch.autograd.grad(losses(deep, rows, progress), weights)
+        gradients.plot(range(1, 25), [each.norm().item() for each in found], marker=".", label=name)
+    gradients.set(title="gradient of the weights", xlabel="layer of 24", yscale="log")
+    gradients.legend()
 
 
 if __name__ == "__main__":

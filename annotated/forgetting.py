@@ -25,7 +25,7 @@ from torch.nn import functional as F
 # ## First form: a bias for each pair
 #
 # With the running sum $c_i = \ln f_1 + \ldots + \ln f_i$, the bias of a pair is a difference, $c_i - c_j$. So it needs
-# one number a token, and not a sum for each pair. The logarithm of the gate is computed by one function: the logarithm
+# one number a token, and not a sum for each pair. One function computes the logarithm of the gate: the logarithm
 # of a rounded sigmoid would be $-\infty$ for a gate that is almost shut.
 
 

@@ -4,8 +4,8 @@
 # arXiv 1906.02762. Members: `macaron`. Measured: quality.*
 #
 # **Problem.** A layer applies attention and then a feed-forward. Why in this order, and why once each? The paper reads
-# the tokens as particles: attention lets them interact, and the feed-forward moves each one alone. A layer is then
-# one step of a numerical solver of the differential equation
+# the tokens as particles: attention lets them interact, and the feed-forward moves each one alone. A layer is then one
+# step of a numerical solver of the differential equation
 #
 # $$ \frac{d x_i}{d t} = F(x_i, t) + G(x_i, \{x_1, \ldots, x_n\}, t) $$
 #

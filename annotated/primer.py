@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 # ## The squared ReLU
 #
-# The square makes large inputs larger and keeps small ones near 0, and it does not have a kink at 0. It resembles the product of
-# two projections in gated units such as GLU, with one projection for both factors and without its weights.
+# The square makes large inputs larger and keeps small ones near 0, and it does not have a kink at 0. It resembles the
+# product of two projections in gated units such as GLU, with one projection for both factors and without its weights.
 
 
 def squared_relu(x):
