@@ -41,7 +41,7 @@ from common import (
 )
 from kinformer.kernels.bucketed import bucketed_attention, members
 from kinformer.kernels.bucketed.equal import balanced_attention, sorted_attention
-from kinformer.parts.bucketing import Centroids, Hashes, normalised
+from kinformer.mixers.buckets import Centroids, Hashes, normalised
 
 MEMBERS = ("reformer", "routing", "gpt")
 LENGTHS = (1024, 2048, 4096, 8192, 16_384, 32_768)

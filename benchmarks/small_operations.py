@@ -1,7 +1,7 @@
 """What do Muon's update and dropout cost in steps of small models? Ours beside PyTorch's, matrices of four layers.
 
     Muon       matrices of one shape in one product (lab/training/optimisers.py), beside torch.optim.Muon, one by one
-    dropout    16 random bits an element (runtime/dropout.py), beside torch.nn.Dropout; forward and backward
+    dropout    16 random bits an element (runtime/draws.py), beside torch.nn.Dropout; forward and backward
 
 The same weights after three updates, the same share of zeros, or they are not timed.
 """
@@ -17,7 +17,7 @@ from torch.optim import Muon
 
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
 from kinformer.lab.training.optimisers import StackedMuon
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.process import keep_memory
 
 LAYERS, TOKENS, P = 4, 1024, 0.1

@@ -11,17 +11,18 @@ from typing import Any
 
 def generate(docs: Path) -> None:
     """Write all generated pages below ``docs``."""
-    from generator import annotated, documents, measurements, members, notebook, parts, tasks
+    from generator import annotated, book, documents, measurements, members, notebook, parts, tasks
 
-    for each in (annotated, members, tasks, parts, measurements, notebook, documents):
+    for each in (annotated, book, members, tasks, parts, measurements, notebook, documents):
         each.generate(docs)
 
 
 def setup(app: Any) -> dict[str, bool]:
     """Called by Sphinx."""
-    from generator import accessible, docstrings
+    from generator import accessible, book, docstrings
 
     app.connect("builder-inited", lambda app: generate(Path(app.srcdir)))
+    app.connect("source-read", book.typeset)
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("build-finished", accessible.finish)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

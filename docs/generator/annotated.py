@@ -111,7 +111,7 @@ def _sections(text: str) -> Iterator[str]:
         if prose.startswith("#"):
             heading, _, prose = prose.partition("\n")
             yield heading
-        yield from _pair(_markdown(prose.strip()), code.strip("\n"))
+        yield from _pair(with_mathml(prose.strip()), code.strip("\n"))
 
 
 def _pair(prose: str, code: str) -> Iterator[str]:
@@ -123,8 +123,8 @@ def _pair(prose: str, code: str) -> Iterator[str]:
         yield literal(code, "python")
 
 
-def _markdown(text: str) -> str:
-    """The prose with its formulas as MathML."""
+def with_mathml(text: str) -> str:
+    """Return Markdown with its formulas as MathML."""
     text = re.sub(r"\$\$(.+?)\$\$", lambda match: f"\n{html(mathml(match[1], display=True))}\n", text, flags=re.DOTALL)
     pieces = re.split(r"(```.*?```|`[^`]+`)", text, flags=re.DOTALL)
     return "".join(piece if index % 2 else re.sub(r"\$([^$]+)\$", _inline, piece) for index, piece in enumerate(pieces))

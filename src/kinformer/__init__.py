@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     )
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
-    from kinformer.nn.causal import CausalLayer
-    from kinformer.nn.factory import LayerRecord
+    from kinformer.nn.layers import CausalLayer, LayerRecord
 
 
 def _kinds() -> Kinds:
@@ -164,7 +163,7 @@ def layer(
 
     Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
     """
-    from kinformer.nn.factory import layer
+    from kinformer.nn.layers import layer
 
     return layer(name, dim, block=block, recipe=recipe, set=set, device=device, dtype=dtype, **settings)
 
@@ -174,7 +173,7 @@ def layers() -> list[LayerRecord]:
 
     ``print(record)`` shows the settings and their defaults.
     """
-    from kinformer.nn.factory import layers
+    from kinformer.nn.layers import layers
 
     return layers()
 

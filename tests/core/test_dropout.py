@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

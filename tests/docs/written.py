@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("install", "tutorial", "layer"))]
 PAGES += sorted((DOCS / "howto").glob("*.md"))
+PAGES += sorted((DOCS / "book").glob("*.md"))
 
 
 def python_of(page: Path) -> list[str]:

@@ -50,7 +50,7 @@ from kinformer.parts.scores import Additive, Bilinear, Dot, Modulus
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, SourceModelSubject, verify_config
-from kinformer.testing.declared import GROWTHS
+from kinformer.testing.subject import GROWTHS
 from tests.members import CAUSAL, ENCODERS, SOURCE, TRAJECTORIES
 
 from ..inputs.made import StepsSubject

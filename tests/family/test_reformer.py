@@ -5,8 +5,7 @@ import torch
 
 import kinformer
 from kinformer.core.contract import Chunk
-from kinformer.mixers.buckets import LSHAttention
-from kinformer.parts.bucketing import Hashes
+from kinformer.mixers.buckets import Hashes, LSHAttention
 from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23

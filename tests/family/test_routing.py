@@ -14,8 +14,7 @@ from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
 from kinformer.core.state import pop_aux
 from kinformer.kernels.bucketed.equal import balanced_attention
-from kinformer.mixers.buckets import RoutingAttention
-from kinformer.parts.bucketing import Centroids
+from kinformer.mixers.buckets import Centroids, RoutingAttention
 from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 23

@@ -13,7 +13,7 @@ from kinformer.kernels.linear import LinearState, linear_attention
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.parts.patterns.sequence import Strided
 from kinformer.runtime.errors import KinformerError
-from kinformer.testing.declared import agree_derivatives
+from kinformer.testing.subject import agree_derivatives
 
 TIME, WIDTH = 7, 4
 

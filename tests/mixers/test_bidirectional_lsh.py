@@ -9,8 +9,7 @@ import torch
 import kinformer
 from kinformer.kernels.bucketed import bucketed_attention, members
 from kinformer.kernels.bucketed.equal import sorted_attention
-from kinformer.mixers.buckets import BidirectionalLSH
-from kinformer.parts.bucketing import normalised
+from kinformer.mixers.buckets import BidirectionalLSH, normalised
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

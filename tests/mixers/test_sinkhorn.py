@@ -8,9 +8,8 @@ import torch
 
 import kinformer
 from kinformer.core.encoder import SequenceContext
-from kinformer.kernels.sinkhorn import sinkhorn
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.sinkhorn import SinkhornAttention
+from kinformer.mixers.sinkhorn import SinkhornAttention, sinkhorn
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject
 

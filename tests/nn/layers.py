@@ -3,7 +3,7 @@
 import torch
 
 import kinformer
-from kinformer.nn import factory
+from kinformer.nn.layers import _layer_config
 from tests.members import MEMBERS
 
 DIM = 32
@@ -24,7 +24,7 @@ def made(name, block=False, seed=0, **settings):
     """A tiny layer in float64; ``settings`` go before those of this test."""
     torch.manual_seed(seed)
     recipe = "tiny" if name in MEMBERS else "small"
-    known = factory._layer_config(name, recipe)
+    known = _layer_config(name, recipe)
     fits = {key: value for key, value in SETTINGS.get(name, {}).items() if hasattr(known, key)}
     return kinformer.layer(name, DIM, block=block, recipe=recipe, dtype=torch.float64, **fits, **settings).eval()
 

@@ -78,7 +78,7 @@ print(*sorted(lazy))
     packages, rooms, lazy = (set(line.split()) for line in run.stdout.splitlines())
     assert packages.isdisjoint({"tyro", "rich", "tokenizers", "transformers", "matplotlib", "cattrs", "safetensors"})
     assert rooms.isdisjoint({"cli", "runs", "tasks", "training", "comparison", "data", "interop", "figures"})
-    assert "kinformer.nn.factory" not in lazy
+    assert "kinformer.nn.layers" not in lazy
     assert not {name for name in lazy if name.startswith(("kinformer.mixers", "kinformer.family"))}
 
 

@@ -8,11 +8,7 @@ from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import blank_tokenizer
 
 pytest.importorskip("jinja2")
-from kinformer.lab.serving.fields import (  # noqa: E402
-    MOST_CHARACTERS,
-    ChatTemplate,
-    FieldError,  # noqa: E402
-)
+from kinformer.lab.serving.fields import MOST_CHARACTERS, ChatTemplate, FieldError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
 TURNS = [

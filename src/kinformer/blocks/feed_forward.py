@@ -22,7 +22,7 @@ from kinformer.core.division import divided, in_blocks
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, ResidualOutput
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import has_data
 

@@ -31,7 +31,7 @@ from kinformer.core.encoder import (
 from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import is_empty_mask
 

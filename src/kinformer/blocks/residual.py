@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kinformer.core.config import Config, check_unused
 from kinformer.core.parts import ResidualOutput
 from kinformer.core.stack import Droppable
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError
 
 # One module for every slice of a token, such as the real and the imaginary half of complex numbers.

@@ -30,7 +30,7 @@ from kinformer.core.encoder import (
 )
 from kinformer.core.parts import FeedForwardConfig
 from kinformer.core.state import State
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 
 
 @dataclass(frozen=True, kw_only=True)

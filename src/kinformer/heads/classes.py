@@ -12,7 +12,7 @@ from torch.nn import functional
 from kinformer.core.contract import select_valid
 from kinformer.core.parts import Input
 from kinformer.core.stack import HeadConfig
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError, plural
 
 Pooling = Literal["first", "mean", "max", "gated"]

@@ -32,7 +32,7 @@ from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import normed
 from kinformer.parts.relative_positions import Rope
 from kinformer.parts.scores import ScaledDot
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError, choose
 
 Form = Literal["auto", "expanded", "absorbed"]

@@ -15,7 +15,7 @@ from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import Input, PositionConfig
 from kinformer.core.stack import ModelConfig, StackConfig
-from kinformer.runtime.dropout import Dropout
+from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 from importlib import import_module
 
 _MODULES = {
-    "BidirectionalLayer": "bidirectional",
-    "CausalLayer": "causal",
+    "BidirectionalLayer": "layers",
+    "CausalLayer": "layers",
     "MultiheadAttention": "multihead_attention",
     "attention": "attention",
-    "layer": "factory",
-    "layers": "factory",
-    "stack": "factory",
+    "layer": "layers",
+    "layers": "layers",
+    "stack": "layers",
 }
 """The module of each name; the names of configs are looked up in the registry of parts."""
 

@@ -11,9 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.testing.declared import agree_derivatives, agree_gradients, dense_gradients
 from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large
-from kinformer.testing.subject import BITS, GRADIENTS, VALUES, agree, built, draw, require
+from kinformer.testing.subject import (
+    BITS,
+    GRADIENTS,
+    VALUES,
+    agree,
+    agree_derivatives,
+    agree_gradients,
+    built,
+    dense_gradients,
+    draw,
+    require,
+)
 
 # Encoders under examination: a mixer over a sequence or a whole model, their inputs, and the same without padding.
 

@@ -25,7 +25,6 @@ from kinformer.core.state import (
     value,
 )
 from kinformer.runtime.errors import KinformerError
-from kinformer.testing.declared import agree_derivatives, agree_gradients, alike, dense_gradients
 from kinformer.testing.subject import (
     BITS,
     GRADIENTS,
@@ -34,7 +33,11 @@ from kinformer.testing.subject import (
     MixerSubject,
     Subject,
     agree,
+    agree_derivatives,
+    agree_gradients,
     agree_states,
+    alike,
+    dense_gradients,
     draw,
     named_leaves,
     require,

@@ -15,7 +15,7 @@ from kinformer.core.config import Config, Kinds, from_dict, to_dict
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.testing import declared, encoders, laws
+from kinformer.testing import encoders, laws
 from kinformer.testing.encoders import EncoderMixerSubject
 from kinformer.testing.laws import (
     compile_,
@@ -27,7 +27,15 @@ from kinformer.testing.laws import (
     purity,
     reserved,
 )
-from kinformer.testing.subject import ContractError, LayerSubject, MixerSubject, ModelSubject, Subject
+from kinformer.testing.subject import (
+    ContractError,
+    LayerSubject,
+    MixerSubject,
+    ModelSubject,
+    Subject,
+    state_size,
+    structure,
+)
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,10 @@ LAWS = named_checks(
 )
 
 CHECKS: dict[str, Check] = (
-    named_checks(Check("structure", declared.structure))
+    named_checks(Check("structure", structure))
     | LAWS
     | named_checks(
-        Check("state_size", declared.state_size),
+        Check("state_size", state_size),
         Check("dtype", dtype),
         Check("half_precision", half_precision),
         Check("implementations", implementations),

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from kinformer.core.reserved import KeysValues
 from kinformer.core.state import State, map_tensors, nbytes, repeat_rows, select_rows, tensors
-from kinformer.nn.causal import CausalLayer
+from kinformer.nn.layers import CausalLayer
 from kinformer.runtime.errors import KinformerError
 
 CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters

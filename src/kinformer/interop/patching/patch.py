@@ -16,8 +16,7 @@ from kinformer.core.config import Config, field_types
 from kinformer.interop.key_map import ConfigData
 from kinformer.interop.patching.cache import refuse_fixed_size, state_layer
 from kinformer.interop.settings import Settings, rope
-from kinformer.nn.causal import CausalLayer
-from kinformer.nn.factory import layer, layer_config
+from kinformer.nn.layers import CausalLayer, layer, layer_config
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 

@@ -1,4 +1,4 @@
-"""Products of rows with the matrix of their group, as mixtures of experts need them: y_i = x_i W_(group of i)."""
+"""The reference of grouped products: a matrix is gathered for every row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from kinformer.kernels.grouped import reference
 from kinformer.kernels.impls import GroupedImpl, names_of
 from kinformer.runtime.autograd import Context, autocast_together
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError
+
+
+def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups] are the rows behind the
+    last one of each group."""
+    rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, rows, right=True)
+    return torch.bmm(x[:, None], weight[group])[:, 0]
+
+
+# Products of rows with the matrix of their group, as mixtures of experts need them: y_i = x_i W_(group of i).
 
 IMPLS = names_of(GroupedImpl)
 
@@ -30,7 +40,7 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
     if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
         return _stand_in(x, weight)
     if impl == "reference" or (impl == "auto" and x.dtype == torch.float64):
-        return reference.products(x, weight, ends)
+        return products(x, weight, ends)
     multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape
     more_rows, more_columns = -rows % multiple, -columns % multiple
     if not more_rows and not more_columns:

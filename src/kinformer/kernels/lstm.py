@@ -1,8 +1,4 @@
-"""Long short-term memory (Hochreiter and Schmidhuber 1997; with forget gates, Gers et al. 2000) over a chunk.
-
-[i, f, g, o] = W x_t + b + U h_(t-1) + u        (W, U, b, u: ``weights``)
-c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
-"""
+"""The recurrence of an LSTM, token by token, in any dtype: W and U are ``w`` and ``u``, c_t is ``after``."""
 
 from __future__ import annotations
 
@@ -17,10 +13,36 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from kinformer.kernels.impls import LstmImpl, names_of
-from kinformer.kernels.lstm import reference
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.compiling import substitute, uncompiled
 from kinformer.runtime.errors import KinformerError
+
+
+def recurrence(
+    x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs and the final h and c, token by token; see :func:`kinformer.kernels.lstm.lstm`."""
+    w, u, w_bias, u_bias = weights
+    outputs = []
+    for t in range(x.shape[1]):
+        real = torch.ones_like(x[:, 0, :1], dtype=torch.bool) if valid is None else valid[:, t, None]
+        if reset is not None:
+            new = reset[:, t, None] & real
+            h, c = (torch.where(new, tensor.new_zeros(()), tensor) for tensor in (h, c))
+        token = torch.where(real, x[:, t], x.new_zeros(()))
+        i, f, g, o = (token @ w.T + w_bias + h @ u.T + u_bias).chunk(4, dim=-1)
+        # c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g)
+        after = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        y = o.sigmoid() * after.tanh()
+        h, c = torch.where(real, y, h), torch.where(real, after, c)
+        outputs.append(torch.where(real, y, y.new_zeros(())))
+    return torch.stack(outputs, dim=1), h, c
+
+
+# Long short-term memory (Hochreiter and Schmidhuber 1997; with forget gates, Gers et al. 2000) over a chunk.
+#
+# [i, f, g, o] = W x_t + b + U h_(t-1) + u        (W, U, b, u: ``weights``)
+# c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
 
 LSTM_IMPLS = names_of(LstmImpl)
 
@@ -59,7 +81,7 @@ def lstm(
         y, after, memory = operator(x, h, c, *weights)
         return y, after, memory
     if impl == "reference":
-        return reference.recurrence(x, h, c, weights, valid, reset)
+        return recurrence(x, h, c, weights, valid, reset)
     if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
         return _stand_in(x, h, weights)
     if valid is None and reset is None:
