@@ -188,8 +188,8 @@ def draw(figure, models):
     steps.plot(models[1].layers[0].table.detach()[bucket(distance)])
     steps.set(title="T5, trained", xlabel="distance", xscale="symlog")
     for name, model in zip(("ALiBi", "T5"), models, strict=True):
-        curve = proofs.bits_by_position(model, __file__, 512).view(-1, 64).mean(1)
-        bits.plot(torch.arange(32, 512, 64), curve, label=name)
+        curve = proofs.bits_by_position(model, __file__, 384).view(-1, 64).mean(1)
+        bits.plot(torch.arange(32, 384, 64), curve, label=name)
     bits.axvline(128, color="grey", linestyle=":")
     bits.set(title="bits per byte", xlabel="position")
     bits.margins(y=0.35)

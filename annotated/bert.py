@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab))
 
     def encode(self, tokens, real=None):
-        """tokens [batch, time] -> vectors [batch, time, dim]; ``real`` marks tokens that are not padding."""
+        """tokens [batch, time] -> vectors [batch, time, dim]; ``real`` is False for padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         x = self.norm(F.embedding(tokens, self.table) + self.position[: tokens.shape[1]])
         for layer in self.layers:
@@ -113,7 +113,7 @@ def loss(model, tokens, mask_token=256, vocab=256):
 # of the next token, it is `gpt`.
 #
 # The paper reports 80.5 on GLUE and an F1 of 93.2 on SQuAD 1.1, each ahead of all earlier systems, from one model that
-# is tuned for each task. (It also trained on pairs of sentences, which later work found useless, and this page leaves
+# is tuned for each task. (It also trained on pairs of sentences, which RoBERTa found unnecessary, and this page leaves
 # out.) On our result page "masked_language", after ten minutes of one core, a small BERT needs 1.54 bits for a hidden
 # byte and finds 71 % of these bytes; the frequency of a byte behind the true one before it needs 3.52. That model has
 # norms before the sublayers and rotary positions: the published shape stays near the frequencies of bytes for its first

@@ -67,10 +67,11 @@ def modulus(z):
 #
 # $$ s_{mn} = \frac{| \sum_c q_{mc} k_{nc} |}{\sqrt{d}}, \quad y_m = \sum_n p_{mn} v_n $$
 #
-# The authors do not conjugate the query. The angles of two waves then add up, $e^{i \omega (m + n)}$, so the score
-# depends on the sum of the positions. With a conjugate, as physicists multiply, it would depend on the distance $m -
-# n$, as with rotary positions. The page and the library have both. Weights are real, and average the real and the
-# imaginary parts of the values alike. The division by $\sqrt{d}$, with $d$ complex features, keeps first scores small.
+# The authors do not conjugate the query. The angles of two waves of one frequency then add up, $e^{i \omega (m + n)}$,
+# so the score depends on the sum of the positions. With a conjugate, as physicists multiply, it would depend on the
+# distance $m - n$, as with rotary positions. The page and the library have both. Weights are real, and average the real
+# and the imaginary parts of the values alike. The division by $\sqrt{d}$, with $d$ complex features, keeps first scores
+# small.
 
 
 def attention(q, k, v, conjugate=False):
@@ -136,10 +137,10 @@ class Model(nn.Module):
 
 # ## Costs, and when to take it
 #
-# A complex number is two real ones, so at the same number of weights everything costs about twice as much: $T^2$
-# comparisons of twice the width in training, $T$ for a generated token, and a state of $4 d$ numbers a token and layer
-# for $d$ complex features. With all frequencies at 0 the tokens are real, and it is attention to the absolute value of
-# the real product, without positions.
+# A complex number is two real ones, and a complex product is four. So beside a real model with as many weights,
+# projections and sums of values cost twice as much and scores four times. Training computes $T^2$ scores, a generated
+# token $T$. The state holds $4 d$ numbers a token and layer for $d$ complex features, instead of $2 d$. With
+# frequencies and imaginary parts of 0 it is attention to the absolute value of the real product, without positions.
 #
 # The paper reports that a Transformer-XL of 6 layers on text8 improves from 1.29 to 1.26 bits per character, and
 # translation from English to German (WMT16) from 34.5 to 35.8 BLEU. Our result page "quality" has 2.049 bits per byte

@@ -91,9 +91,9 @@ class Attention(nn.Module):
 # The paper classifies texts with an encoder, and reports gains over the Transformer and over relative positions on five
 # data sets. Our result page "quality" has 1.733 bits per byte after four minutes, close to `gpt` with 1.732 and behind
 # `rope` with 1.715. On "extrapolation", a model trained at 128 tokens has 1.83 bits per byte at 128 tokens, 1.82 at
-# 256, 1.91 at 512 and 4.50 at 8,192: the curves flatten, but the sum over far keys, each with a weight of 1 or more,
-# grows with the length. On "sparse" a causal layer takes 1.45 times the time of PyTorch's attention without positions,
-# since a fast kernel does not know the product.
+# 256, 1.91 at 512 and 4.50 at 8,192. A likely reason: the factors flatten, and far keys, each with a weight of 1 or
+# more, add up. On "sparse" a causal layer takes 1.45 times the time of PyTorch's attention without positions, since a
+# fast kernel does not know the product.
 #
 # Take it to study scores that depend on real distances. For long texts `alibi` adds its distances, and holds; its
 # authors found that a product did worse than a sum.
@@ -145,7 +145,7 @@ def draw(figure, model):
             axes.plot(factor(distance, layer.rate, layer.steepness)[:, 0].T)
             axes.axhline(1, color="grey", linestyle=":")
             axes.set(title=title, xlabel="distance", ylim=(0, 2.6))
-    bits.plot(torch.arange(32, 512, 64), proofs.bits_by_position(model, __file__, 512).view(-1, 64).mean(1))
+    bits.plot(torch.arange(32, 384, 64), proofs.bits_by_position(model, __file__, 384).view(-1, 64).mean(1))
     bits.axvline(128, color="grey", linestyle=":")
     bits.margins(y=1)
     bits.set(title="bits per byte", xlabel="position")

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 # ## First form: a bias for each pair
 #
 # With the running sum $c_i = \ln f_1 + \ldots + \ln f_i$, the bias of a pair is a difference, $c_i - c_j$. So it needs
-# one number a token, and not a sum for each pair. One function computes the logarithm of the gate: the logarithm
-# of a rounded sigmoid would be $-\infty$ for a gate that is almost shut.
+# one number a token, and not a sum for each pair. One function computes the logarithm of the gate: the logarithm of a
+# rounded sigmoid would be $-\infty$ for an almost shut gate.
 
 
 def parallel(q, k, v, log_f):
@@ -161,7 +161,7 @@ def draw(figure, model):
     left.set(title=f"weight left, head {slowest}", xlabel="key", ylabel="query")
     for axes in (gates, left):
         axes.set_yticks(range(len(text)), text.decode().replace(" ", "_"), fontsize=6)
-    bits.plot(torch.arange(32, 512, 64), proofs.bits_by_position(model, __file__, 512).view(-1, 64).mean(1))
+    bits.plot(torch.arange(32, 384, 64), proofs.bits_by_position(model, __file__, 384).view(-1, 64).mean(1))
     bits.axvline(128, color="grey", linestyle=":")
     bits.margins(y=1)
     bits.set(title="bits per byte", xlabel="position")

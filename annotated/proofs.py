@@ -130,7 +130,7 @@ def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=Tru
 
 
 @torch.no_grad()
-def bits_by_position(model, page, length, rows=48):
+def bits_by_position(model, page, length, rows=16):
     """Return the bits [length] that a trained model needs for the bytes at each position, a mean over ``rows`` texts.
 
     The texts are windows of the page, so windows longer than in training show how the model extrapolates.

@@ -131,8 +131,8 @@ class Transformer(nn.Module):
 # ## Costs, and when to take it
 #
 # For $S$ source and $T$ target tokens, training costs $S^2 + T^2 + S T$ comparisons a layer. A generated token costs $S
-# + T$, and the state holds $2 D (S + T)$ numbers a decoder layer of width $D$. Without a source, and with a norm before
-# each sublayer, the decoder alone is `gpt`.
+# + T$, and the state holds $2 D (S + T)$ numbers a decoder layer of width $D$. Without a source, the decoder alone is
+# the language model `post-ln`.
 #
 # The paper reports 27.3 BLEU on WMT14 English to German for the base model and 28.4 for the big one, at a fraction of
 # the training of its forerunners. Our result page "translation" has 36.5 BLEU on Multi30k English to German greedily
