@@ -121,7 +121,7 @@ def proof():
     for member, norm_first in (("gpt", True), ("post-ln", False)):
         print(member)
         page = Layer(32, 4, norm_first)
-        library = kinformer.layer(member, 32, num_heads=4, block=True, set={"feed_forward.hidden_dim": 128})
+        library = kinformer.layer(member, 32, num_heads=4, whole=True, set={"feed_forward.hidden_dim": 128})
         names = {
             "inner.mixer.projection.qkv": "attention.qkv",
             "inner.mixer.out": "attention.out",

@@ -136,7 +136,8 @@ def layer(
     name: str | Config,
     dim: int,
     *,
-    block: bool = False,
+    whole: bool = False,
+    causal: bool | None = None,
     recipe: str = "small",
     set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
@@ -151,11 +152,13 @@ def layer(
 
     name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
     dim: the width.
-    block: build the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    whole: build the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    causal: False for the bidirectional form, which reads whole sequences, where the mechanism has one.
     recipe: the recipe of the member for missing settings. If its number of heads does not divide dim, the next smaller
         divisor is taken.
-    settings: settings of the mixer by name, such as ``num_heads`` and ``window``; with ``block`` also the layer's. A
-        part may be a name (``position="rope"``), a mapping (``pattern={"kind": "local", "window": 64}``) or a config.
+    settings: settings of the mixer and of the parts inside by name, such as ``num_heads``, ``window``, ``num_kv_heads``
+        and ``features``; with ``whole`` also the layer's. A part may be a name (``position="rope"``), a mapping
+        (``pattern={"kind": "local", "window": 64}``) or a config.
     set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
     device, dtype: the device and type of the weights, which PyTorch's global generator initialises.
 
@@ -165,7 +168,7 @@ def layer(
     """
     from kinformer.nn.layers import layer
 
-    return layer(name, dim, block=block, recipe=recipe, set=set, device=device, dtype=dtype, **settings)
+    return layer(name, dim, whole=whole, causal=causal, recipe=recipe, set=set, device=device, dtype=dtype, **settings)
 
 
 def layers() -> list[LayerRecord]:

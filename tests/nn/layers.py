@@ -20,13 +20,13 @@ CAUSAL = [record.name for record in RECORDS if record.causal]
 BIDIRECTIONAL = [record.name for record in RECORDS if not record.causal and record.name not in GRID]
 
 
-def made(name, block=False, seed=0, **settings):
+def made(name, whole=False, seed=0, **settings):
     """A tiny layer in float64; ``settings`` go before those of this test."""
     torch.manual_seed(seed)
     recipe = "tiny" if name in MEMBERS else "small"
     known = _layer_config(name, recipe)
     fits = {key: value for key, value in SETTINGS.get(name, {}).items() if hasattr(known, key)}
-    return kinformer.layer(name, DIM, block=block, recipe=recipe, dtype=torch.float64, **fits, **settings).eval()
+    return kinformer.layer(name, DIM, whole=whole, recipe=recipe, dtype=torch.float64, **fits, **settings).eval()
 
 
 def extras(name, layer, batch):

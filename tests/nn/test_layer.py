@@ -20,14 +20,14 @@ from tests.members import MEMBERS
 from tests.nn.layers import BIDIRECTIONAL, CAUSAL, DIM, GRID, NAMES, extras, made, randn
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
+@pytest.mark.parametrize("whole", [False, True], ids=["mixer", "whole"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_is_the_mixer_behind_a_plain_interface(name, block):
-    if block and name not in MEMBERS:
+def test_a_layer_is_the_mixer_behind_a_plain_interface(name, whole):
+    if whole and name not in MEMBERS:
         with pytest.raises(KinformerError, match="without a layer around it"):
-            made(name, block=True)
+            made(name, whole=True)
         return
-    layer, x = made(name, block), randn(2, 16, DIM)
+    layer, x = made(name, whole), randn(2, 16, DIM)
     options = extras(name, layer, 2)
     y = layer(x, **options)
     if isinstance(layer, CausalLayer):
@@ -205,12 +205,12 @@ def test_a_state_moves_selects_repeats_and_saves(tmp_path):
     assert buffer.tell() > 0
 
 
-@pytest.mark.parametrize("block", [False, True], ids=["mixer", "block"])
+@pytest.mark.parametrize("full", [False, True], ids=["mixer", "whole"])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_a_state_has_the_rows_and_the_device_of_x(name, block):
-    if block and name not in MEMBERS:
+def test_a_state_has_the_rows_and_the_device_of_x(name, full):
+    if full and name not in MEMBERS:
         return
-    layer, x = made(name, block), randn(6, 9, DIM)
+    layer, x = made(name, full), randn(6, 9, DIM)
     options = extras(name, layer, 3)
     y, state = layer(x[:3], return_state=True, **options)
     for rows in (1, 2, 4):
@@ -242,7 +242,7 @@ def test_settings_are_names_mappings_and_configs_alike():
         layer.load_state_dict(by_config.state_dict())
         x = torch.randn(1, 100, 64, generator=torch.Generator().manual_seed(0))
         assert torch.equal(layer(x), by_config(x))
-    block = kinformer.layer("gpt", 64, block=True, feed_forward="swiglu", num_heads=8, dropout=0.5)
+    block = kinformer.layer("gpt", 64, whole=True, feed_forward="swiglu", num_heads=8, dropout=0.5)
     assert type(block.inner.feed_forward).__name__ == "SwiGLU"
 
 
@@ -258,6 +258,55 @@ def test_the_order_of_settings_does_not_matter(name, settings):
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "path", "value"),
+    [
+        ("local", {"window": 32}, "pattern.window", 32),
+        ("gpt", {"window": 32}, "pattern.window", 32),
+        ("bert", {"window": 32}, "pattern.ahead", 31),
+        ("rope", {"num_kv_heads": 2}, "projection.num_kv_heads", 2),
+        ("performer", {"features": 44}, "feature_map.features", 44),
+        ("moba", {"block": 16}, "block", 16),
+        ("moba", {"block_size": 16}, "block", 16),
+        ("gpt", {"hidden_dim": 48, "whole": True}, "feed_forward.hidden_dim", 48),
+    ],
+)
+def test_settings_of_inner_parts_are_given_by_name(name, settings, path, value):
+    found = kinformer.layer(name, 64, **settings).config
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+BOTH = [record.name for record in kinformer.layers() if record.causal and record.bidirectional]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_bidirectional_form_reads_whole_sequences(name):
+    x = randn(2, 16, DIM)
+    layer = kinformer.layer(name, DIM, causal=False, dtype=torch.float64).eval()
+    later = x.clone()
+    later[:, -1] += 1
+    assert not isinstance(layer, CausalLayer)
+    assert not torch.equal(layer(x)[:, :15], layer(later)[:, :15])
+
+
+def test_the_plain_mechanisms_have_both_forms():
+    assert {"gpt", "local", "linear-transformer", "performer", "alibi", "reformer"} <= set(BOTH)
+
+
+def test_a_layer_shows_its_settings():
+    assert "dim=64, causal, num_heads=4, position=rope(), pattern=local(window=32, ahead=0)" in repr(
+        kinformer.layer("local", 64, window=32)
+    )
+    assert "bidirectional" in repr(kinformer.layer("performer", 64, causal=False))
+
+
+def test_the_former_name_of_whole_warns():
+    with pytest.warns(FutureWarning, match="is now `whole=True`"):
+        assert kinformer.layer("gpt", 64, block=True).inner.feed_forward is not None
+
+
 def _padded_grid(name):
     padding = torch.zeros(2, 16, dtype=torch.bool)
     layer, x = made(name), randn(2, 16, DIM)
@@ -271,7 +320,16 @@ def _padded_grid(name):
     [
         (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
         (lambda: kinformer.layer("mamba", 64), "mamba"),
-        (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is no setting of the mixer 'softmax'"),
+        (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is not a setting of the mixer 'softmax'"),
+        (lambda: kinformer.layer("chosen_block", 64), "did you mean 'chosen_blocks'"),
+        (lambda: kinformer.layer("gated-deltanet", 64, causal=False), "rule = 'delta' has no bidirectional form"),
+        (
+            lambda: kinformer.layer("transformer-xl", 64, causal=False),
+            "the mixer 'segment_memory' has no bidirectional",
+        ),
+        (lambda: kinformer.layer("sparse-transformer", 64, causal=False), "the pattern 'fixed' hides later tokens"),
+        (lambda: kinformer.layer("bert", 64, causal=True), "reads whole sequences"),
+        (lambda: kinformer.layer("gpt", 64, causal=False, decay="forget"), "has no bidirectional form"),
         (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),
@@ -298,7 +356,6 @@ def _padded_grid(name):
             for name in sorted(GRID)
         ),
         (lambda: made("swin")(randn(1, 4, DIM), grid=(2, 2), cu_seqlens=torch.tensor([0, 4])), "or a grid"),
-        (lambda: kinformer.layer("moba", 512, block=64), 'is given by set={"block": 64}'),
         (lambda: made("star")(randn(1, 3, DIM), global_mask=torch.ones(1, 3, dtype=torch.bool)), "leave global_tokens"),
     ],
 )
@@ -332,7 +389,7 @@ def test_a_stack_is_a_layer(stack):
 
 def test_the_number_of_heads_fits_the_width():
     assert kinformer.layer("swin", 64).inner.config.num_heads == 4  # the recipe has 5
-    assert kinformer.layer("swin", 64, block=True).inner.mixer.config.num_heads == 4
+    assert kinformer.layer("swin", 64, whole=True).inner.mixer.config.num_heads == 4
     with pytest.raises(KinformerError, match="num_heads = 5 does not divide dim = 64"):
         kinformer.layer("swin", 64, num_heads=5)
     with pytest.raises(KinformerError, match="num_heads = 3 does not divide dim = 64"):

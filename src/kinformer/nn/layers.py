@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack, overload
@@ -39,7 +40,7 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, choose, nearest
 from kinformer.runtime.host import checks_calls
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
@@ -130,10 +131,10 @@ class PlainLayer(nn.Module):
 
     mixer_class: type[CausalMixer] | type[EncoderMixer]
 
-    def __init__(self, inner: nn.Module, dim: int) -> None:
-        """Wrap ``inner``, whose mixers are of the class ``mixer_class``."""
+    def __init__(self, inner: nn.Module, dim: int, config: Config | None = None) -> None:
+        """Wrap ``inner``, whose mixers are of the class ``mixer_class`` and which ``config`` describes."""
         super().__init__()
-        self.inner, self.dim = inner, dim
+        self.inner, self.dim, self.config = inner, dim, config
 
     @property
     def mixers(self) -> tuple[CausalMixer | EncoderMixer, ...]:
@@ -146,8 +147,9 @@ class PlainLayer(nn.Module):
         return min((mixer.max_length for mixer in self.mixers if mixer.max_length is not None), default=None)
 
     def extra_repr(self) -> str:
-        """Return the width for ``print(layer)``."""
-        return f"dim={self.dim}"
+        """Return the width, the direction and the mixer's settings for ``print(layer)``."""
+        causal = "causal" if isinstance(self, CausalLayer) else "bidirectional"
+        return ", ".join([f"dim={self.dim}", causal, *(_summary(_mixer_config(self.config)) if self.config else ())])
 
 
 class CausalLayer(PlainLayer):
@@ -422,8 +424,9 @@ Layer = CausalLayer | BidirectionalLayer
 class LayerRecord:
     """A name that :func:`layer` takes, and the facts of the layer.
 
-    ``title`` describes the layer in a few words. ``causal``: the layer is a ``CausalLayer``. ``growth``: the growth of
-    the state with the tokens, None for a mixer without a member. ``settings``: the mixer's settings, name -> default.
+    ``title`` describes the layer in a few words. ``causal``: the layer is a ``CausalLayer`` unless ``causal=False`` is
+    given. ``growth``: the growth of the state with the tokens, None for a mixer without a member. ``settings``: the
+    mixer's settings, name -> default. ``bidirectional``: the layer exists with ``causal=False``.
     """
 
     name: str
@@ -440,6 +443,16 @@ class LayerRecord:
     def settings(self) -> dict[str, object]:
         """Return the default of every setting of the mixer, by name."""
         return {name: getattr(self.config, name) for name in field_types(type(self.config))}
+
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether ``layer(name, dim, causal=False)`` exists."""
+        try:
+            with torch.device("meta"):
+                layer_config(self.name, 64, causal=False).build(64)
+        except KinformerError:
+            return False
+        return True
 
     def __str__(self) -> str:
         defaults = (f"    {name} = {_short(value)}" for name, value in self.settings.items())
@@ -464,7 +477,8 @@ def layer(
     name: str | Config,
     dim: int,
     *,
-    block: bool = False,
+    whole: bool = False,
+    causal: bool | None = None,
     recipe: str = "small",
     set: Mapping[str, object] | None = None,
     device: torch.device | str | None = None,
@@ -474,34 +488,97 @@ def layer(
     """Return one layer of a member as a module; see :func:`kinformer.layer`."""
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
-    config = layer_config(name, dim, block=block, recipe=recipe, set=set, **settings)
+    config = layer_config(name, dim, whole=whole, causal=causal, recipe=recipe, set=set, **settings)
     with nullcontext() if device is None else torch.device(device):
         inner = config.build(dim)
-    return wrap(inner if dtype is None else inner.to(dtype), dim)
+    return wrap(inner if dtype is None else inner.to(dtype), dim, config)
 
 
 def layer_config(
     name: str | Config,
     dim: int | None = None,
     *,
-    block: bool = False,
+    whole: bool = False,
+    causal: bool | None = None,
     recipe: str = "small",
     set: Mapping[str, object] | None = None,
     **settings: object,
 ) -> LayerConfig | EncoderLayerConfig | MixerConfig | EncoderMixerConfig:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
-    if not isinstance(block, bool):  # some mixers have a setting of this name
-        raise KinformerError(
-            f"block is {block!r}, but must be True (a whole layer) or False (its mixer alone); a mixer's own setting "
-            f'`block` is given by set={{"block": {block!r}}}.'
-        )
+    if isinstance(settings.get("block"), bool):  # the former name of `whole`; mixers have a setting `block`, a number
+        warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=4)
+        whole = bool(settings.pop("block"))
     config = _layer_config(name, recipe)
-    if not block:
+    if not whole:
         config = _mixer_config(config)
     elif isinstance(config, MixerConfig | EncoderMixerConfig):
-        raise KinformerError(f"block: {describe(config)} is a mixer without a layer around it; leave `block` out.")
+        raise KinformerError(f"whole: {describe(config)} is a mixer without a layer around it; leave `whole` out.")
     heads = {} if dim is None or isinstance(name, Config) else _heads(config, dim)
-    return _changed(config, heads | _paths(config, settings) | dict(set or {}))
+    config = _changed(config, heads | _paths(config, settings) | dict(set or {}))
+    return config if causal is None else _directed(config, causal)
+
+
+_COUNTERPARTS = {"softmax": "bidirectional", "causal_sinkhorn": "sinkhorn", "decoder": "encoder"}
+"""Causal mixer or layer -> its bidirectional form, where this form has another name."""
+
+
+def _directed(config: Any, causal: bool) -> Any:
+    """Return a config that is causal, or the bidirectional form of it."""
+    mixer = _mixer_config(config)
+    if isinstance(mixer, MixerConfig) == causal:
+        return config
+    if causal:
+        raise KinformerError(
+            f"causal is True, but {describe(mixer)} reads whole sequences; choose a causal member, such as 'gpt'."
+        )
+    table = kinds()
+    kind = table["encoder_mixer"].get(_COUNTERPARTS.get(mixer.kind, mixer.kind))
+    if kind is None:
+        raise KinformerError(
+            f"causal is False, but {describe(mixer)} has no bidirectional form; print(kinformer.layers()) shows the "
+            "members that have one, such as 'gpt' and 'linear-transformer'."
+        )
+    both = _in_kind(mixer, kind)
+    if config is mixer:
+        return both
+    return _in_kind(config, table["encoder_layer"][_COUNTERPARTS.get(config.kind, config.kind)], mixer=both)
+
+
+def _in_kind(config: Any, kind: type[Config], **given: object) -> Any:
+    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for those ``given``.
+
+    Errors: ``KinformerError`` for a setting that has no bidirectional form.
+    """
+    known = field_types(kind)
+    default = {field.name: field.default for field in dataclasses.fields(config)}
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        if name in given or name == "impl":
+            continue
+        if name in known:
+            given[name] = _both_sides(value) if isinstance(value, Config) else value
+        elif value != default[name]:
+            raise KinformerError(
+                f"causal is False, but {describe(config)} with {name} = {_short(value)} has no bidirectional form; "
+                f"the settings with one are {', '.join(known)}."
+            )
+    return kind(**given)
+
+
+def _both_sides(part: Any) -> Any:
+    """Return a causal pattern, or biases of the past, for both sides."""
+    if part.kind == "causal":
+        return kinds()["pattern"]["full"]()
+    if part.kind in ("local", "dilated"):
+        return dataclasses.replace(part, ahead=part.ahead or part.window - 1)
+    if part.kind == "t5":
+        return dataclasses.replace(part, bidirectional=True)
+    if part.slot == "pattern" and part.build().ahead == 0:
+        raise KinformerError(
+            f"causal is False, but the pattern {part.kind!r} hides later tokens; give a pattern for whole sequences, "
+            "such as 'local' or 'full'."
+        )
+    return part
 
 
 def stack(
@@ -514,14 +591,14 @@ def stack(
 ) -> CausalLayer | Any:
     """Return several layers of width ``dim`` as one module with the interface of one layer, applied by ``stack``.
 
-    layers: names of members, configs of layers, or modules that :func:`layer` made with ``block=True``; all causal or
+    layers: names of members, configs of layers, or modules that :func:`layer` made with ``whole=True``; all causal or
         all bidirectional.
     stack: "sequential", "reversible", or "universal": one layer again and again, with adaptive computation time if its
         config has ``halting``, as in ``{"kind": "universal", "steps": 6, "halting": "act"}``. A reversible stack has
         two streams, and its y has both, [batch, time, 2 * dim].
     """
     modules = [
-        item if isinstance(item, nn.Module) else layer(item, dim, block=True, device=device, dtype=dtype)
+        item if isinstance(item, nn.Module) else layer(item, dim, whole=True, device=device, dtype=dtype)
         for item in layers
     ]
     if not modules:
@@ -571,9 +648,9 @@ def _as_it_is(x: torch.Tensor, use: int) -> torch.Tensor:
     return x
 
 
-def wrap(inner: nn.Module, dim: int) -> Layer:
+def wrap(inner: nn.Module, dim: int, config: Config | None = None) -> Layer:
     """Return the plain interface of a built mixer or layer."""
-    for layer in (CausalLayer(inner, dim), BidirectionalLayer(inner, dim)):
+    for layer in (CausalLayer(inner, dim, config), BidirectionalLayer(inner, dim, config)):
         if layer.mixers:
             return layer
     raise KinformerError(
@@ -590,9 +667,11 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         raise KinformerError(f"name is of the type {type(name).__name__}; give the name of a member, or a config.")
     if name not in FAMILY:
         table = kinds()
-        for slot in ("mixer", "encoder_mixer"):
-            if name in table[slot]:
-                return table[slot][name]()
+        mixers = {**table["encoder_mixer"], **table["mixer"]}
+        if name in mixers:
+            return mixers[name]()
+        if nearest(name, FAMILY).startswith("valid names") and nearest(name, mixers).startswith("did you mean"):
+            choose(name, mixers, "layer")
     record = member(name)
     layers = configure(record.name, recipe).layers
     return layers[min(record.layer, len(layers) - 1)]
@@ -603,14 +682,71 @@ def _mixer_config(config: object) -> Any:
     return getattr(config, config.main_field) if hasattr(config, "main_field") else config
 
 
+_OTHER_NAMES = {"block_size": "block", "window_size": "window", "num_features": "features"}
+"""Names of settings in other libraries -> names here."""
+_OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern", "local")}
+"""Settings of a part that replaces the plain part of a mixer -> the slot and the kind of this part."""
+
+
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return ``settings`` by their paths in ``config``: its fields or, in a layer, the fields of its mixer."""
-    outer, mixer = field_types(type(config)), _mixer_config(config)
-    deeper = field_types(type(mixer)) if mixer is not config else {}
-    for name in settings:
-        if name not in outer and name not in deeper:
-            raise KinformerError(f"{name!r} is no setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
-    return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
+    """Return ``settings`` by their paths in ``config``: its fields, those of its mixer, or those of any part inside.
+
+    Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have.
+    """
+    return dict(_placed(config, name, value) for name, value in settings.items())
+
+
+def _placed(config: Any, name: str, value: object) -> tuple[str, object]:
+    """Return the path of a setting, and its value there."""
+    mixer = _mixer_config(config)
+    prefix = "" if mixer is config else f"{config.main_field}."
+    outer, fields = field_types(type(config)), field_types(type(mixer))
+    for wanted in (name, _OTHER_NAMES.get(name, name)):
+        if wanted in outer:
+            return wanted, value
+        if wanted in fields:
+            return prefix + wanted, value
+        inside = [path for path in _inside(config) if path.endswith(f".{wanted}")]
+        if len(inside) > 1:
+            raise KinformerError(
+                f"{name!r} is a setting of several parts; give set={{...}} with one of {', '.join(inside)}."
+            )
+        if inside:
+            return inside[0], value
+    name_here = _OTHER_NAMES.get(name, name)
+    slot, kind = _OTHER_KINDS.get(name_here, ("", ""))
+    if slot in fields and getattr(mixer, slot).kind in ("multi_head", "causal", "full"):
+        part = {"kind": kind, name_here: value}
+        if slot == "pattern" and mixer.slot == "encoder_mixer" and isinstance(value, int):
+            part["ahead"] = value - 1
+        return prefix + slot, part
+    inner = [path.rpartition(".")[2] for path in _inside(config)]
+    raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, [*outer, *fields, *inner])}")
+
+
+def _inside(config: Config, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the fields of all parts inside ``config``."""
+    for name in field_types(type(config)):
+        part = getattr(config, name)
+        if isinstance(part, Config):
+            yield from (f"{prefix}{name}.{inner}" for inner in field_types(type(part)))
+            yield from _inside(part, f"{prefix}{name}.")
+
+
+_SHOWN = {"num_heads", "window", "ahead", "features", "num_kv_heads", "block", "segment", "memory"}
+"""Settings that ``print(layer)`` always shows; it shows others where they differ from the default."""
+
+
+def _summary(config: Config) -> list[str]:
+    """Return the settings of ``config`` for ``print(layer)``."""
+    default = type(config)()
+    values = {name: getattr(config, name) for name in field_types(type(config))}
+    return [
+        f"{name}={f'{value.kind}({inner})' if isinstance(value, Config) else repr(value)}"
+        for name, value in values.items()
+        if value != getattr(default, name) or (name in _SHOWN and value is not None)
+        for inner in [", ".join(_summary(value)) if isinstance(value, Config) else ""]
+    ]
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
