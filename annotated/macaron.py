@@ -136,7 +136,7 @@ def proof():
         "inner.feed_forward": "second",
     }
     page = Layer(32, 4)
-    library = kinformer.layer("macaron", 32, num_heads=4, block=True, set={"feed_forward.hidden_dim": 64})
+    library = kinformer.layer("macaron", 32, num_heads=4, whole=True, set={"feed_forward.hidden_dim": 64})
     proofs.compare(page, library, names, torch.randn(2, 40, 32), page.step)
     for split, order in ((lie_trotter, 2), (strang, 3)):
         errors = splitting_errors(split, [0.02, 0.01])

@@ -161,7 +161,7 @@ def proof():
         nn.init.normal_(page.kernel)
         nn.init.normal_(page.table)
         settings = {"feed_forward.hidden_dim": 128}
-        library = kinformer.layer("primer", 32, num_heads=4, block=True, recipe=recipe, set=settings)
+        library = kinformer.layer("primer", 32, num_heads=4, whole=True, recipe=recipe, set=settings)
         proofs.compare(page, library, names, torch.randn(2, 40, 32), page.step)
 
 
