@@ -127,9 +127,9 @@ class Layer(nn.Module):
 # generated token. The state holds $2 D$ numbers a token and layer and $6 D$ more, however long the text is. With the
 # kernel (1, 0, 0) it is exact attention with T5's biases.
 #
-# The paper claims the quality of a plain Transformer of 500 million parameters on C4 with a quarter of its training.
-# Our result page "quality" has 1.741 bits per byte after four minutes: before `t5`, the decoder that it grew out of,
-# with 1.761, and behind `gpt` with 1.732 and `rope` with 1.715. Take Primer-EZ where a small change of a standard
+# The paper claims, at 500 million parameters on C4, the quality of T5's architecture with a quarter of its training
+# cost. Our result page "quality" has 1.741 bits per byte after four minutes: before `t5`, the decoder that it grew out
+# of, with 1.761, and behind `gpt` with 1.732 and `rope` with 1.715. Take Primer-EZ where a small change of a standard
 # decoder should learn faster per step. Do not take it where steps must be the fastest.
 
 # --- proof ---
