@@ -689,7 +689,6 @@ _OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern",
 
 
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-<<<<<<< HEAD
     """Return ``settings`` by their paths in ``config``: its fields, those of its mixer, or those of any part inside.
 
     Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have.
@@ -748,15 +747,6 @@ def _summary(config: Config) -> list[str]:
         if value != getattr(default, name) or (name in _SHOWN and value is not None)
         for inner in [", ".join(_summary(value)) if isinstance(value, Config) else ""]
     ]
-=======
-    """Return ``settings`` by their paths in ``config``: its fields or, in a layer, the fields of its mixer."""
-    outer, mixer = field_types(type(config)), _mixer_config(config)
-    deeper = field_types(type(mixer)) if mixer is not config else {}
-    for name in settings:
-        if name not in outer and name not in deeper:
-            raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
-    return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
->>>>>>> msgs
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
