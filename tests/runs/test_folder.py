@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +150,29 @@ def test_a_folder_that_is_moved_away_ends_the_training(tmp_path, text_file, monk
     with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume"):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert not out.exists() and (away / "config.json").exists()
+
+
+@pytest.mark.parametrize("async_saves", [False, True])
+@pytest.mark.parametrize("point", ["mkdir", "rename", "rmdir"])
+def test_a_folder_that_is_removed_during_a_save_ends_the_training(tmp_path, text_file, monkeypatch, point, async_saves):
+    """The last save of a run meets ``rm -rf``: before it, behind it, or between the files and the folder itself."""
+    out = tmp_path / "run"
+
+    def removed(path, *arguments, **options):
+        if path.name == ".step-00000004.partial":
+            if point == "rmdir":  # rm found the new file of the save, and left the folder
+                (out / "config.json").unlink()
+            else:
+                shutil.rmtree(out, ignore_errors=True)
+        return real(path, *arguments, **options)
+
+    name = "mkdir" if point == "mkdir" else "rename"
+    real = getattr(Path, name)
+    monkeypatch.setattr(Path, name, removed)
+    options = {"async_saves": async_saves, "checkpoint_every": 1}
+    with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume, or train again.$"):
+        kinformer.train("gpt", data=text_file, out=out, **options, **SMALL)
+    assert point == "rmdir" or not out.exists()
 
 
 def test_settings_that_no_longer_exist_are_dropped(tmp_path, text_file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -203,7 +204,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         try:
             save_file(tensors, target, extra)
         except SafetensorError as error:
-            raise OSError(0, str(error)) from error
+            raise OSError(0 if target.parent.exists() else errno.ENOENT, str(error)) from error
 
     write_atomic(path, write)
     return extra[DIGEST]

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 SCHEMA, SHARDED_SCHEMA = 1, 2
 CHECKPOINTS, PLAN = "checkpoints", "plan.json"
+CONFIG = "config.json"
+"""The file of a run folder with the run's config."""
 _NEEDED = frozenset({"model", "optimizer"})
 _GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows", "workers", "outer"}
 _PREFIX, _PARTIAL = "step-", ".partial"
@@ -129,8 +131,7 @@ class Checkpoints:
         partial = self._partial(checkpoint.step)
         try:
             with self.reporting_failure(self.path(checkpoint.step)):
-                self.clean()
-                partial.mkdir(parents=True)
+                self._make(partial)
                 self._commit(partial, checkpoint)
         except KinformerError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -145,8 +146,7 @@ class Checkpoints:
 
         def begin() -> None:
             with self.reporting_failure(place):
-                self.clean()
-                partial.mkdir(parents=True)
+                self._make(partial)
 
         def fill() -> dict[str, str]:
             with self.reporting_failure(place):
@@ -164,6 +164,12 @@ class Checkpoints:
             group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
         group.on_first(self.tidy)
+
+    def _make(self, partial: Path) -> None:
+        """Create the folder ``partial``, but not the run folder, which may have been removed during training."""
+        self.folder.mkdir(exist_ok=True)
+        self.clean()
+        partial.mkdir()
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".{_PREFIX}{step:08d}{_PARTIAL}"
@@ -253,10 +259,20 @@ class Checkpoints:
             yield
         except (KinformerError, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, FileNotFoundError):
+                raise removed(self.folder.parent) from error
             reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
             steps = self.steps()
             remedy = f"step {steps[-1]} is kept, so free space and add `resume`" if steps else "free space, start again"
             raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
+
+
+def removed(folder: Path) -> KinformerError:
+    """Return the error of a run folder that was moved or removed during training."""
+    return KinformerError(
+        f"{folder}: was moved or removed during training, so nothing after its last checkpoint is kept; continue it "
+        "in its new place with `resume`, or train again."
+    )
 
 
 def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
