@@ -41,7 +41,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES, TOKENIZER_FILE, UNFINISHED, Packed
 from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, text_pieces
-from kinformer.runtime.children import safe_path
+from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, nearest, plural, require, require_share
 from kinformer.runtime.files import (
     CHECKSUM,
@@ -587,7 +587,8 @@ def _worked(jobs: Sequence[tuple[Path, int, Piece, Packing]], workers: int) -> I
 
 
 def _begin_worker() -> None:
-    """Let a tokenizer use one thread in this process, which is one of several."""
+    """Let a tokenizer use one thread in this process, which is one of several and ends with its parent."""
+    end_with_parent()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
