@@ -39,6 +39,9 @@ class ItemSettings(Checked):
     """Take the first N items only."""
     quiet: bool = False
     """Print only the result, without progress or notes."""
+    skip_bad: bool = False
+    """Note a file of a folder, or of a list, that cannot be read, and continue with the next file; without it such a
+    file ends all."""
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""
 
@@ -57,9 +60,6 @@ class PredictionSettings(ItemSettings):
     """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
     label_field: str | None = None
     """The column or field with a label to show beside the prediction, where it is not called label."""
-    skip_bad: bool = False
-    """Note a file of a folder, or of a list, that cannot be read, and go on with the next; without it such a file ends
-    all."""
 
     def __post_init__(self) -> None:
         require("top_k", self.top_k, 1)
