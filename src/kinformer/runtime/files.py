@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import parse_json, with_finite_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -132,8 +132,8 @@ def require_utf8(path: Path) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write ``data`` as indented JSON, atomically."""
-    text = json.dumps(data, indent=2) + "\n"
+    """Write ``data`` as indented JSON, atomically, with null in place of NaN and infinity."""
+    text = json.dumps(with_finite_numbers(data), indent=2) + "\n"
     write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
@@ -145,7 +145,8 @@ def read_json(path: Path) -> Any:
 
 
 def signed(data: Mapping[str, object]) -> dict[str, object]:
-    """Return ``data`` with one more key, the checksum of all other keys."""
+    """Return ``data`` with one more key, the checksum of all other keys as :func:`write_json` writes them."""
+    data = with_finite_numbers(data)
     return {**data, CHECKSUM: json_digest(data)}
 
 

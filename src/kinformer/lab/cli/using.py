@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -185,7 +184,7 @@ class Chat(GenerateOptions, Printing):
             try:
                 pieces = conversation.turn((self.before + line + self.after).replace("\\n", "\n"))
                 if self.json:
-                    print(json.dumps({"line": line, "text": "".join(pieces)}, ensure_ascii=False), end="")
+                    print(dump_json({"line": line, "text": "".join(pieces)}), end="")
                 else:
                     for piece in pieces:
                         print(piece, end="", flush=True)

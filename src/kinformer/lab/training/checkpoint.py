@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from kinformer.runtime.files import (
     sync_folder,
     write_json,
 )
-from kinformer.runtime.parsing import JsonObject, parse_json
+from kinformer.runtime.parsing import JsonObject, dump_json, parse_json, with_finite_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -282,6 +282,7 @@ def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
     plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
     if shards is not None:
         plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
+    plan = with_finite_numbers(plan)
     write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
 
 
@@ -403,11 +404,16 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     if place.name == WEIGHTS:
         metadata = load_tensors(place)[1]
         with reading(place):
-            return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
+            return (_metrics_in(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
     checkpoint = _sharded(place)
     with reading(place):
         metrics = checkpoint.numbers.get(_METRICS)
-        return None if metrics is None else ({str(name): float(value) for name, value in metrics}, checkpoint.step)
+        return None if metrics is None else (_metrics_in(metrics), checkpoint.step)
+
+
+def _metrics_in(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float]:
+    """Return the stored metrics; null is the metric of nothing, such as the accuracy of no pairs."""
+    return {str(name): nan if value is None else float(value) for name, value in pairs}
 
 
 def place_of_best(folder: Path) -> Path:
@@ -477,7 +483,7 @@ class Best:
 
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Write the weights of ``step`` to the file."""
-        noted = {} if self.metrics is None else {_METRICS: json.dumps(list(self.metrics.items()))}
+        noted = {} if self.metrics is None else {_METRICS: dump_json(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 
