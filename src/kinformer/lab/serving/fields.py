@@ -255,7 +255,7 @@ class ChatTemplate:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
         with reading_corpus(path):
-            source = Path(path).read_text(encoding="utf-8")
+            self.source = source = Path(path).read_text(encoding="utf-8")
         environment = _environment()
         try:
             self._template = environment.from_string(source)
