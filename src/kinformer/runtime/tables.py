@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import math
 import os
 import zipfile
@@ -130,7 +129,7 @@ def flattened(row: Mapping[str, object]) -> dict[str, object]:
             for number, item in enumerate(value, start=1):
                 cells |= {key if number == 1 else f"{key}_{number}": inner for key, inner in item.items()}
         else:
-            cells[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list | Mapping) else value
+            cells[name] = dump_json(value) if isinstance(value, list | Mapping) else value
     return cells
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -149,15 +148,17 @@ AGAIN, END = "/new", "/quit"
 class Chat(GenerateOptions, Printing):
     """Continue a text in turns; the state is carried from turn to turn.
 
-    A line /new begins a new text; /quit, or the end of the input, ends the chat.
+    A model that was imported with a chat template answers messages instead. A line /new begins a new text; /quit, or
+    the end of the input, ends the chat.
     """
 
     folder: RunFolder
     """The run folder."""
-    before: str = ""
-    """The text before every line of yours; a backslash and n are a new line."""
-    after: str = "\\n"
-    """The text after every line of yours, which the run then continues; a backslash and n are a new line."""
+    before: str | None = None
+    """The text before every line of yours, in place of a chat template; a backslash and n are a new line."""
+    after: str | None = None
+    """The text after every line of yours, which the run then continues (a new line if not given), in place of a chat
+    template; a backslash and n are a new line."""
     samples: Hidden = 1
     json: bool = False
     """Print a JSON object for every turn, one on a line, instead of text at once."""
@@ -165,9 +166,14 @@ class Chat(GenerateOptions, Printing):
     def run(self) -> int:
         """Read lines and stream the continuation of each line, until the input ends."""
         from kinformer.lab.runs.inference import converse
+        from kinformer.lab.serving.fields import ChatTemplate
 
         stop = tuple(text.replace("\\n", "\n") for text in self.stop)
         conversation = converse(self.folder, replace(self, stop=stop))
+        run, template, messages = conversation.subject.run, None, list[dict[str, str]]()
+        if run.chat_template is not None and self.before is None and self.after is None:
+            template = ChatTemplate(run.chat_template, (), run.prompts.get("special_tokens"))
+        before, after = self.before or "", "\\n" if self.after is None else self.after
         asks = sys.stdout.isatty()
         while True:
             if asks:
@@ -180,12 +186,18 @@ class Chat(GenerateOptions, Printing):
                 return 0
             if line.strip() == AGAIN:
                 conversation.session = None
+                messages.clear()
                 continue
             line = line.rstrip("\r\n")
             try:
-                pieces = conversation.turn((self.before + line + self.after).replace("\\n", "\n"))
+                if template is None:
+                    pieces = conversation.turn((before + line + after).replace("\\n", "\n"))
+                else:
+                    messages.append({"role": "user", "content": line})
+                    messages.append({"role": "assistant", "content": ""})
+                    pieces = _noted(conversation.answer(template.prompt(messages[:-1])), messages[-1])
                 if self.json:
-                    print(json.dumps({"line": line, "text": "".join(pieces)}, ensure_ascii=False), end="")
+                    print(dump_json({"line": line, "text": "".join(pieces)}), end="")
                 else:
                     for piece in pieces:
                         print(piece, end="", flush=True)
@@ -194,8 +206,16 @@ class Chat(GenerateOptions, Printing):
             except KinformerError as error:
                 if not asks:
                     raise
+                del messages[-2:]
                 print(f"kinformer: {error} {AGAIN} begins a new text.", file=sys.stderr)
             print(flush=True)
+
+
+def _noted(pieces: Iterator[str], message: dict[str, str]) -> Iterator[str]:
+    """Yield ``pieces``, and add them to the content of ``message``."""
+    for piece in pieces:
+        message["content"] += piece
+        yield piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, S
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
-from kinformer.runtime.children import safe_path
+from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.processor import processor
 from kinformer.runtime.progress import note
@@ -146,6 +146,7 @@ def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.
 def _begin(threads: int) -> None:
     from kinformer.runtime.process import begin_process
 
+    end_with_parent()
     begin_process()
     torch.set_num_threads(threads)
 

@@ -11,6 +11,7 @@ hash of the text.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import math
 import re
@@ -144,7 +145,7 @@ _SPLITS = ("train", "validation", "test")
 
 TEXT_NAMES, LABEL_NAMES = ("text", "sentence"), ("label",)
 TableFormat = Literal["tsv", "csv", "jsonl"]
-BOM = b"\xef\xbb\xbf"
+BOM, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _LOOKED_AT, _MOST_BYTES, _FEWEST_ROWS = 1000, 1 << 22, 8
 """How many rows are looked at to find out whether the first line is a header, and how many it takes to tell."""
 _NAME = re.compile(r"(?!\d)\w[\w.()/#-]*( [\w.()/#-]+){0,2}")
@@ -209,18 +210,28 @@ def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
 
 
 def lines_of(stream: Iterable[bytes], place: str = "") -> Iterator[bytes]:
-    """Yield the lines without their ends and without a byte order mark; a carriage return alone also ends a line.
-    ``place`` names the stream where it is refused because it is UTF-16."""
-    for number, line in enumerate(stream):
-        if not number:
-            line = _without_mark(line, place)
+    """Yield the lines of UTF-8, or of UTF-16 that begins with a byte order mark, as UTF-8 without their ends and
+    without the mark; a carriage return alone also ends a line. ``place`` names the stream in messages."""
+    for line in _utf8(stream, place):
         yield from line.splitlines()
 
 
-def _without_mark(line: bytes, place: str) -> bytes:
-    if place and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise KinformerError(f"{place}: is UTF-16 text; convert it first, as with iconv -f UTF-16 -t UTF-8.")
-    return line.removeprefix(BOM)
+def _utf8(stream: Iterable[bytes], place: str) -> Iterator[bytes]:
+    """Yield the lines of ``stream`` with their ends, in UTF-8 and without a byte order mark."""
+    parts = iter(stream)
+    first = next(parts, b"")
+    if not first.startswith(UTF16_MARKS):
+        yield from chain([first.removeprefix(BOM)] if first else [], parts)
+        return
+    decoder, rest = codecs.getincrementaldecoder("utf-16")(), ""
+    try:
+        for part in chain([first], parts, [b""]):
+            *lines, rest = (rest + decoder.decode(part, final=not part)).split("\n")
+            yield from (f"{line}\n".encode() for line in lines)
+    except UnicodeDecodeError as error:
+        raise KinformerError(f"{place}: begins as UTF-16 but is not ({error.reason}); convert it to UTF-8.") from None
+    if rest:
+        yield rest.encode()
 
 
 def _seekable(stream: Iterable[bytes]) -> bool:
@@ -247,16 +258,32 @@ def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iter
 def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     for number, line in enumerate(lines_of(stream, place), start=1):
         if line:
-            yield number, line.split(b"\t")
+            yield number, cells_of(line)
+
+
+def cells_of(line: bytes) -> list[bytes]:
+    """Return the cells of a line of TSV. Quotes are text, unless they quote as in CSV: around a tab, around quotes that
+    are doubled, or around every cell."""
+    cells = line.split(b"\t")
+    if not any(cell.startswith(b'"') for cell in cells):
+        return cells
+    limit = csv.field_size_limit(_LONGEST_CELL)
+    try:
+        row = next(csv.reader([line.decode("utf-8", "surrogateescape")], delimiter="\t", strict=True))
+    except csv.Error:
+        return cells
+    finally:
+        csv.field_size_limit(limit)
+    quoted = [len(cell) > 1 and cell.startswith(b'"') and cell.endswith(b'"') for cell in cells]
+    doubled = any(one and b'""' in cell[1:-1] for one, cell in zip(quoted, cells, strict=True))
+    if len(row) == len(cells) and not doubled and not all(quoted):
+        return cells
+    return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
 
 def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the rows of CSV, whose quoted cells may hold line ends; bytes outside UTF-8 pass unchanged."""
-    lines = (
-        (line if number else _without_mark(line, place)).decode("utf-8", "surrogateescape")
-        for number, line in enumerate(stream)
-    )
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in _utf8(stream, place)), strict=True)
     while True:
         number = rows.line_num + 1
         limit = csv.field_size_limit(_LONGEST_CELL)  # the usual limit of 131,072 characters is less than a document
@@ -540,8 +567,8 @@ def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -
 
 def _file(path: str) -> TextItem:
     refuse_packed(Path(path))
-    with reading_corpus(path):
-        return TextItem(path, _decoded(Path(path).read_bytes().removeprefix(BOM), path).strip())
+    with reading_corpus(path), open(path, "rb") as file:
+        return TextItem(path, _decoded(b"".join(_utf8(file, path)), path).strip())
 
 
 def _decoded(text: bytes, place: str) -> str:
@@ -724,8 +751,8 @@ def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
         raise KinformerError(
             f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
         )
-    with reading_corpus(file.path):
-        return Example(Path(file.path).read_bytes().removeprefix(BOM), label)
+    with reading_corpus(file.path), open(file.path, "rb") as lines:
+        return Example(b"".join(_utf8(lines, file.path)), label)
 
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:

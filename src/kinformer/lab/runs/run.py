@@ -31,6 +31,7 @@ from kinformer.lab.tasks.table import ALL, training_options
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
+    CONFIG,
     SHARDED,
     WEIGHTS,
     Checkpoints,
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
 
 
 SCHEMA = 2
-CONFIG = "config.json"
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "member": (str,),
     "recipe": (str,),

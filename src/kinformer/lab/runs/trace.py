@@ -40,6 +40,7 @@ from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.models.encoder_decoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
+from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
 from kinformer.stacks.universal import Universal
 
@@ -515,7 +516,8 @@ def _page(traced: Trace) -> str:
     }
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
     # A token such as "</script>" would end the script, so "<" is escaped.
-    embedded = Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))  # noqa: S704
+    text = json.dumps(with_finite_numbers(data), ensure_ascii=True, separators=(",", ":"))
+    embedded = Markup(text.replace("<", "\\u003c"))  # noqa: S704
     style, script = (Markup((ASSETS / f"trace.{name}").read_text(encoding="utf-8")) for name in ("css", "js"))  # noqa: S704
     template = environment.get_template("trace.html")
     return template.render(title=traced.title, style=style, script=script, data=embedded)

@@ -28,7 +28,7 @@ class ServeOptions(RunOptions):
     chunk: int = 256
     """Tokens of prompts to absorb between two steps."""
     chat_template: str | None = None
-    """A Jinja template that turns `messages` into a prompt; an imported model's own if not given."""
+    """A Jinja template that turns the messages of a chat into a prompt; an imported model's own if not given."""
     chat_stop: tuple[str, ...] = ()
     """End the answer of a chat before this text; may be given again."""
     seed: int | None = None

@@ -39,6 +39,8 @@ class ItemSettings(Checked):
     """Take the first N items only."""
     quiet: bool = False
     """Print only the result, without progress or notes."""
+    skip_bad: bool = False
+    """Report an unreadable file of a folder or list and continue with the next; without it such a file is an error."""
     seed: int = 0
     """Decides all random numbers, such as the hashes of a member with hashing."""
 
@@ -57,8 +59,6 @@ class PredictionSettings(ItemSettings):
     """Give the N most probable classes of an item, or candidates of a mask, each with its probability."""
     label_field: str | None = None
     """The column or field with a label to show beside the prediction, where it is not called label."""
-    skip_bad: bool = False
-    """Report an unreadable file of a folder or list and continue with the next; without it such a file is an error."""
 
     def __post_init__(self) -> None:
         require("top_k", self.top_k, 1)

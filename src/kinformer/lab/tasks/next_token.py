@@ -613,8 +613,23 @@ class Conversation:
         else:
             new = _new_tokens(self.subject.model, self.options, self.session.length + len(tokens))
             self.session.require(new, [len(tokens)])
-        self.session.feed(torch.from_numpy(np.asarray(tokens))[None])
-        return self._pieces(self.session, tokens, new)
+        return self._continued(self.session, tokens, new)
+
+    def answer(self, prompt: str) -> Iterator[str]:
+        """Return an iterator that draws the continuation of ``prompt``, the whole conversation as a chat template
+        writes it, BOS included, and yields its pieces.
+
+        The conversation is read anew, since a template may write earlier messages otherwise in later turns.
+        """
+        tokens = tokenizer_of(self.subject.run).encode(prompt)
+        if not len(tokens):
+            raise KinformerError("the chat template writes an empty prompt; give `before` or `after` instead.")
+        self.session, new = _session(self.subject, self.options, len(tokens))
+        return self._continued(self.session, tokens, new)
+
+    def _continued(self, session: Session, tokens: np.ndarray, new: int) -> Iterator[str]:
+        session.feed(torch.from_numpy(np.asarray(tokens))[None])
+        return self._pieces(session, tokens, new)
 
     def _pieces(self, session: Session, before: np.ndarray, new: int) -> Iterator[str]:
         pieces: list[str] = []

@@ -773,7 +773,7 @@ def embed(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -
     """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)
-    for file, samples, rate in sounds(source, settings.max_items, settings.quiet, "embedding"):
+    for file, samples, rate in sounds(source, settings.max_items, settings.quiet, "embedding", settings.skip_bad):
         heard = Resampler(rate, heard_rate).feed(torch.from_numpy(samples), True)
         frames = features_of(heard, bank, model.config)[None].to(device_of(model))
         with torch.inference_mode():

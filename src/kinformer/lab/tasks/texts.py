@@ -265,7 +265,7 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
     embedder = TextEmbedder(run, subject.model, settings.pooling)
     columns = Columns(settings.text_field)
-    inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty)
+    inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty, settings.skip_bad)
     pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
     yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
     if embedder.cut:

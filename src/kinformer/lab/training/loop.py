@@ -27,6 +27,7 @@ from kinformer.lab.training.averaging import MovingAverage, mean_weights, replac
 from kinformer.lab.training.carried import Carried
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
+    CONFIG,
     REGULAR,
     SHARDED,
     WEIGHTS,
@@ -34,6 +35,7 @@ from kinformer.lab.training.checkpoint import (
     Checkpoint,
     Checkpoints,
     Saves,
+    removed,
 )
 from kinformer.lab.training.data_module import (
     PREDICTED,
@@ -125,6 +127,7 @@ class Storage:
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, settings.keep, settings.average)
         self.best = Best(folder, metrics)
         self.home = folder.stat() if folder.exists() else None
+        self.has_config = (folder / CONFIG).exists()
         self.saves = Saves(settings.async_saves)
         self.writers = group.with_new_channel() if settings.async_saves else group
 
@@ -155,7 +158,7 @@ class Storage:
         """Write ``weights``, with the sharding of the model's weights, as the best weights."""
         self.saves.begin(step)
         if self.group.sharded:
-            self.group.on_all(self._require_home)
+            self.group.on_all(self.require_home)
             self._add_best_part(step, self.layouts.in_rows(weights))
         else:
             self._add_best(step, gather(weights.items(), self.group.first))
@@ -203,17 +206,16 @@ class Storage:
         return part.staged([name for name, item in tensors.items() if is_sharded(item)] if self.layouts.mesh else ())
 
     def _require_finite_weights(self, step: int, weights: Tensors) -> None:
-        self._require_home()
+        self.require_home()
         if not finite(weights):
             raise self.diverged(f"a weight is not finite after step {step}")
 
-    def _require_home(self) -> None:
-        """Raise if the folder was moved during training: writing would begin a second folder with half a run."""
-        if self.home is not None and not is_here(self.folder, self.home):
-            raise KinformerError(
-                f"{self.folder}: was moved or removed during training, so nothing after its last checkpoint is "
-                "kept; continue at its present place with `resume`."
-            )
+    def require_home(self) -> None:
+        """Raise if the folder was moved or removed during training: writing would begin a second folder with half a
+        run. A removal that meets a save leaves a folder without the config."""
+        here = self.home is None or is_here(self.folder, self.home)
+        if not here or (self.has_config and not (self.folder / CONFIG).exists()):
+            raise removed(self.folder)
 
 
 # One update: rows in, forward and backward in parts, gradients clipped, weights moved.
@@ -470,6 +472,7 @@ class Trainer:
             finally:
                 if self.log:
                     self.log.close()
+        self.group.on_first(self.storage.require_home)
         return Result(
             steps=self.step,
             total=self.total,
