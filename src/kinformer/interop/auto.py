@@ -212,7 +212,7 @@ def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
 
 def as_output(output: O, options: Mapping[str, object]) -> O | tuple[object, ...]:
     """Return ``output``, as a tuple where a call asks for one."""
-    return output.to_tuple() if options.get("return_dict") is False else output  # type: ignore[no-any-return]
+    return output.to_tuple() if options.get("return_dict") is False else output
 
 
 def scaling(options: Mapping[str, object]) -> dict[str, object]:

@@ -63,27 +63,6 @@ POSITIONS = "embeddings.position_embeddings.weight"
 POOLER, NEXT_SENTENCE = r"pooler\b.*", r"cls\.seq_relationship\b.*"
 
 
-@dataclass(frozen=True)
-class HeadKeys:
-    """The keys of the heads of one architecture: for masked tokens, and for classes of texts.
-
-    The head for classes of tokens has the same keys everywhere.
-    """
-
-    language: tuple[Key, ...]
-    classes: tuple[Key, ...]
-
-    def of(self, kind: str) -> tuple[Key, ...]:
-        """Return the keys of the head ``kind``."""
-        per_token = (key("head.output", "classifier"),)
-        return {"masked_language": self.language, "classification": self.classes}.get(kind, per_token)
-
-    def left_out(self, kind: str) -> re.Pattern[str]:
-        """Return the names of the tensors that predict the next sentence, which no model here does."""
-        reads_pooler = any(name.startswith("pooler.") for one in self.of(kind) for name in one.theirs)
-        return re.compile(NEXT_SENTENCE if reads_pooler else f"{POOLER}|{NEXT_SENTENCE}")
-
-
 def _language(dense: str, norm: str, of_all: str) -> tuple[Key, ...]:
     """Return the keys of a head for masked tokens; ``of_all``: the module of the output and of its bias."""
     bias = key("head.bias", f"{of_all}.bias", tensors=("",))
@@ -177,7 +156,8 @@ def new_head(model: ConfigView) -> dict[str, Tensor]:
 class TextEncoder(Architecture):
     """An encoder of texts.
 
-    ``prefix`` and ``heads``: the names of tensors.
+    ``prefix``: the beginning of the names of tensors. ``language`` and ``classifier``: the keys of the heads for masked
+    tokens and for classes of texts; the head for classes of tokens has the same keys everywhere.
     ``shifted``: positions are counted from behind the padding token's number; ``activated``: the kinds of heads with
     the activation of the layers; ``first_is_global``: the first token is global where a text is classified;
     ``tokens``: our roles of special tokens to the settings of their ids, for folders without a tokenizer.
@@ -187,7 +167,8 @@ class TextEncoder(Architecture):
     causal: bool = False
     required: Mapping[str, object] = field(default_factory=REQUIRED.copy)
     prefix: str
-    heads: HeadKeys
+    language: tuple[Key, ...]
+    classifier: tuple[Key, ...]
     shifted: bool = False
     activated: Collection[str] = ()
     first_is_global: bool = False
@@ -293,7 +274,7 @@ class TextEncoder(Architecture):
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         names, kind = _plainly(tensors), model["head"]["kind"]
-        notes, left_out = [], self.heads.left_out(kind)
+        notes, left_out = [], self._left_out(kind)
         if out := sorted(name for name in names if left_out.fullmatch(name)):
             notes.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
         if kind == "masked_language" and not _has_language_head(names):
@@ -346,6 +327,16 @@ class TextEncoder(Architecture):
     def differences(self, model: ConfigView) -> list[str]:
         return ["padding is known there by its id, which may stand nowhere else in a text"] if self.shifted else []
 
+    def _head_keys(self, kind: str) -> tuple[Key, ...]:
+        """Return the keys of the head ``kind``."""
+        per_token = (key("head.output", "classifier"),)
+        return {"masked_language": self.language, "classification": self.classifier}.get(kind, per_token)
+
+    def _left_out(self, kind: str) -> re.Pattern[str]:
+        """Return the names of the tensors that predict the next sentence, which no model here does."""
+        reads_pooler = any(name.startswith("pooler.") for one in self._head_keys(kind) for name in one.theirs)
+        return re.compile(NEXT_SENTENCE if reads_pooler else f"{POOLER}|{NEXT_SENTENCE}")
+
     def _skipped(self, full: Settings) -> int:
         """Return how many rows of the table of positions stand before the row of the first token."""
         return 1 + full.count("pad_token_id") if self.shifted else 0
@@ -355,11 +346,11 @@ class TextEncoder(Architecture):
         position = key("position.table", POSITIONS, layout=Behind(self._skipped(full)), tensors=("",))
         kind = model["head"]["kind"]
         return KeyMap(
-            model=(*EMBEDDINGS, position, *self.heads.of(kind)),
+            model=(*EMBEDDINGS, position, *self._head_keys(kind)),
             layer=LAYER,
             layers="encoder.layer",
             prefix=self.prefix,
-            left_out=self.heads.left_out(kind),
+            left_out=self._left_out(kind),
         )
 
 
@@ -556,7 +547,8 @@ ARCHITECTURES = {
         member="bert",
         model_class="Bert",
         prefix="bert.",
-        heads=HeadKeys(CLS, POOLED),
+        language=CLS,
+        classifier=POOLED,
         defaults=TEXT.changed(pad_token_id=0),
         activated=("masked_language",),
     ),
@@ -565,7 +557,8 @@ ARCHITECTURES = {
         member="bert",
         model_class="Roberta",
         prefix="roberta.",
-        heads=HeadKeys(LM_HEAD, CLASSIFIER),
+        language=LM_HEAD,
+        classifier=CLASSIFIER,
         defaults=TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2),
         shifted=True,
         tokens=ENDS,
@@ -575,7 +568,8 @@ ARCHITECTURES = {
         member="longformer",
         model_class="Longformer",
         prefix="longformer.",
-        heads=HeadKeys(LM_HEAD, CLASSIFIER),
+        language=LM_HEAD,
+        classifier=CLASSIFIER,
         defaults=TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2),
         shifted=True,
         first_is_global=True,
@@ -586,7 +580,8 @@ ARCHITECTURES = {
         member="big-bird",
         model_class="BigBird",
         prefix="bert.",
-        heads=HeadKeys(CLS, CLASSIFIER),
+        language=CLS,
+        classifier=CLASSIFIER,
         defaults=TEXT.changed(
             vocab_size=50358,
             hidden_act="gelu_new",

@@ -328,14 +328,14 @@ def _swin(full: Settings) -> ConfigData:
     if full.number("layer_norm_eps") != 1e-5:
         raise full.error(f"layer_norm_eps is {full['layer_norm_eps']:g}, but only 1e-05 can be imported.")
     norm = {"kind": "layer_norm"}
-    layer = {
+    layer: ConfigData = {
         "kind": "encoder",
         "mixer": {"kind": "windows", "cosine": second},
         "feed_forward": {"kind": "mlp"},
         "norm": norm,
         "residual": "res_post" if second else "pre",
     }
-    model = {
+    model: ConfigData = {
         "kind": "encoder",
         "input": patches(full, class_token=False, positions=False),
         "layers": [layer],
@@ -345,7 +345,7 @@ def _swin(full: Settings) -> ConfigData:
         "norm": norm,
         "head": {"kind": "linear_classification", "classes": count_classes(full), "pooling": "mean"},
     }
-    model = SWIN.fill(model, full)
+    SWIN.fill(model, full)
     model["layers"] = [
         layer
         | {

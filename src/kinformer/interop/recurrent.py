@@ -97,7 +97,7 @@ LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
 
 def delta(full: Settings, eps: float) -> ConfigData:
     """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
-    mixer = {
+    mixer: ConfigData = {
         "kind": "linear",
         "feature_map": {"kind": "unit"},
         "rule": "delta",
@@ -109,7 +109,7 @@ def delta(full: Settings, eps: float) -> ConfigData:
         "gate": True,
         "bias": False,
     }
-    mixer = GATED_DELTA.fill(mixer, full)
+    GATED_DELTA.fill(mixer, full)
     heads, key_heads = mixer["num_heads"], mixer["key_heads"]
     if heads % key_heads:
         raise full.error(
