@@ -89,17 +89,17 @@ def hash_order(keys: Sequence[bytes]) -> np.ndarray:
     return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)
 
 
-def hold_out(given: Collection[str], train: np.ndarray, share: float, once: bool) -> dict[str, np.ndarray]:
-    """Return the indices of the splits that are not ``given``, in the training data, and of the rest of these data.
+def hold_out(present: Collection[str], train: np.ndarray, share: float, once: bool) -> dict[str, np.ndarray]:
+    """Return the indices of the splits that are not ``present``, in the training data, and of the rest of these data.
 
     ``train``: the indices of the training data, of which each missing split takes the next ``share``. ``once``: one
     share is both validation and test.
     """
     count, rows = math.ceil(share * len(train)), dict[str, np.ndarray]()
     for name in ("test", "validation"):
-        if once and name == "validation" and "test" not in given and name not in given:
+        if once and name == "validation" and "test" not in present and name not in present:
             rows[name] = rows["test"]
-        elif name not in given:
+        elif name not in present:
             rows[name], train = train[:count], train[count:]
     return rows | {"train": train}
 

@@ -622,8 +622,8 @@ def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str
     for name in ("test", "validation"):
         if by_split[name]:
             continue
-        tests_given = bool(chosen) or any(clip.split == "test" for clip in clips)
-        if name == "validation" and holdout.share is not None and not tests_given:
+        has_test = bool(chosen) or any(clip.split == "test" for clip in clips)
+        if name == "validation" and holdout.share is not None and not has_test:
             by_split[name] = by_split["test"]
         else:
             by_split[name], order = order[:count], order[count:]
