@@ -394,7 +394,7 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
-    options: see ``lab.serving.options.ServeOptions``; ``quiet`` is True.
+    options: see ``lab.runs.options.ServeOptions``; ``quiet`` is True.
 
     Errors: ``KinformerError`` for a run that cannot continue a text, a used address, and missing packages.
     """
