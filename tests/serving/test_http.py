@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 import kinformer
+from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.serving import fields
-from kinformer.lab.serving.options import ServeOptions
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.browser import Browser
 

@@ -394,11 +394,11 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
-    options: see ``lab.serving.options.ServeOptions``; ``quiet`` is True.
+    options: see ``lab.runs.options.ServeOptions``; ``quiet`` is True.
 
     Errors: ``KinformerError`` for a run that cannot continue a text, a used address, and missing packages.
     """
-    from kinformer.lab.serving.options import ServeOptions
+    from kinformer.lab.runs.options import ServeOptions
     from kinformer.lab.serving.server import serve
 
     serve(run, request(ServeOptions, {"quiet": True, **options}, "serve"))
@@ -453,13 +453,13 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
         ``source`` covers the encoder.
     text: the text to trace; ``[MASK]`` stands for the mask token of a model with such a token.
     options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
-        ``device``, ``threads``; see ``lab.runs.trace_options.TraceOptions``.
+        ``device``, ``threads``; see ``lab.runs.options.TraceOptions``.
 
     Errors: ``KinformerError`` for a run that does not read text, for an empty text, and for numbers of missing layers
     or heads.
     """
+    from kinformer.lab.runs.options import TraceOptions
     from kinformer.lab.runs.trace import trace
-    from kinformer.lab.runs.trace_options import TraceOptions
 
     require_kind("text", text, str)
     return trace(run, text, request(TraceOptions, options, "trace"))

@@ -25,7 +25,7 @@ from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
 
 if TYPE_CHECKING:
-    from kinformer.lab.cli.options import Printing
+    from kinformer.lab.cli.form import Printing
 
 
 T = TypeVar("T")

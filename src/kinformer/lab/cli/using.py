@@ -1,4 +1,4 @@
-"""The commands that use a trained run: evaluate, generate, chat, predict, embed, serve and index."""
+"""The commands that use a trained run: evaluate, generate, chat, predict, embed, serve, index, trace and calibrate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.cli.form import CommonOptions, Hidden, Printing, RunFolder
 from kinformer.lab.cli.output import print_blocks, print_json, printable
-from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
-from kinformer.lab.serving.options import ServeOptions
+from kinformer.lab.runs.options import (
+    EmbedOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    IndexOptions,
+    PredictOptions,
+    ServeOptions,
+    TraceOptions,
+)
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import absolute
@@ -271,8 +279,7 @@ class Embed(EmbedOptions, Printing):
 
     def run(self) -> int:
         """Embed the items, and write every vector without delay."""
-        from kinformer.lab.runs.files import check_vectors, writing_vectors
-        from kinformer.lab.runs.inference import embeddings
+        from kinformer.lab.runs.inference import check_vectors, embeddings, writing_vectors
 
         _refuse_terminal(self.inputs)
         if self.out is not None:
@@ -344,4 +351,71 @@ class Index(IndexOptions, CommonOptions):
                 f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
                 "otherwise"
             )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(TraceOptions, Printing):
+    """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
+
+    folder: RunFolder
+    """The run folder."""
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = None
+    """The text; - reads standard input."""
+    file: str | None = None
+    """A file with the text."""
+    out: str | None = None
+    """The file to write: .html, an interactive page, or .npz, all tensors; if not given, RUN.html in this folder, or
+    no file with --json."""
+
+    def run(self) -> int:
+        """Trace the text, write the page or the arrays, and print a line about each mixer."""
+        from kinformer.lab.runs.trace import check, facts_of, lines_of, trace, write
+
+        default = None if self.json else f"{Path(self.folder).name}.html"
+        out = self.out or default
+        if out is not None:
+            check(Path(out))
+        traced = trace(self.folder, self._text(), self)
+        if out is not None:
+            write(traced, Path(out))
+        if self.json:
+            print_json({"out": out} | facts_of(traced))
+        else:
+            print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
+        return 0
+
+    def _text(self) -> str:
+        if (self.text is None) == (self.file is None):
+            raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
+        if self.file is not None:
+            from kinformer.lab.data.files import plain_bytes, reading_corpus
+
+            with reading_corpus(self.file):
+                return plain_bytes(Path(self.file)).decode("utf-8")
+        return sys.stdin.read() if self.text == "-" else str(self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(CalibrateOptions, Printing):
+    """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
+
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
+    0 and 1: the difference between the text with early exits and the text of all layers (textual), or how much worse
+    the text with early exits is (risk).
+    With --search, thresholds of every exit are found by their cost in bits per byte instead.
+    """
+
+    folder: RunFolder
+    """The run folder."""
+
+    def run(self) -> int:
+        """Calibrate the run, print the result, and return the exit status."""
+        from kinformer.lab.calibration.calibrate import calibrate
+
+        result = calibrate(self.folder, self, quiet=self.json or self.quiet)
+        if self.json:
+            print_json(result.facts)
+        else:
+            print_blocks(result.text)
         return 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 import sysconfig
+import tempfile
 import time
 from array import array
 from bisect import bisect_right
@@ -372,6 +374,16 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     if not path.stat().st_size:
         raise KinformerError("standard input is empty; pipe in text or bytes.")
     return path
+
+
+@contextmanager
+def spooled(data: str | None) -> Iterator[str | None]:
+    """Yield ``data``, or for "-" the path of a temporary file that holds all of standard input."""
+    if data != "-":
+        yield data
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(spool(sys.stdin.buffer, Path(folder)))
 
 
 def single_file(path: Path) -> SourceFile:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import math
 import re
 import sys
 from array import array
@@ -39,7 +38,7 @@ from kinformer.lab.data.files import (
     single_file,
     stored,
 )
-from kinformer.lab.data.images import SPLITS
+from kinformer.lab.data.images import SPLITS, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.fields import require_path
@@ -190,7 +189,9 @@ def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns
     """
     if format == "jsonl":
         return _objects(lines_of(stream, place), place, columns)
-    return _cells(read_cells(stream, place, format), place, columns, _seekable(stream))
+    # Rows of a pipe come one by one and are answered at once, so they are not read ahead.
+    ahead = bool(getattr(stream, "seekable", lambda: True)())
+    return _cells(read_cells(stream, place, format), place, columns, ahead)
 
 
 def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
@@ -232,11 +233,6 @@ def _utf8(stream: Iterable[bytes], place: str) -> Iterator[bytes]:
         raise KinformerError(f"{place}: begins as UTF-16 but is not ({error.reason}); convert it to UTF-8.") from None
     if rest:
         yield rest.encode()
-
-
-def _seekable(stream: Iterable[bytes]) -> bool:
-    """Return whether rows can be read ahead: the rows of a pipe come one by one, and each is answered at once."""
-    return bool(getattr(stream, "seekable", lambda: True)())
 
 
 def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[bytes]]]:
@@ -694,7 +690,7 @@ def open_labelled(
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
     names = examples_of["train"].names  # of all splits
-    classes = _ordered(set(names))
+    classes = ordered(set(names))
     if len(classes) < 2:
         raise KinformerError(
             f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
@@ -710,11 +706,6 @@ def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[li
             yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
 
     return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
-
-
-def _ordered(labels: set[str]) -> list[str]:
-    """Return labels by number where all are numbers, else by letter."""
-    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
@@ -757,19 +748,11 @@ def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
     """Return the splits, missing ones taken from the rest of the data in the order of the texts' hashes."""
-    train = parts["train"].by_hash()
-    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
-    held_out: BySplit = {}
-    for name in ("test", "validation"):
-        if name in parts:
-            held_out[name] = parts[name]
-        elif holdout is not None and name == "validation" and "test" not in parts:
-            held_out[name] = held_out["test"]
-        else:
-            held_out[name], train = parts["train"].taken(train[:count]), train[count:]
-    if not len(train):
+    share = HELD_OUT if holdout is None else holdout
+    rows = hold_out(parts, parts["train"].by_hash(), share, holdout is not None)
+    if not len(rows["train"]):
         raise KinformerError(f"{place}: too few examples ({len(parts['train'])}) to hold some out; give more data.")
-    return {"train": parts["train"].taken(train), "validation": held_out["validation"], "test": held_out["test"]}
+    return {name: parts["train"].taken(rows[name]) if name in rows else parts[name] for name in _SPLITS}
 
 
 def _table(path: Path, columns: Columns) -> Iterator[Example]:

@@ -22,9 +22,9 @@ from kinformer.lab.drawing.panels import MOST_CELLS, HeatPanel, PatternPanel, nu
 from kinformer.lab.drawing.pictures import ColouredText, HeatOver, Picture, SeenImage, WindowsOver, picture_of
 from kinformer.lab.evaluation.bits import Windows, cut
 from kinformer.lab.evaluation.depths import EarlyExitRecorder, early_exit_stack
+from kinformer.lab.runs.options import TraceOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.runs.trace import trace, weights_of
-from kinformer.lab.runs.trace_options import TraceOptions
 from kinformer.lab.tasks.answers import classes_of
 from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.images import pictures

@@ -33,12 +33,11 @@ from kinformer.core.stack import ModelConfig, Stack
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import early_exit_stack
-from kinformer.lab.runs.options import PredictOptions
+from kinformer.lab.runs.options import PredictOptions, TraceOptions
 from kinformer.lab.runs.run import STORES, Run, open_run
-from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.models.encoder_decoder import EncoderDecoder
-from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
@@ -396,6 +395,23 @@ def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTr
         buckets=_buckets(read.buckets, len(read.weights), index),
         spans=_spans(mixer, call.x, index),
     )
+
+
+def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
+    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None.
+
+    Errors: ``KinformerError`` for any other part of the text.
+    """
+    if text is None:
+        return tuple(range(1, highest + 1))
+    parts = [part.strip() for part in text.split(",")]
+    valid = [str(number) for number in range(1, highest + 1)]
+    for part in parts:
+        if part not in valid:
+            raise KinformerError(
+                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
+            )
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
