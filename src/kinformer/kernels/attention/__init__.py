@@ -109,8 +109,8 @@ def attention(
         return _decayed((q, k, v), visibility, scoring, impl, lse)
     if impl == "auto":
         impl = choose_impl(q, k, visibility, scoring, lse, v.shape[3])
-        own = impl != "sdpa" or scoring.sink is not None
-        if transformed() if own else differentiated_again(q, k, v):
+        custom_backward = impl != "sdpa" or scoring.sink is not None
+        if transformed() if custom_backward else differentiated_again(q, k, v):
             impl = "reference"
     else:
         check_impl(impl, Needs.of_call(visibility, scoring, lse))

@@ -87,8 +87,8 @@ class _Twice(torch.autograd.Function):
         out, _ = torch.ops.aten._scaled_dot_product_attention_math(
             q, k, v, mask, 0.0, ctx.causal, scale=ctx.scale, enable_gqa=bool(q.shape[1] != k.shape[1])
         )
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-        return *(next(found) if x.requires_grad else None for x in (q, k, v)), None, None, None, None
+        slopes = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return *(next(slopes) if x.requires_grad else None for x in (q, k, v)), None, None, None, None
 
 
 def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
