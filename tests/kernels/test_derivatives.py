@@ -81,12 +81,9 @@ def recurrent(impl):
 
 
 def looked_up(sparse):
-    def function(weights, table):
-        values = Values(6, WIDTH, sparse).double()
-        slots = torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(0))
-        return (torch.func.functional_call(values, {"weight": table}, (slots, weights)),)
-
-    return function
+    values = Values(6, WIDTH, sparse).double()
+    slots = torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(0))
+    return lambda weights, table: (torch.func.functional_call(values, {"weight": table}, (slots, weights)),)
 
 
 TABLES = [(2, TIME), (2, TIME, WIDTH), (2, TIME, WIDTH), (2, 1, WIDTH)]
@@ -183,6 +180,7 @@ AUTO = {
     "linear": (linear("auto", 1e-3), QKV + STATES),
     "delta": (delta("auto"), [*QKV, (2, 2, TIME), STATES[0]]),
     "lstm": (recurrent("auto"), CELLS),
+    **{f"look-up, sparse = {sparse}": (looked_up(sparse), [(5, 3), (6, WIDTH)]) for sparse in (False, True)},
 }
 
 
@@ -212,3 +210,12 @@ def test_transforms_of_torch_func_are_right(name):
     leaf.grad = None
     torch.func.grad(loss)(leaf).square().sum().backward()
     assert torch.allclose(leaf.grad, curved, rtol=1e-6, atol=1e-8)
+
+
+def test_experts_have_a_derivative_in_forward_mode():
+    layer = kinformer.layer("mixtral", 16, block=True, num_heads=2).eval()
+    x, along = (torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    assert torch.allclose(
+        torch.func.jvp(lambda x: layer(x).square().sum(), (x,), (along,))[1], (slope * along).sum(), rtol=1e-3
+    )
