@@ -291,12 +291,12 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
 
 
 def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
-    command = f"kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} --split train"
-    if run.data.get("holdout") is not None:
-        command += f" --holdout {run.data['holdout']:g}"
+    holdout = run.data.get("holdout")
+    held_out = "" if holdout is None else f" {marked('holdout')} {holdout:g}"
     return KinformerError(
         f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it ({reason}); "
-        f"make one: {command} --datastore FOLDER."
+        f"make one: kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} --split train "
+        f"--datastore FOLDER{held_out}."
     )
 
 

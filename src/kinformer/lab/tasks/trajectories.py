@@ -227,8 +227,8 @@ def evaluate(
                 metrics[RANK_CORRELATION] = facts_correlation(rows)
                 text.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION]:.3f}")
             else:
-                said = "the returns differ by less than their 95 % intervals, which more `episodes` narrow"
-                text.append(spelled(f"\nno rank correlation of returns and targets: {said}"))
+                why = "the returns differ by less than their 95 % intervals, which more `episodes` narrow"
+                text.append(spelled(f"\nno rank correlation of returns and targets: {why}"))
         if task_options.picture is not None:
             from kinformer.lab.drawing.plots import plot_returns
 
