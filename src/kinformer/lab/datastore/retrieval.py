@@ -257,7 +257,10 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
-        raise _foreign(store, run, corpus, "its tokens come from another tokenizer")
+        raise KinformerError(
+            f"{store.folder}: holds the tokens of another tokenizer than the run's; leave `tokenizer` and "
+            f"`train_tokenizer` out, so that the run takes the tokenizer of {run.data[RETRIEVAL]['retriever']}."
+        )
     first, matches = 0, []
     for part in store.record.parts:
         source = part.source
@@ -288,9 +291,12 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
 
 
 def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
+    holdout = run.data.get("holdout")
+    held_out = "" if holdout is None else f" {marked('holdout')} {holdout:g}"
     return KinformerError(
         f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it ({reason}); "
-        f"make one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
+        f"make one: kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} --split train "
+        f"--datastore FOLDER{held_out}."
     )
 
 

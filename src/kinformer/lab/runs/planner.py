@@ -181,7 +181,8 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
-    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, or a new one.
+    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, the tokenizer of the
+    retriever, whose tokens the datastore holds, or a new one.
 
     It is None where the task reads no text.
     """
@@ -194,6 +195,8 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    if size is None and options.retriever is not None and (shared := open_run(options.retriever).tokenizer) is not None:
+        return shared
     named = [path for path, _ in mixture_of(source.spec) or [(source.spec, 1.0)]]
     if size is None and (packed := next(filter(is_packed, named), None)) is not None:
         return packed_tokenizer(packed)

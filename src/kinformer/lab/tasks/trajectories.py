@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from math import isfinite, log, prod
+from math import hypot, isfinite, log, prod
 from pathlib import Path
 
 import numpy as np
@@ -221,9 +221,14 @@ def evaluate(
         rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
         metrics |= {return_at(row["target"]): row["mean"] for row in rows}
+        text += _acting_text(env, rows, clone, baselines, task_options.episodes)
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
-            metrics[RANK_CORRELATION] = facts_correlation(rows)
-        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), task_options.episodes)
+            if differ(rows):
+                metrics[RANK_CORRELATION] = facts_correlation(rows)
+                text.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION]:.3f}")
+            else:
+                why = "the returns differ by less than their 95 % intervals, which more `episodes` narrow"
+                text.append(spelled(f"\nno rank correlation of returns and targets: {why}"))
         if task_options.picture is not None:
             from kinformer.lab.drawing.plots import plot_returns
 
@@ -316,6 +321,13 @@ def _acted(
     return rows, clone
 
 
+def differ(rows: Sequence[ReturnRow]) -> bool:
+    """Return whether the lowest and the highest mean return differ by more than chance: by more than the half width of
+    the 95 % interval of their difference."""
+    low, high = min(rows, key=lambda row: row["mean"]), max(rows, key=lambda row: row["mean"])
+    return high["mean"] - low["mean"] > hypot(low["confidence"], high["confidence"])
+
+
 def facts_correlation(rows: Sequence[ReturnRow]) -> float:
     """Return Spearman's correlation of mean returns and targets; 0 where all returns are alike."""
     targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
@@ -334,7 +346,6 @@ def _acting_text(
     rows: Sequence[ReturnRow],
     clone: Summary | None,
     of_data: Mapping[str, float],
-    correlation: float | None,
     episodes: int,
 ) -> list[str | TextTable]:
     optimal = "optimal_share" in rows[0]
@@ -348,8 +359,6 @@ def _acting_text(
     how = remembering(context if isinstance(context, int) else None)
     text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
     text.append(TextTable(headers, lines, range(1, len(headers))))
-    if correlation is not None:
-        text.append(f"\nrank correlation of returns and targets {correlation:.3f}")
     return text
 
 
