@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kinformer.lab.drawing.plots import Curve, _exit, _range, plot_lengths
-from kinformer.lab.drawing.style import check, spread
+from kinformer.lab.drawing.plots import Curve, _exit, _range, check, plot_lengths, spread
 from kinformer.runtime.errors import KinformerError
 
 

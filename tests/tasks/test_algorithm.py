@@ -157,7 +157,7 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 def main_generate(folder, prompt):
     from kinformer.lab.tasks.algorithm import answer
-    from kinformer.lab.tasks.runs import LoadedRun
+    from kinformer.lab.tasks.evaluation import LoadedRun
 
     run = kinformer.open_run(folder)
     return answer(LoadedRun(run, run.model()), prompt)

@@ -229,7 +229,7 @@ def test_a_source_beyond_the_models_positions_is_told(run, pairs, tmp_path):
 
 
 def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
-    from kinformer.lab.training.averaging import mean_weights, replaced
+    from kinformer.lab.training.optimisers import mean_weights, replaced
     from kinformer.lab.training.schedule import Schedule
     from kinformer.runtime.files import load_tensors, save_tensors
 

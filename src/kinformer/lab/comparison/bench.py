@@ -17,10 +17,9 @@ from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
 from kinformer.lab.comparison import words, works
 from kinformer.lab.comparison.options import BenchOptions
-from kinformer.lab.comparison.peers import PeerModel, PeerShape, installed, shape_of
 from kinformer.lab.comparison.record import MachineFacts
 from kinformer.lab.comparison.speed import Floor, Peak, in_fresh_process, in_turns, machine, measure_floor
-from kinformer.lab.comparison.works import Timed
+from kinformer.lab.comparison.works import PeerModel, PeerShape, Timed, installed, shape_of
 from kinformer.lab.estimation.estimate import estimate, state_bytes
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural

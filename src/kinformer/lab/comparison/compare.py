@@ -18,7 +18,6 @@ from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.lab.comparison import words
-from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions, planned
 from kinformer.lab.comparison.plan import (
     Clock,
@@ -35,10 +34,12 @@ from kinformer.lab.comparison.plan import (
 )
 from kinformer.lab.comparison.record import (
     Badge,
+    Cache,
     Comparison,
     EntrantRecord,
     MachineFacts,
     SeedRun,
+    key_of,
     merged,
     read,
     save,

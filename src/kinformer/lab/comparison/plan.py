@@ -20,9 +20,8 @@ from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Member, MemberSheet
 from kinformer.family.table import member
-from kinformer.lab.comparison.cache import key_of
 from kinformer.lab.comparison.options import CompareOptions
-from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement
+from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement, key_of
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.drawing.text import Formula, formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes

@@ -23,10 +23,9 @@ import torch
 
 from kinformer import __version__
 from kinformer.lab.comparison import works
-from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
-from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds
+from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds, key_of
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer

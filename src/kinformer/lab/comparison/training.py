@@ -10,10 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kinformer.lab.comparison.cache import Cache, file_name, key_of
 from kinformer.lab.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.lab.comparison.plan import Contestant
-from kinformer.lab.comparison.record import ContextValue, Measurement, Point, RunResult, Trial
+from kinformer.lab.comparison.record import Cache, ContextValue, Measurement, Point, RunResult, Trial, file_name, key_of
 from kinformer.lab.runs.inference import evaluate
 from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
 from kinformer.lab.runs.run import CONFIG

@@ -16,7 +16,7 @@ from kinformer.core.parts import Input, NeedsStore
 from kinformer.core.state import State
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.options import StoreOptions
-from kinformer.lab.tasks.runs import TrainedRun
+from kinformer.lab.tasks.evaluation import TrainedRun
 from kinformer.lab.tasks.texts import note_shared, spec_of
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, spelled

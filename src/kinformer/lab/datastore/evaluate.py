@@ -23,8 +23,7 @@ from kinformer.lab.datastore.attach import (
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows
 from kinformer.lab.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
-from kinformer.lab.tasks.evaluation import EvaluationReport, TextTable, evaluated
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import EvaluationReport, LoadedRun, TextTable, evaluated
 from kinformer.lab.tasks.texts import HeldOut, check_positions, held_out, main_windows
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, plural
@@ -87,7 +86,7 @@ def evaluate_datastore(
     model = run.model(options.set).to(options.prepare(options.seed))
     attached = attach_mixture(run, model, options)
     if task_options.plot is not None:
-        from kinformer.lab.drawing.style import check
+        from kinformer.lab.drawing.plots import check
 
         check(Path(task_options.plot))
     windows = main_windows(run, model, task_options.context, task_options.overlap)

@@ -27,7 +27,7 @@ from kinformer.lab.drawing.panels import (
     Panel,
     PatternPanel,
 )
-from kinformer.lab.drawing.style import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, save, spread
+from kinformer.lab.drawing.plots import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, save, spread
 from kinformer.runtime.errors import plural, spelled
 
 if TYPE_CHECKING:

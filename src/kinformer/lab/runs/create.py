@@ -36,8 +36,8 @@ from kinformer.lab.tasks.table import training_options
 from kinformer.lab.tasks.task import Data, Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
+from kinformer.lab.training.schedule import Stage, stages_of
 from kinformer.lab.training.settings import Settings, checked_stages
-from kinformer.lab.training.stages import Stage, stages_of
 from kinformer.runtime.errors import KinformerError, marked, plural, require
 from kinformer.runtime.files import load_weights, require_weights, write_atomic
 from kinformer.runtime.parsing import JsonObject

@@ -23,10 +23,10 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     Evaluation,
     EvaluationReport,
+    LoadedRun,
     Predicted,
 )
 from kinformer.lab.tasks.next_token import Conversation
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.table import evaluation_options, generation_options, prediction_options, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked

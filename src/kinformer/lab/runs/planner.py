@@ -33,8 +33,8 @@ from kinformer.lab.tasks.table import refuse_options, task_for, training_options
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
+from kinformer.lab.training.schedule import stages_of
 from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
-from kinformer.lab.training.stages import stages_of
 from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural

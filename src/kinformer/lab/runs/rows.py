@@ -17,8 +17,8 @@ from kinformer.lab.data.sampling import mix
 from kinformer.lab.runs.run import STORES, Run, open_run
 from kinformer.lab.tasks.task import Data, Source, TrainingPlan
 from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.schedule import Stage
 from kinformer.lab.training.settings import Settings
-from kinformer.lab.training.stages import Stage
 from kinformer.runtime.errors import KinformerError
 
 

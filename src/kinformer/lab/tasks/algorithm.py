@@ -29,6 +29,7 @@ from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBa
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
@@ -37,7 +38,6 @@ from kinformer.lab.tasks.evaluation import (
 )
 from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
 from kinformer.lab.tasks.options import AlgorithmOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids, check_sequence
 from kinformer.lab.training.data_module import DataModule, map_fields

@@ -13,8 +13,7 @@ from torch.nn import functional
 from kinformer.core.model import CausalModel
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data import IGNORED
-from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable
-from kinformer.lab.tasks.runs import TrainedRun
+from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable, TrainedRun
 from kinformer.lab.tasks.texts import texts_in
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
 from kinformer.lab.training.settings import Settings
@@ -23,8 +22,8 @@ from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.data.labelled import TextItem, TextSource
+    from kinformer.lab.tasks.evaluation import LoadedRun
     from kinformer.lab.tasks.next_token import Generated
-    from kinformer.lab.tasks.runs import LoadedRun
 
 
 # Rows made on demand, with some tokens for a causal model to answer (recall, algorithms).

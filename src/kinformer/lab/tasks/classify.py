@@ -37,9 +37,16 @@ from kinformer.lab.tasks.answers import (
     numbers_of,
     spell_classes,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    TrainedRun,
+    evaluated,
+)
 from kinformer.lab.tasks.options import ClassifyOptions, ListOpsOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import in_batches
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (

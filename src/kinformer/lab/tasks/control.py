@@ -49,12 +49,12 @@ from kinformer.lab.data.sampling import mix
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
     evaluated,
 )
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared import Made, ObservationInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence

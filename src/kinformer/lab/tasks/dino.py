@@ -29,10 +29,9 @@ from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.sampling import in_epochs
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, evaluated
 from kinformer.lab.tasks.images import ASPECTS, CachedFeatures, box, flip, keep_features, luminance
 from kinformer.lab.tasks.options import DinoEvaluationOptions, DinoOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared import PatchInput, input_of, part_of
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part

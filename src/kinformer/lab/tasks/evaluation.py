@@ -1,4 +1,4 @@
-"""How runs of any task are evaluated, and what an evaluation reports: metrics, facts for JSON, text for people."""
+"""Runs as tasks see them, how they are evaluated, and what an evaluation reports: metrics, facts for JSON, text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, require, require_seed
@@ -14,9 +14,13 @@ from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
 
-    from kinformer.lab.tasks.runs import LoadedRun
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.data import Tokenizer
+
 
 # The results of predicting and embedding for every item: a row of values and a line for people, or a vector.
 
@@ -261,3 +265,46 @@ def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[
             if progress is not None:
                 progress(len(groups), len(keys))
     return groups
+
+
+# Runs as tasks see them: the folder of a trained model, and the loaded model with its companions.
+
+
+class TrainedRun(Protocol):
+    """A run folder, as far as tasks read it."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def member(self) -> str: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def data(self) -> Mapping[str, Any]: ...
+    @property
+    def options(self) -> Any: ...
+    @property
+    def training(self) -> Mapping[str, Any]: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+class LoadedRun(NamedTuple):
+    """A run to measure or to generate with.
+
+    ``model``: of the protocol that the task names, in eval mode; ``changes``: the changes of its config, as
+    ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: the draft that guesses its
+    next tokens (see ``generation.generate``); ``language_model``: the language model that guides its search.
+    """
+
+    run: TrainedRun
+    model: Any
+    changes: tuple[str, ...] = ()
+    lookup: Mapping[str, Any] | None = None
+    draft: object = None
+    language_model: LoadedRun | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the folder, and in brackets the member and the changes."""
+        return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"

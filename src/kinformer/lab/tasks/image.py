@@ -33,10 +33,9 @@ from kinformer.generation.session import Steps
 from kinformer.lab.data.images import SUFFIXES, ImageData, Images, decode, floors, read_head, read_images, write_png
 from kinformer.lab.data.sampling import in_epochs
 from kinformer.lab.tasks.answers import classes_of, numbers_of
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TextTable, TrainedRun, evaluated
 from kinformer.lab.tasks.images import png_of
 from kinformer.lab.tasks.options import ImageOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import PixelInput, input_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of

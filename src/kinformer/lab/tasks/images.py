@@ -20,9 +20,8 @@ from kinformer.lab.data import ImageData
 from kinformer.lab.data.files import readable
 from kinformer.lab.data.images import SUFFIXES, decode, read_head, read_images, require_pillow
 from kinformer.lab.data.labelled import STDIN, Inputs
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, FileSource, ItemSettings
+from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, FileSource, ItemSettings, LoadedRun, TrainedRun
 from kinformer.lab.tasks.options import PictureOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import PatchInput, batched, input_of
 from kinformer.lab.tasks.task import Source
 from kinformer.lab.tasks.texts import pooled, spec_of

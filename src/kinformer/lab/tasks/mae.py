@@ -31,11 +31,10 @@ from kinformer.core.state import State
 from kinformer.lab.data import ImageData, Images, read_images
 from kinformer.lab.data.images import write_png
 from kinformer.lab.data.sampling import in_epochs, mix
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TrainedRun, evaluated
 from kinformer.lab.tasks.image import OCCLUDED, grid
 from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
 from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import Made, PatchInput, PatchModule, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of

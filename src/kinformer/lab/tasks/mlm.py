@@ -30,9 +30,15 @@ from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
 from kinformer.lab.tasks.classify import scored
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    evaluated,
+)
 from kinformer.lab.tasks.options import MaskPredictionOptions, MlmOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared import in_batches, part_of
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import (

@@ -34,7 +34,7 @@ from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentS
 from kinformer.lab.data.corpus import MixedWindows
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import LoadedRun
 from kinformer.lab.tasks.shared import part_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import (

@@ -29,9 +29,16 @@ from kinformer.lab.evaluation.depths import (
 )
 from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.lab.evaluation.usage import Usage, record_usage
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    TrainedRun,
+    evaluated,
+)
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.task import Load
 from kinformer.lab.tasks.texts import (
     HeldOut,
@@ -235,7 +242,7 @@ def evaluate(
 
     ``task_options`` says which."""
     if task_options.plot is not None:
-        from kinformer.lab.drawing.style import check
+        from kinformer.lab.drawing.plots import check
 
         check(Path(task_options.plot))
         if task_options.lengths is None and not task_options.recl:

@@ -26,6 +26,7 @@ from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBa
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
@@ -34,7 +35,6 @@ from kinformer.lab.tasks.evaluation import (
 )
 from kinformer.lab.tasks.next_token import Generated, Sample
 from kinformer.lab.tasks.options import RecallOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids, check_sequence
 from kinformer.lab.training.data_module import DataModule, map_fields

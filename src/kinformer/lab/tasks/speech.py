@@ -64,13 +64,14 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     FileSource,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
+    TrainedRun,
     evaluated,
 )
 from kinformer.lab.tasks.options import DecodingOptions, SpeechOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import FrameInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (

@@ -33,7 +33,7 @@ from kinformer.lab.data.images import (
     reduced,
     write_png,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TextTable, evaluated
 from kinformer.lab.tasks.image import (
     ABSOLUTE,
     INPUT,
@@ -55,7 +55,6 @@ from kinformer.lab.tasks.image import (
 )
 from kinformer.lab.tasks.images import files_in, open_images, png_of
 from kinformer.lab.tasks.options import FirstImages, SuperResolutionOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared import PixelInput, encoder_of, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data

@@ -18,11 +18,12 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationReport,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
+    TrainedRun,
 )
 from kinformer.lab.tasks.evaluation import GenerationSettings as GenerationSettings
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
 

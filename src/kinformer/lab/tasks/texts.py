@@ -20,8 +20,7 @@ from kinformer.lab.data.files import shared_bytes
 from kinformer.lab.data.labelled import Check, Columns, Inputs, TextItem, TextSource, read_texts, refuse_empty
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import Windows, streamable
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
+from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import TokenInput, in_batches, input_of
 from kinformer.lab.tasks.task import Source
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite

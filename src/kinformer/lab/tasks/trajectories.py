@@ -52,12 +52,13 @@ from kinformer.lab.tasks.answers import most_probable, spell_classes
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
+    TrainedRun,
     evaluated,
 )
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import Made, StepInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of

@@ -42,10 +42,17 @@ from kinformer.lab.evaluation.depths import (
     saved,
     with_rule,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    TrainedRun,
+    evaluated,
+)
 from kinformer.lab.tasks.next_token import Generated, Sample
 from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.shared import arriving, in_batches
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (

@@ -41,6 +41,7 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     FileSource,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     evaluated,
@@ -58,7 +59,6 @@ from kinformer.lab.tasks.images import (
     pictures_in,
 )
 from kinformer.lab.tasks.options import VisionEvaluationOptions, VisionOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.shared import Made, PatchInput, batched, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
