@@ -182,10 +182,10 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     run: the run's folder.
     set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.lab.runs.run import STORES
+    from kinformer.lab.datastore.attach import attach_store
 
     opened = open_run(run)
-    model: Decoder | Encoder = STORES.attach(opened, opened.model(set))
+    model: Decoder | Encoder = attach_store(opened, opened.model(set), open_run)
     return model
 
 

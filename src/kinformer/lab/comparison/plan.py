@@ -368,8 +368,12 @@ def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
 
 
-def _refuse_unread(task: Task, options: CompareOptions) -> None:
-    """Refuse the options of measuring that the ``task`` does not read."""
+def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
+    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
+
+    Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
+    """
+    task, contestants_ = first_task(entrants, options), []
     if options.max_bytes is not None and (reason := task.evaluation.refused.get("max_bytes")):
         raise KinformerError(f"`max_bytes` {options.max_bytes}: {reason}")
     reads_lengths = any(option.name == "lengths" for option in fields(task.EvaluationOptions))
@@ -377,15 +381,6 @@ def _refuse_unread(task: Task, options: CompareOptions) -> None:
         raise KinformerError(
             f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
         )
-
-
-def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
-    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
-
-    Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
-    """
-    task, contestants_ = first_task(entrants, options), []
-    _refuse_unread(task, options)
     for entrant in entrants:
         base = _base(entrant, options, task)
         try:

@@ -189,7 +189,14 @@ def measured(
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
     if first and "lengths" in option_fields:
-        task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
+        limit = contestant.record.facts.get("max_length")
+        possible = []
+        for part in options.contexts.split(","):
+            number = part.strip().removesuffix("x")
+            tokens = int(number) * (options.row_length if part.strip().endswith("x") else 1) if number.isdigit() else 0
+            if limit is None or tokens <= limit:
+                possible.append(part.strip())
+        task_options["lengths"] = ",".join(possible) or "1x"
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
     limits = {"max_bytes": options.max_bytes or MEASURED_BYTES, "seed": options.seed}
@@ -219,18 +226,6 @@ def measured(
 
 def _context(facts: JsonObject) -> ContextValue:
     return {"context": facts["context"], "value": facts["bits_per_byte"], "positions": list(facts["by_position"])}
-
-
-def _possible(contexts: str, contestant: Contestant, length: int) -> str:
-    """Return the lengths of context that the model's positions allow."""
-    limit = contestant.record.facts.get("max_length")
-    possible = []
-    for part in contexts.split(","):
-        number = part.strip().removesuffix("x")
-        tokens = int(number) * (length if part.strip().endswith("x") else 1) if number.isdigit() else 0
-        if limit is None or tokens <= limit:
-            possible.append(part.strip())
-    return ",".join(possible) or "1x"
 
 
 def _text(value: object) -> str:

@@ -208,21 +208,18 @@ class TrajectoryAgent(Agent):
 
     def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         if self.context is None:
-            self._require_room()
+            limit, used = self.model.max_length, PER_STEP * self.timestep + 2
+            if limit is not None and used > limit:
+                raise KinformerError(
+                    f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
+                    f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
+                )
         new = [] if self.before is None else [self._position(2, self.timestep - 1, self._as_input(self.before))]
         new += [
             self._position(0, self.timestep, target_returns[:, None]),
             self._position(1, self.timestep, observations),
         ]
         return np.stack(new, axis=1)
-
-    def _require_room(self) -> None:
-        limit, used = self.model.max_length, PER_STEP * self.timestep + 2
-        if limit is not None and used > limit:
-            raise KinformerError(
-                f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
-                f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
-            )
 
     def _position(self, kind: int, timestep: int, values: np.ndarray) -> np.ndarray:
         packed = np.zeros((len(values), self.width), np.float32)

@@ -35,7 +35,8 @@ class Acting:
     def __post_init__(self) -> None:
         require_name(self.env)
         require("action_temperature", self.action_temperature, 0)
-        if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
+        steps = "carried" if self.context_steps is None else self.context_steps
+        if steps != "carried" and not (steps.isdecimal() and int(steps)):
             raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
 
 
@@ -68,10 +69,6 @@ def require_name(env: object) -> None:
             f"`env` {kind.__name__}: is {'a class' if kind is env else 'an object'}, but runs store a name; give the "
             f"module and the class, as in {kind.__module__}:{kind.__name__}."
         )
-
-
-def _is_count(text: str | None) -> bool:
-    return text is not None and text.isdecimal() and int(text) > 0
 
 
 # The options of trajectories, for training, acting and measuring. Free of PyTorch.

@@ -16,6 +16,7 @@ from kinformer.lab.datastore.attach import (
     WEIGHT,
     StoredRun,
     attach_mixture,
+    looks_up,
     note_stored,
     probes_of,
     searcher,
@@ -78,9 +79,11 @@ class _Job:
 
 def evaluate_datastore(
     runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
-) -> EvaluationReport:
-    """Evaluate a run with the datastore that ``options`` name; ``task_options`` are
-    its task's evaluation options."""
+) -> EvaluationReport | None:
+    """Evaluate a run with and without the datastore that ``options`` mix into its predictions, None without one;
+    ``task_options`` are its task's evaluation options."""
+    if options.datastore is None or all(looks_up(run.config) for run in runs):
+        return None
     sizes = _sizes(runs, options, task_options)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))

@@ -210,7 +210,7 @@ def with_neighbours(
     rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
 ) -> DataModule:
     """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
-    if RETRIEVAL not in run.data:
+    if not run.data.get(RETRIEVAL):
         return rows
     if not isinstance(rows, TakesNeighbours):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
@@ -218,7 +218,7 @@ def with_neighbours(
     retrieval = _open(run, open_run, corpus, device)
     _check_settings(run, retrieval, settings, rows.carries)
     train_plan = _plan(retrieval, "train", len(corpus.splits["train"]) - 1, {})
-    if not is_whole(retrieval.store, train_plan):
+    if _written(train_plan.path(retrieval.store).with_suffix(".json"), train_plan)[0] < train_plan.tokens:
         how = search_words(retrieval.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
@@ -357,11 +357,6 @@ class NeighbourTable:
         """Return the table's file, in the store's folder."""
         stamp = zlib.crc32(repr((sorted(self.source.items()), self.neighbours, store.record.blocks)).encode())
         return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
-
-
-def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
-    """Return whether all rows of ``plan`` were searched before."""
-    return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
 
 
 def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:

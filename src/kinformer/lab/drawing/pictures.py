@@ -159,7 +159,14 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
             left, bottom = MARGIN + column * (SIZE + GAP), height - TOP - (row + 1) * (SIZE + head) + SHIFT
             wide = SIZE - (0 if _tops(panel) else LABELS)
             axes = drawn.add_axes((left / width, bottom / height, wide / width, SIZE / height))
-            _paint(axes, panel)
+            if isinstance(panel, PatternPanel):
+                _pattern(axes, panel)
+            elif isinstance(panel, FieldPanel):
+                _field(axes, panel)
+            elif isinstance(panel, HeatPanel):
+                _heat(axes, panel)
+            else:
+                _curves(axes, panel)
             for line, text in enumerate(reversed(text_lines)):
                 over = (18 if _tops(panel) else 6) + 72 * LINE * line
                 weight = "bold" if text == panel.place else "normal"
@@ -170,17 +177,6 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
         drawn.text(MARGIN / width, 1 - 0.24 / height, heading, fontsize=11, fontweight="bold", va="center")
         _legend(drawn, panels, MARGIN / width)
         save(drawn, path)
-
-
-def _paint(axes: Axes, panel: Panel) -> None:
-    if isinstance(panel, PatternPanel):
-        _pattern(axes, panel)
-    elif isinstance(panel, FieldPanel):
-        _field(axes, panel)
-    elif isinstance(panel, HeatPanel):
-        _heat(axes, panel)
-    else:
-        _curves(axes, panel)
 
 
 def _title(panel: Panel, title: str) -> list[str]:

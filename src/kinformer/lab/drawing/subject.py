@@ -134,7 +134,17 @@ def find(options: DrawOptions) -> Subject:
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
     if name.lstrip().startswith("{"):
-        return _expression(options)
+        try:
+            data = parse_json(options.subject)
+        except ValueError as error:
+            raise KinformerError(
+                f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.'
+            ) from None
+        if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
+            raise KinformerError(
+                f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
+            )
+        return _part(options, data)
     named = not (options.pattern or options.position)
     if named and name in FAMILY and not _means_part(options):
         config = configure(name, options.recipe, None, options.set)
@@ -182,18 +192,6 @@ def _means_part(options: DrawOptions) -> bool:
     changed = {path.split(".")[0] for path in options.set}
     owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
     return bool(changed) and options.subject in _parts(options) and not changed & owned
-
-
-def _expression(options: DrawOptions) -> Subject:
-    try:
-        data = parse_json(options.subject)
-    except ValueError as error:
-        raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
-    if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
-        raise KinformerError(
-            f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
-        )
-    return _part(options, data)
 
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:

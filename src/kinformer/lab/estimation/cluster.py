@@ -266,7 +266,10 @@ class Part:
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
         # Activations and FLOPs are linear in the number of rows, so the estimates of one and two rows suffice.
-        one, two = (_amount(item, name) for item in (self._one, self._two))
+        one, two = (
+            (item.memory["train"]["activations"] if name == "activations" else item.flops_step)
+            for item in (self._one, self._two)
+        )
         return one + (rows - 1) * (two - one)
 
     @cached_property
@@ -353,10 +356,6 @@ class Part:
             if encodes or not encoder:
                 total += config.stack.uses(len(config.layers)).count(int(place.partition(".")[0]))
         return total
-
-
-def _amount(costs: Estimate, name: str) -> int:
-    return costs.memory["train"]["activations"] if name == "activations" else costs.flops_step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,11 +175,6 @@ def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
 # How many problems a model solves by their length, in training's range and beyond, and its answer to one.
 
 
-def sequence_accuracy_at(digits: int) -> Metric:
-    """Return the metric of the share of solved problems with this many digits."""
-    return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DigitsMeasured:
     """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
@@ -246,7 +241,10 @@ def evaluate(
         SEQUENCE_ACCURACY: sum(group.solved for group in main) / problems,
         BITS_PER_LABEL: sum(group.nats for group in main) / log(2) / tokens,
     }
-    metrics |= {sequence_accuracy_at(group.digits): group.sequence_accuracy for group in groups}
+    metrics |= {
+        Metric(f"sequence_accuracy_at_{group.digits}", SHARE, lower_is_better=False): group.sequence_accuracy
+        for group in groups
+    }
     depth = groups[0].depth
     if depth is not None:
         metrics[depth] = sum(group.mean_depth for group in main) / len(main)

@@ -634,16 +634,17 @@ class MaskFiller:
             hidden = self.model.hidden(torch.from_numpy(tokens).to(device), valid=valid_here).long_input
             logits = self.model.logits(hidden[rows, places][None])[0].float().cpu()
         require_finite(bool(logits.isfinite().all()))
-        no_text = torch.tensor([self._is_no_text(number) for number in range(logits.shape[-1])])
+        no_text = torch.tensor(
+            [
+                (number in (self.mask, *self.ends) or number >= self.tokenizer.vocab_size)
+                for number in range(logits.shape[-1])
+            ]
+        )
         probabilities, numbers = (
             logits.masked_fill(no_text, -torch.inf).softmax(-1).topk(min(self.top_k, int((~no_text).sum())))
         )
         candidates = iter(zip(probabilities.tolist(), numbers.tolist(), strict=True))
         return [self._predicted(item.item, [next(candidates) for _ in item.masks]) for item in batch]
-
-    def _is_no_text(self, token: int) -> bool:
-        """Return whether an id is the model's for a mask or an end, or beyond the tokenizer's."""
-        return token in (self.mask, *self.ends) or token >= self.tokenizer.vocab_size
 
     def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
         masks: list[list[Candidate]] = [

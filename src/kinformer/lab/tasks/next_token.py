@@ -66,23 +66,18 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     check_ids(plan, vocab_size(plan.data), special_apart=False)
     check_sequence(model)
     if plan.options.segments:
-        _check_endless(model)
+        if (limit := part_of(model, "max_length")) is not None:
+            raise KinformerError(
+                f"`segments`: the state goes on without end, but this model's positions end at {limit}; choose "
+                "another member, or another position such as `set` position=sinusoidal."
+            )
+        if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
+            raise KinformerError(
+                "`segments`: the state goes on without end, but this model's grows with every token; choose another "
+                'member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+            )
     rows = plan.settings.batch_size if plan.options.segments else 1
     check_long_enough(plan.data, rows, plan.settings.length)
-
-
-def _check_endless(model: nn.Module) -> None:
-    """Refuse a model whose state grows, or whose positions end, while it is carried through the whole corpus."""
-    if (limit := part_of(model, "max_length")) is not None:
-        raise KinformerError(
-            f"`segments`: the state goes on without end, but this model's positions end at {limit}; choose "
-            "another member, or another position such as `set` position=sinusoidal."
-        )
-    if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
-        raise KinformerError(
-            "`segments`: the state goes on without end, but this model's grows with every token; choose another "
-            'member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
-        )
 
 
 class TokenBatch(NamedTuple):

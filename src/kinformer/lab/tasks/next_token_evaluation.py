@@ -73,7 +73,14 @@ def evaluate_recl(
 ) -> EvaluationReport:
     """Measure the group at every context."""
     check(contexts, task_options.hardest)
-    held = _same_data(runs, evaluation_settings, task_options.holdout)
+    first = runs[0]
+    for other in runs[1:]:
+        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
+            raise KinformerError(
+                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
+                "tokenizers; measure them separately."
+            )
+    held = held_out(first, evaluation_settings, task_options.holdout)
     losses = np.stack(
         [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
     )
@@ -107,18 +114,6 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     if trained is None:
         raise KinformerError(f"{first.folder}: does not say its training length; give `lengths` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
-
-
-def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings, holdout: float | None) -> HeldOut:
-    """Return the data that all are measured on, the first run's if none was named; all must have one tokenizer."""
-    first = runs[0]
-    for other in runs[1:]:
-        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
-            raise KinformerError(
-                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
-                "tokenizers; measure them separately."
-            )
-    return held_out(first, evaluation_settings, holdout)
 
 
 def _losses(

@@ -81,11 +81,6 @@ class NextTokenEvaluationOptions(Checked):
         require_share("holdout", self.holdout)
         if not 0 < self.hardest <= 1:
             raise KinformerError(f"`hardest` is {self.hardest:g} but must be above 0 and at most 1.")
-        self._check_unread()
-        super().__post_init__()
-
-    def _check_unread(self) -> None:
-        """Refuse options that the way of measuring does not read."""
         for option in fields(self):
             if getattr(self, option.name) == option.default:
                 continue
@@ -97,6 +92,7 @@ class NextTokenEvaluationOptions(Checked):
                 raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
             if option.name in ("context", "overlap", "baseline") and self.recl:
                 raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,11 @@ def evaluate(
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, object] = {"env": env, **baselines}
     if env is None:
-        _refuse_acting(evaluation_settings, task_options, str(run.folder))
+        acting = [
+            option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default
+        ]
+        for name in acting or ["seed"] * (evaluation_settings.seed > 0):
+            raise KinformerError(f"{marked(name)}: {run.folder} names no environment; give `env` NAME too.")
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
         rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
@@ -235,15 +239,6 @@ def evaluate(
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
     )
-
-
-def _refuse_acting(
-    evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
-) -> None:
-    """Refuse options of acting without an environment."""
-    acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
-    for name in acting or ["seed"] * (evaluation_settings.seed > 0):
-        raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
 
 
 def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:

@@ -75,15 +75,12 @@ class Interrupt:
     def _note(self, number: int, _: FrameType | None) -> None:
         if not self.signal:
             self.signal, self._at = number, time.monotonic()
-            self._say(f"kinformer: {signal.Signals(number).name}: finishing this step, then saving.\n")
+            text = f"kinformer: {signal.Signals(number).name}: finishing this step, then saving.\n"
+            if not self.quiet:  # straight to the descriptor: Python's own stream may be in the middle of a write
+                with suppress(OSError):
+                    os.write(2, text.encode())
         elif number != signal.SIGHUP and time.monotonic() - self._at >= self._echo:
             os._exit(128 + number)
-
-    def _say(self, text: str) -> None:
-        """Write straight to standard error: Python's own stream may be in the middle of a write."""
-        if not self.quiet:
-            with suppress(OSError):
-                os.write(2, text.encode())
 
 
 def heeded() -> tuple[signal.Signals, ...]:
@@ -514,7 +511,15 @@ def average_gradients(engine: nn.Module) -> None:
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Raise for runs of several processes that do more with the model than compute losses of its rows."""
     if group.context > 1:
-        _check_stretches(data, objective, settings, group)
+        place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
+        if not (data.by_time and getattr(objective, "by_token", False)):
+            raise KinformerError(
+                f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train "
+                "with the task next-token, mlm, classify or translate and its first objective, or leave it out."
+            )
+        check_length(settings, group)
+        if settings.compile:
+            raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
     if group.tensor == 1:
         return
     if type(data).begin is not DataModule.begin:
@@ -526,19 +531,6 @@ def check_divided(data: DataModule, objective: object, settings: Settings, group
         raise KinformerError(
             f"`parallel` tp={group.tensor}: `compile` does not see how processes add up their parts; leave one out."
         )
-
-
-def _check_stretches(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
-    """Raise for rows that cannot be cut along time into stretches of one length."""
-    place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
-    if not (data.by_time and getattr(objective, "by_token", False)):
-        raise KinformerError(
-            f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train with "
-            "the task next-token, mlm, classify or translate and its first objective, or leave it out."
-        )
-    check_length(settings, group)
-    if settings.compile:
-        raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
 
 
 def check_length(settings: Settings, group: Group) -> None:

@@ -379,7 +379,11 @@ class Updater:
     def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
         """Make update number ``step``; return the results of this process's rows, still on the device."""
         self._resample(step)
-        self._seed_masks(step)
+        # The step's random masks depend on no earlier step, so that a resumed run draws the same.
+        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
+        torch.default_generator.manual_seed(seed)
+        if self.group.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         batch = self._batch(step)
         parts = self.settings.accumulate
         costs = []
@@ -413,13 +417,6 @@ class Updater:
         for number, module in due_for_resampling(self.resampled, step):
             module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
             self.carried.clear()
-
-    def _seed_masks(self, step: int) -> None:
-        """Seed the step's random masks, which depend on no earlier step, so that a resumed run draws the same."""
-        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
-        torch.default_generator.manual_seed(seed)
-        if self.group.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
     def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
@@ -540,16 +537,13 @@ class Trainer:
         course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
         self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
         if saved and self.settings.steps and self.group.first:
-            self._tell_stretched(numbers["total"])
-
-    def _tell_stretched(self, before: int) -> None:
-        """Note where the learning rate jumps because the run had ``before`` steps when it was stopped."""
-        was, rate = (self.rate(self.step, total) for total in (before, self.total))
-        if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
-            note(
-                f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
-                f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
-            )
+            before = numbers["total"]
+            was, rate = (self.rate(self.step, total) for total in (before, self.total))
+            if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
+                note(
+                    f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
+                    f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
+                )
 
     @property
     def total(self) -> int:
@@ -574,7 +568,10 @@ class Trainer:
         ):
             self.progress = progress
             try:
-                self._begin_stage()
+                if self.stage.count > 1 and self.step == self.stage.begin:
+                    self.progress.say(str(self.stage))
+                    if self.log:
+                        self.log.write(self.step + 1, self.stage.record)
                 self._steps(pace, interrupt)
             finally:
                 if self.log:
@@ -622,13 +619,6 @@ class Trainer:
             if stopped or last or self.step == border:
                 interrupt.signal = stopped
                 break
-
-    def _begin_stage(self) -> None:
-        """Report a stage before its first update; the record has the step of that update."""
-        if self.stage.count > 1 and self.step == self.stage.begin:
-            self.progress.say(str(self.stage))
-            if self.log:
-                self.log.write(self.step + 1, self.stage.record)
 
     def _look(self, pace: Pace) -> int:
         """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""

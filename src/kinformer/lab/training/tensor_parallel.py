@@ -193,7 +193,12 @@ def _replacements(model: DivisibleModel, parts: int) -> dict[str, tuple[nn.Modul
                 mixes = isinstance(module, CausalMixer)
                 replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
     for path, (_, _, module, _) in replaced.items():
-        _require_local(path, module)
+        for inner in module.modules():
+            if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
+                what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
+                raise KinformerError(
+                    f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
+                )
     return replaced
 
 
@@ -212,16 +217,6 @@ def _parts_of_layer(
         module = chosen.part(width, parts).build(width)
         made[f"further_mixers.{index}"] = layer.get_submodule("further_mixers"), str(index), module
     return made
-
-
-def _require_local(path: str, module: nn.Module) -> None:
-    """Raise for a divided ``module`` that learns by other means than the gradients of its outputs."""
-    for inner in module.modules():
-        if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
-            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
-            raise KinformerError(
-                f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
-            )
 
 
 def _take(
