@@ -17,7 +17,7 @@ from kinformer.lab.data import IGNORED, BosEos, ByteTokenizer
 from kinformer.lab.data.pairs import Pairs
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions
-from kinformer.lab.tasks.shared import arriving
+from kinformer.lab.tasks.evaluation import arriving
 from kinformer.lab.tasks.translate import EncodedPairs, TranslationLoss, lines_of, scores
 from kinformer.runtime.errors import KinformerError
 

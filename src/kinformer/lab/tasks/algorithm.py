@@ -40,7 +40,7 @@ from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
 from kinformer.lab.tasks.options import AlgorithmOptions
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids, check_sequence
-from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.data_module import map_fields
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import note
@@ -92,25 +92,12 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     plan.data.check(plan.settings.length)
 
 
-def training_rows(plan: TrainingPlan) -> AlgorithmModule:
-    """Return the rows of training."""
-    return AlgorithmModule(plan.data, plan.settings)
-
-
-def algorithm_loss(model: nn.Module, data: DataModule | None) -> AlgorithmLoss:
-    """Return the objective of the answers."""
-    return AlgorithmLoss()
-
-
 class AlgorithmLoss(AnswersLoss):
     """The mean cross-entropy of all tokens of the answers; its metrics also count the solved problems."""
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         problems = len(batch.tokens)
-        return {
-            "solved": solved(right, rows, problems).sum(),
-            "problems": torch.full_like(right.sum(), problems),
-        }
+        return {"solved": solved(right, rows, problems).sum(), "problems": torch.full_like(right.sum(), problems)}
 
 
 def solved(right: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -220,20 +207,16 @@ class DigitsMeasured:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on new problems of each number of digits; the metrics are over the problems in training's range,
     or over all problems if none is in it. Every problem is written to the table that the options name."""
     started_at = time.perf_counter()
     data: AlgorithmData = subject.run.options.data
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    split = choose(settings.split, SPLITS, "`split`")
     lengths, rows = _lengths(subject.model, data, options.digits_to_measure), options.problems
     with options.writing_predictions() as write:
-        groups = by_group(
-            lengths,
-            lambda digits: _measured(subject, data, split, digits, rows, evaluation_settings, write),
-            quiet,
-        )
+        groups = by_group(lengths, lambda digits: _measured(subject, data, split, digits, rows, settings, write), quiet)
     main = [group for group in groups if group.trained] or groups
     tokens, problems = sum(group.tokens for group in main), sum(group.problems for group in main)
     metrics = {
@@ -318,7 +301,7 @@ def _measured(
     split: str,
     digits: int,
     rows: int,
-    evaluation_settings: EvaluationSettings,
+    settings: EvaluationSettings,
     write: WriteRow | None,
 ) -> DigitsMeasured:
     """Measure problems of this many digits."""
@@ -327,11 +310,11 @@ def _measured(
     counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
 
     def draw(part: int, count: int) -> AlgorithmRows:
-        return data.rows(split, part, count, evaluation_settings.seed, digits)
+        return data.rows(split, part, count, settings.seed, digits)
 
     with torch.inference_mode(), noting_depths(model) as depths:
         deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
-        for batch in drawn_batches(draw, rows, data.width(digits), evaluation_settings.chunk):
+        for batch in drawn_batches(draw, rows, data.width(digits), settings.chunk):
             answered = answers(model, map_fields(batch, lambda tensor: tensor.to(device)))
             tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
             done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
@@ -377,7 +360,7 @@ def generate(
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the answers to the problems of ``source``."""
     return answers_to(source, settings, problem_in, subject, answer)

@@ -16,7 +16,6 @@ from kinformer.lab.data import IGNORED
 from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable, TrainedRun
 from kinformer.lab.tasks.texts import texts_in
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import progressing
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from kinformer.lab.data.labelled import TextItem, TextSource
     from kinformer.lab.tasks.evaluation import LoadedRun
     from kinformer.lab.tasks.next_token import Generated
+    from kinformer.lab.tasks.task import TrainingPlan
 
 
 # Rows made on demand, with some tokens for a causal model to answer (recall, algorithms).
@@ -103,8 +103,8 @@ def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answ
 class MadeRows(DataModule):
     """New rows in every step, the same rows in every validation."""
 
-    def __init__(self, data: object, settings: Settings) -> None:
-        self.data, self.settings = data, settings
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.data, self.settings = plan.data, plan.settings
 
     @property
     def width(self) -> int:

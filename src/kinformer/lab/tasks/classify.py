@@ -45,9 +45,9 @@ from kinformer.lab.tasks.evaluation import (
     PredictionSettings,
     TrainedRun,
     evaluated,
+    in_batches,
 )
 from kinformer.lab.tasks.options import ClassifyOptions, ListOpsOptions
-from kinformer.lab.tasks.shared import in_batches
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
@@ -209,11 +209,6 @@ class Classification:
         return scored(model(batch.tokens, valid=batch.valid), batch.labels)
 
 
-def class_loss(model: nn.Module, data: DataModule | None) -> Classification:
-    """Return the objective of classes."""
-    return Classification()
-
-
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
     """Return loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` counts the labels
     whose class is the most probable one."""
@@ -277,19 +272,17 @@ def measure_labels(
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    result, same, examples = _examples(subject, evaluation_settings)
+    result, same, examples = _examples(subject, settings)
     classes = classes_of(run)
     length = whole_length(run, model)
     ends = ends_of(model.config)
-    if cut := result.cut(evaluation_settings.split, length - ends.size):
+    if cut := result.cut(settings.split, length - ends.size):
         note(f"note: {cut}.")
-    rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends)
+    rows = Buckets(examples, max(1, settings.chunk // length), length, 0, ends)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))
@@ -300,13 +293,13 @@ def evaluate(
         )
     counts, by_name = by_class(classes, measured, "examples")
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
         by_name,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
     task = LISTOPS if isinstance(run.options, ListOpsOptions) else "classify"
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task, since=started_at)
@@ -319,14 +312,14 @@ def _input(run: TrainedRun, examples: Examples, index: int) -> dict[str, str]:
     return {"text": tokenizer_of(run).decode(examples.tokens(index))}
 
 
-def _examples(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
+def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
     """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
-    spec = LISTOPS if isinstance(run.options, ListOpsOptions) else spec_of(run, evaluation_settings.data)
+    spec = LISTOPS if isinstance(run.options, ListOpsOptions) else spec_of(run, settings.data)
     source = Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field"))
     examples = open_examples(source, run.options)
-    same = note_other_data(run, examples, evaluation_settings.data is not None)
-    part = examples.splits[choose(evaluation_settings.split, examples.splits, "`split`")]
+    same = note_other_data(run, examples, settings.data is not None)
+    part = examples.splits[choose(settings.split, examples.splits, "`split`")]
     return examples, same, replace(part, labels=numbers_of(run, examples.name, examples.classes)[part.labels])
 
 
@@ -365,7 +358,7 @@ class TextClassifier:
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the classes of the texts of ``source``, in order."""
     encode = encoder_of(subject.run)

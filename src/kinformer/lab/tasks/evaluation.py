@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
@@ -308,3 +311,108 @@ class LoadedRun(NamedTuple):
     def title(self) -> str:
         """Return the folder, and in brackets the member and the changes."""
         return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"
+
+
+# The parts of configs and models that only some have, the output of tasks that generate, and items in batches.
+
+
+def input_of(config: ModelConfig) -> Any:
+    """Return the input of ``config``, whose class the task knows."""
+    return config.input
+
+
+def encoder_of(config: ModelConfig) -> ModelConfig:
+    """Return the encoder of ``config``, an encoder-decoder."""
+    return part_of(config, "encoder")
+
+
+def part_of(owner: object, name: str) -> Any:
+    """Return the part ``name`` of a config or model, which only some have, such as the policy of a head."""
+    return getattr(owner, name)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The output of tasks that generate something other than continued text.
+
+    ``facts`` are for JSON, ``text`` is for people.
+    """
+
+    facts: Mapping[str, object]
+    text: str
+    interrupted: bool = False
+
+
+# Items in batches: the arrived items of a stream, and items of similar length.
+
+T = TypeVar("T")
+R = TypeVar("R")
+POOL = 16
+"""Batches whose items are sorted by length together."""
+_END = object()
+
+
+def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
+    """Yield the items in lists of at most ``limit``: a list holds the items already there, and waits for one at
+    most."""
+    queue: Queue[Any] = Queue(maxsize=4 * limit)
+
+    def read() -> None:
+        try:
+            for item in items:
+                queue.put((item, None))
+            queue.put((_END, None))
+        except BaseException as error:
+            queue.put((_END, error))
+
+    Thread(target=read, daemon=True).start()
+    error: BaseException | None = None
+    at_end = False
+    while not at_end:
+        batch: list[T] = []
+        item, error = queue.get()
+        while item is not _END:
+            batch.append(item)
+            if len(batch) == limit:
+                break
+            try:
+                item, error = queue.get(timeout=0.01)
+            except Empty:
+                break
+        at_end = item is _END
+        if batch:
+            yield batch
+    if error is not None:
+        raise error
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size``; the last list has the rest."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def in_batches(
+    items: Iterator[T],
+    batch_size: int,
+    size: Callable[[T], int],
+    compute: Callable[[Sequence[T]], Sequence[R]],
+    total: int | None = None,
+    quiet: bool = True,
+) -> Iterator[R]:
+    """Yield the results of ``compute`` for the items, in their order; a batch holds items of like ``size``, and few are
+    in memory at a time. A bar shows how many of ``total`` are done, unless ``quiet``."""
+    done = 0
+    with progressing(quiet or total is None, "predicting") as progress:
+        for pool in arriving(items, batch_size * POOL):
+            order = sorted(range(len(pool)), key=lambda index: size(pool[index]))
+            results: list[R | None] = [None] * len(pool)
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                for index, result in zip(chosen, compute([pool[index] for index in chosen]), strict=True):
+                    results[index] = result
+                done += len(chosen)
+                if progress is not None and total is not None:
+                    progress(done, total)
+            yield from results  # type: ignore[misc]

@@ -28,21 +28,20 @@ from torch.nn import functional
 from kinformer.core.encoder import GridOnly
 from kinformer.core.model import StackedWholeModel, WholeModel, device_of
 from kinformer.core.state import State
-from kinformer.lab.data import ImageData, Images, read_images
+from kinformer.inputs.images import Patches
+from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.images import write_png
 from kinformer.lab.data.sampling import in_epochs, mix
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TrainedRun, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, Made, evaluated, input_of, part_of
 from kinformer.lab.tasks.image import OCCLUDED, grid
 from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
 from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
-from kinformer.lab.tasks.shared import Made, PatchInput, PatchModule, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings
-from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
-from kinformer.lab.tasks.vision import LOOKED_AT, check_channels, check_images_read, fitted, pixels_of
+from kinformer.lab.tasks.texts import heading, identity_of_part
+from kinformer.lab.tasks.vision import LOOKED_AT, check_channels, check_images_read, fitted, held_out_images, pixels_of
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields, take_rows
 from kinformer.lab.training.logging import ACCURACY, Metric
-from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 
 if TYPE_CHECKING:
@@ -94,12 +93,19 @@ def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Te
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
 
+def patches_of(config: ModelConfig, images: ImageData | Images) -> int:
+    """Return how many patches ``images`` have for a model of ``config``."""
+    input: Patches.Config = input_of(config)
+    return prod(input.replace(size=images.shape[:2]).grid)
+
+
 class PatchRows(DataModule, Generic[O, B]):
     """Training images in a new order in every epoch, and the first validation images, always with the same masks."""
 
-    def __init__(self, data: ImageData, settings: Settings, options: O, input: PatchInput) -> None:
-        self.data, self.settings, self.options = data, settings, options
-        self.patches = prod(input.replace(size=data.shape[:2]).grid)
+    def __init__(self, plan: TrainingPlan) -> None:
+        data, settings = plan.data, plan.settings
+        self.data, self.settings, self.options = data, settings, plan.options
+        self.patches = patches_of(plan.config, data)
         enough = ceil(settings.validation_tokens / settings.length)
         self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
 
@@ -187,8 +193,7 @@ def check_masks(plan: TrainingPlan, model: nn.Module) -> None:
     config = plan.config
     if config.head.kind != PIXEL_HEAD:
         raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
-    input: PatchInput = input_of(config)
-    seen_count(prod(input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    seen_count(patches_of(config, plan.data), plan.options.masked)
     placed = mixer_of_places(config)
     if placed is not None:
         raise KinformerError(
@@ -235,7 +240,7 @@ class Targets(NamedTuple):
 
 def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
     """Return the targets of all patches."""
-    input: PatchModule = part_of(model, "input")
+    input: Patches = part_of(model, "input")
     pixels = input.cut(images)
     pixels = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
     if raw_pixels:
@@ -251,7 +256,7 @@ def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
 
 def predict_patches(model: PatchModel, batch: MaeBatch) -> Tensor:
     """Return the targets of all patches as the model predicts them from the seen ones, [rows, patches, pixels]."""
-    input: PatchModule = part_of(model, "input")
+    input: Patches = part_of(model, "input")
     before = input.config.before
     tokens = torch.arange(before, device=batch.seen.device).expand(len(batch.seen), -1)
     chosen = torch.cat([tokens, batch.seen + before], 1)
@@ -271,22 +276,17 @@ class MaskedPatches:
     def __init__(self, options: MaeOptions) -> None:
         self.options = options
 
+    @classmethod
+    def of(cls, model: PatchModel, data: DataModule | None) -> MaskedPatches:
+        """Make the objective with the options of the rows ``data``."""
+        return cls(data.options if isinstance(data, MaeRows) else MaeOptions())
+
     def __call__(self, model: PatchModel, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
         errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])
         error, count = torch.where(masked, errors, errors.new_zeros(())).sum(), masked.sum()
         return error / count, {"error": error.detach(), "predicted": count}, None
-
-
-def mask_rows(plan: TrainingPlan) -> MaeRows:
-    """Return the rows of training."""
-    return MaeRows(plan.data, plan.settings, plan.options, input_of(plan.config))
-
-
-def mask_loss(model: PatchModel, data: DataModule | None) -> MaskedPatches:
-    """Return the objective, with the options of the rows ``data``."""
-    return MaskedPatches(data.options if isinstance(data, MaeRows) else MaeOptions())
 
 
 # How well a run predicts the masked patches of held-out images, beside the mean of every patch.
@@ -299,8 +299,7 @@ def measure_patches(
 ) -> tuple[float, float]:
     """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's error, and
     the error of predicting each patch's own mean (for raw pixels: the mean of all images)."""
-    input: PatchInput = input_of(model.config)
-    patches = prod(input.replace(size=images.shape[:2]).grid)
+    patches = patches_of(model.config, images)
     total, plain, masked = 0.0, 0.0, 0
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
@@ -318,48 +317,22 @@ def measure_patches(
     return total / masked, plain / masked
 
 
-class HeldOut(NamedTuple):
-    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``; ``same`` says
-    whether this is the run's own data."""
-
-    data: ImageData
-    part: Images
-    images: int
-    same: bool
-
-
-def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
-    """Return the images that ``settings`` name, or the images of ``run``."""
-    data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    input: PatchInput = input_of(run.config)
-    same, reads = note_other_data(run, data, settings.data is not None), input.channels
-    if data.shape[2] != reads:
-        raise KinformerError(
-            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but {run.folder} reads {reads}; "
-            "give others."
-        )
-    part = data.splits[choose(settings.split, data.splits, "`split`")]
-    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
-
-
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always with the same mask."""
     run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
+    result, part, count, same = held_out_images(run, settings, options)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         error, mean = measure_patches(model, part, count, run.options, progress)
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"{MASKED_ERROR.text(error)} ({what}), {mean:.4f} by the mean: {plural(count, 'image')}, "
         f"{run.options.masked:.0%} of each masked",
     )
     baselines = {"mean": mean}
     facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
-    identity = identity_of_part(result, evaluation_settings.split, same)
+    identity = identity_of_part(result, settings.split, same)
     metrics = {MASKED_ERROR: error}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)
 
@@ -375,7 +348,7 @@ def complete(
     Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
     """
     run, model = subject.run, subject.model
-    input: PatchModule = model.input
+    input: Patches = model.input
     task_options: MaeGenerationOptions = options.task_options
     out = png_of(run, task_options.out, "completed.png")
     shown = list(pictures(run, task_options.image or run.data["spec"], options.samples))
@@ -401,7 +374,7 @@ def complete(
     return Made(facts, f"{out}: {plural(len(images), 'image')} of {seen.shape[1]} of {patches} patches each{of}")
 
 
-def _pixels(input: PatchModule, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
+def _pixels(input: Patches, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
     """Return normalised ``patches`` [images, patches, pixels] as images uint8 [images, channels, height, width], grey
     where ``veil`` is True."""
     config, (rows, columns) = input.config, input.grid(images)
@@ -532,7 +505,7 @@ def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
 
 def sizes_of(model: PatchModel) -> tuple[int, int]:
     """Return the pixels of a patch's side, and the bits of a channel's colour."""
-    input: PatchInput = input_of(model.config)
+    input: Patches.Config = input_of(model.config)
     return input.patch, part_of(model.config.head, "bits")
 
 
@@ -562,16 +535,6 @@ def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor
     return nats.view_as(colours), logits.argmax(-1) == colours
 
 
-def colour_rows(plan: TrainingPlan) -> MppRows:
-    """Return the rows of training."""
-    return MppRows(plan.data, plan.settings, plan.options, input_of(plan.config))
-
-
-def colour_loss(model: PatchModel, data: DataModule | None) -> PatchColours:
-    """Return the objective of colours."""
-    return PatchColours()
-
-
 # How well a run predicts the colours of corrupted patches of held-out images, beside counting the colours.
 
 
@@ -587,7 +550,7 @@ def measure_colours(
     predicted as most probable, and the bits of the same patches by ``costs`` [colours], the bits of each colour."""
     device, sums, corrupted = device_of(model), np.zeros(3), 0
     table, sizes = torch.from_numpy(costs).to(device), sizes_of(model)
-    input: PatchModule = part_of(model, "input")
+    input: Patches = part_of(model, "input")
     with torch.inference_mode():
         for first in range(0, count, AT_ONCE):
             index = np.arange(first, min(first + AT_ONCE, count))
@@ -619,23 +582,21 @@ def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
     return -np.log2(counts / counts.sum())
 
 
-def evaluate_colours(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
-) -> Evaluation:
+def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always corrupted alike."""
     run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
+    result, part, count, same = held_out_images(run, settings, options)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         costs = counted_colours(result, model)
         bits, accuracy, counted = measure_colours(model, part, count, run.options.corrupted, costs, progress)
     measured = f"{BITS_PER_COLOUR.text(bits)}, {counted:.4f} by counting; {ACCURACY.text(accuracy)}"
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"{measured}: {plural(count, 'image')}, {run.options.corrupted:.0%} of each corrupted",
     )
     facts = {"counted_bits": counted, "measured_images": count, "corrupted": run.options.corrupted}
-    identity = identity_of_part(result, evaluation_settings.split, same)
+    identity = identity_of_part(result, settings.split, same)
     metrics = {BITS_PER_COLOUR: bits, ACCURACY: accuracy}
     baselines = {"counted": counted}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mpp", since=started_at)

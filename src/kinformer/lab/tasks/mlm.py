@@ -37,9 +37,10 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     evaluated,
+    in_batches,
+    part_of,
 )
 from kinformer.lab.tasks.options import MaskPredictionOptions, MlmOptions
-from kinformer.lab.tasks.shared import in_batches, part_of
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
@@ -195,16 +196,6 @@ def training_rows(plan: TrainingPlan) -> MaskedTokens:
     return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
 
-def masked_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguage:
-    """Return the objective of masked tokens."""
-    return MaskedLanguage()
-
-
-def cpc_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguageCpc:
-    """Return the objective of masked tokens and of masked sentences."""
-    return MaskedLanguageCpc.of(model)
-
-
 # Masked tokens, and masked sentences that their global tokens predict (Ainslie et al. 2020, ETC; contrastive
 # predictive coding after van den Oord et al. 2018).
 #
@@ -256,7 +247,7 @@ class MaskedLanguageCpc:
         self.length, self.mask_token, self.ends = length, mask_token, ends
 
     @classmethod
-    def of(cls, model: nn.Module | GlobalInputModel) -> MaskedLanguageCpc:
+    def of(cls, model: nn.Module | GlobalInputModel, data: DataModule | None = None) -> MaskedLanguageCpc:
         """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
         KinformerError if the model lacks either."""
         length = getattr(getattr(model, "global_input", None), "length", None)
@@ -443,17 +434,15 @@ class MaskNotes:
         )
 
 
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out text, beside counts of its training split; its global input too, where it has one.
     Every masked token is written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    data = held_out(run, evaluation_settings)
+    data = held_out(run, settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), evaluation_settings.seed)
+    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), settings.seed)
     started_at = time.perf_counter()
-    rows = max(1, evaluation_settings.chunk // length)
+    rows = max(1, settings.chunk // length)
     with table.writing_predictions() as write, progressing(quiet) as progress:
         counts = Bigrams(data.corpus.splits["train"])
         note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
@@ -461,7 +450,7 @@ def evaluate(
     unit, words = unit_of(data.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [
-        heading(subject, data.corpus, evaluation_settings.split),
+        heading(subject, data.corpus, settings.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
         f"{plural(length, 'token')}{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
@@ -472,7 +461,7 @@ def evaluate(
     facts = baselines | {"masked": measured.masked} | asdict(run.options)
     facts |= {"length": length, "windows": measured.windows}
     if has_global_input(model):
-        more_facts, more_text = _global_input(subject, masked_text, evaluation_settings, quiet)
+        more_facts, more_text = _global_input(subject, masked_text, settings, quiet)
         facts, text = facts | more_facts, text + more_text
     return evaluated(
         subject, metrics, data.identity, text, facts=facts, baselines=baselines, task="mlm", since=started_at
@@ -480,11 +469,11 @@ def evaluate(
 
 
 def _global_input(
-    subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
+    subject: LoadedRun, text: MaskedText, settings: EvaluationSettings, quiet: bool
 ) -> tuple[dict[str, object], list[str]]:
     """Return the gain from the global input, for JSON and as text."""
     training = subject.run.training
-    rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
+    rows = training.get("batch_size", max(1, settings.chunk // text.length))
     with progressing(quiet) as progress:
         effect = measure_global_input(subject.model, text, rows, progress)
     lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
@@ -666,17 +655,12 @@ def _spelled(mask: Sequence[Candidate]) -> str:
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: MaskPredictionOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: MaskPredictionOptions
 ) -> Iterator[Predicted]:
     """Yield the texts of ``source`` with their masks filled in, in order."""
-    filler = MaskFiller(subject, task_options.mask, settings.top_k)
+    filler = MaskFiller(subject, options.mask, settings.top_k)
     inputs = texts_in(source, settings, filler.encode)
     encode: Callable[[TextItem], MaskedItem] = filler.encode
     yield from in_batches(
-        map(encode, inputs.items),
-        settings.batch_size,
-        lambda item: len(item.ids),
-        filler,
-        inputs.total,
-        settings.quiet,
+        map(encode, inputs.items), settings.batch_size, lambda item: len(item.ids), filler, inputs.total, settings.quiet
     )

@@ -34,8 +34,7 @@ from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentS
 from kinformer.lab.data.corpus import MixedWindows
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
-from kinformer.lab.tasks.evaluation import LoadedRun
-from kinformer.lab.tasks.shared import part_of
+from kinformer.lab.tasks.evaluation import LoadedRun, part_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_ids,
@@ -211,21 +210,6 @@ def token_loss(model: nn.Module, data: DataModule | None) -> NextTokenLoss | Ret
     return RetrievedNextToken() if isinstance(data, RetrievedTokens) else NextTokenLoss()
 
 
-def deep_supervision(model: nn.Module, data: DataModule | None) -> DeepSupervision:
-    """Return the objective of the next token at several layers."""
-    return DeepSupervision.of(model)
-
-
-def exit_losses(model: nn.Module, data: DataModule | None) -> ExitLosses:
-    """Return the objective of the next token at all exits."""
-    return ExitLosses.of(model)
-
-
-def multi_token(model: nn.Module, data: DataModule | None) -> MultiToken:
-    """Return the objective of several next tokens."""
-    return MultiToken.of(model)
-
-
 class NextTokenLoss:
     """Cross-entropy of each next token, in nats, over the valid tokens. ``by_token``: the loss is a mean over
     predictions, and each prediction needs only its own logits."""
@@ -333,7 +317,7 @@ class ExitLosses:
     trains_exits = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> ExitLosses:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> ExitLosses:
         """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitDecoder):
             raise KinformerError(
@@ -400,7 +384,7 @@ class DeepSupervision(nn.Module):
         self.readers.append(_Reader(dim, vocab_size, targets=1))
 
     @classmethod
-    def of(cls, model: nn.Module) -> DeepSupervision:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> DeepSupervision:
         """Make the objective for the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state,
         taps=...)``; KinformerError if it does not."""
         if not (hasattr(model, "hidden") and units_of(model)):
@@ -473,7 +457,7 @@ class MultiToken:
     trains_ahead = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> MultiToken:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> MultiToken:
         """Make the objective for ``model``; KinformerError if it predicts no further tokens."""
         if getattr(model, "ahead", None) is None:
             raise KinformerError(

@@ -66,13 +66,13 @@ RECL = Metric("recl", "tokens", lower_is_better=False)
 def evaluate_recl(
     runs: Sequence[TrainedRun],
     load: Load,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     contexts: Sequence[int],
     quiet: bool,
 ) -> EvaluationReport:
     """Measure the group at every context."""
-    check(contexts, task_options.hardest)
+    check(contexts, options.hardest)
     first = runs[0]
     for other in runs[1:]:
         if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
@@ -80,26 +80,24 @@ def evaluate_recl(
                 f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
                 "tokenizers; measure them separately."
             )
-    held = held_out(first, evaluation_settings, task_options.holdout)
-    losses = np.stack(
-        [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
-    )
-    curves = recl(losses, contexts, hardest=task_options.hardest)
+    held = held_out(first, settings, options.holdout)
+    losses = np.stack([_losses(load(run), held, contexts, settings.chunk, options, quiet) for run in runs])
+    curves = recl(losses, contexts, hardest=options.hardest)
     names = short_names([run.folder for run in runs])
-    if task_options.plot is not None:
+    if options.plot is not None:
         from kinformer.lab.drawing.plots import plot_effective_context
 
-        plot_effective_context(names, contexts, curves, Path(task_options.plot))
-        note(f"drew {task_options.plot}")
+        plot_effective_context(names, contexts, curves, Path(options.plot))
+        note(f"drew {options.plot}")
     evaluations = [
         evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
         for run, result, loss in zip(runs, curves, losses, strict=True)
     ]
-    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": task_options.hardest}
+    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": options.hardest}
     by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
     return EvaluationReport(
         evaluations,
-        _blocks(names, held, contexts, curves, f"{task_options.hardest:.0%} of {losses.shape[2]}"),
+        _blocks(names, held, contexts, curves, f"{options.hardest:.0%} of {losses.shape[2]}"),
         facts | by_run,
     )
 
@@ -121,10 +119,10 @@ def _losses(
     held: HeldOut,
     contexts: Sequence[int],
     chunk: int,
-    task_options: NextTokenEvaluationOptions,
+    options: NextTokenEvaluationOptions,
     quiet: bool,
 ) -> Losses:
-    positions = spread_positions(held.split, contexts[-1], task_options.positions)
+    positions = spread_positions(held.split, contexts[-1], options.positions)
     with progressing(quiet) as progress:
         prefix = tokenizer_of(subject.run).prefix
         return context_losses(
@@ -133,11 +131,7 @@ def _losses(
 
 
 def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
-    return {
-        "at_least": curves.at_least,
-        "gains": list(curves.gains),
-        "mean_nats": losses.mean(axis=1).tolist(),
-    }
+    return {"at_least": curves.at_least, "gains": list(curves.gains), "mean_nats": losses.mean(axis=1).tolist()}
 
 
 def _blocks(
@@ -229,65 +223,61 @@ class Measured:
 def evaluate(
     runs: Sequence[TrainedRun],
     load: Load,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     quiet: bool,
 ) -> EvaluationReport:
     """Evaluate runs in windows or with carried state, at further lengths, or by their effective context.
 
-    ``task_options`` says which."""
-    if task_options.plot is not None:
+    ``options`` says which."""
+    if options.plot is not None:
         from kinformer.lab.drawing.plots import check
 
-        check(Path(task_options.plot))
-        if task_options.lengths is None and not task_options.recl:
-            raise KinformerError(
-                f"`plot` {task_options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too."
-            )
-    lengths = parse_lengths(task_options.lengths)
-    if task_options.recl:
-        return evaluate_recl(runs, load, evaluation_settings, task_options, contexts_of(runs, lengths), quiet)
-    results = [_measure(load(run), evaluation_settings, task_options, lengths, quiet) for run in runs]
+        check(Path(options.plot))
+        if options.lengths is None and not options.recl:
+            raise KinformerError(f"`plot` {options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too.")
+    lengths = parse_lengths(options.lengths)
+    if options.recl:
+        return evaluate_recl(runs, load, settings, options, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), settings, options, lengths, quiet) for run in runs]
     names = short_names([run.folder for run in runs])
-    if task_options.plot is not None:
-        _plot(names, results, Path(task_options.plot))
+    if options.plot is not None:
+        _plot(names, results, Path(options.plot))
     return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
 
 
 def _measure(
     subject: LoadedRun,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     lengths: Sequence[Length],
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
-    beside = task_options.lengths is not None
-    main = main_windows(run, model, task_options.context, task_options.overlap, beside_lengths=beside)
+    beside = options.lengths is not None
+    main = main_windows(run, model, options.context, options.overlap, beside_lengths=beside)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
     skipped = [length for length in tokens if length not in within]
-    further = [Windows(context=length, overlap=task_options.overlap) for length in within]
-    beyond = [Windows(context=length, overlap=task_options.overlap) for length in skipped if not within]
+    further = [Windows(context=length, overlap=options.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=options.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
         check_positions(model, windows)
     tell_untrained(run, (main.context if main else None) or 0)
-    held = held_out(run, evaluation_settings, task_options.holdout)
+    held = held_out(run, settings, options.holdout)
     done: dict[Windows | None, Measurement] = {}
-    measured_by = partial(measure, model, held.split, chunk=evaluation_settings.chunk, prefix=tokenizer_of(run).prefix)
+    measured_by = partial(measure, model, held.split, chunk=settings.chunk, prefix=tokenizer_of(run).prefix)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
             done[main] = measured_by(main, progress=progress)
         seconds = time.perf_counter() - started_at
-        exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
+        exits, all_layers = _without_exits(subject, leaving.result, held, main, settings, seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measured_by(windows, progress=progress)
     ngram = (
-        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
-        if task_options.baseline
-        else None
+        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if options.baseline else None
     )
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
@@ -301,7 +291,7 @@ def _without_exits(
     exits: Exited | None,
     held: HeldOut,
     main: Windows | None,
-    evaluation_settings: EvaluationSettings,
+    settings: EvaluationSettings,
     seconds: float,
 ) -> tuple[Exited | None, Measurement | None]:
     """Return the savings of early exits, and the measurement with all layers; None where no token could leave early."""
@@ -309,11 +299,9 @@ def _without_exits(
         return None, None
     model, started_at = subject.model, time.perf_counter()
     with with_rule(early_exit_stack(model), None):
-        all_layers = measure(
-            model, held.split, main, chunk=evaluation_settings.chunk, prefix=tokenizer_of(subject.run).prefix
-        )
+        all_layers = measure(model, held.split, main, chunk=settings.chunk, prefix=tokenizer_of(subject.run).prefix)
     taken = time.perf_counter() - started_at
-    past = (main.context if main else evaluation_settings.chunk) // 2
+    past = (main.context if main else settings.chunk) // 2
     return replace(saved(model, exits, past), speedup=taken / seconds), all_layers
 
 

@@ -39,7 +39,6 @@ from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, Trai
 from kinformer.lab.tasks.texts import check_ids, check_sequence
 from kinformer.lab.training.data_module import DataModule, map_fields
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metric
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.tables import WriteRow
 
@@ -60,11 +59,11 @@ class RecallData(MadeRows):
 
     data: Recall
 
-    def __init__(self, data: Recall, settings: Settings) -> None:
-        super().__init__(data, settings)
-        by_pairs = (f"{name}_{number}" for number in data.pairs for name in ("correct", "asked"))
+    def __init__(self, plan: TrainingPlan) -> None:
+        super().__init__(plan)
+        by_pairs = (f"{name}_{number}" for number in self.data.pairs for name in ("correct", "asked"))
         self.sums = ("nats", "correct", *by_pairs)
-        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
+        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, self.data.pairs))
 
     @property
     def width(self) -> int:
@@ -98,21 +97,16 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     plan.data.check(plan.settings.length)
 
 
-def training_rows(plan: TrainingPlan) -> RecallData:
-    """Return the rows of training."""
-    return RecallData(plan.data, plan.settings)
-
-
-def recall_loss(model: nn.Module, data: DataModule | None) -> RecallLoss:
-    """Return the objective, whose metrics count the numbers of pairs of the rows ``data``."""
-    return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
-
-
 class RecallLoss(AnswersLoss):
     """The mean cross-entropy of the queried values; its metrics count the right ones for each of ``pairs``."""
 
     def __init__(self, pairs: Sequence[int]) -> None:
         self.pairs = tuple(pairs)
+
+    @classmethod
+    def of(cls, model: nn.Module, data: DataModule | None) -> RecallLoss:
+        """Make the objective, whose metrics count the numbers of pairs of the rows ``data``."""
+        return cls(data.data.pairs if isinstance(data, RecallData) else ())
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         counts: dict[str, Tensor] = {}
@@ -139,19 +133,19 @@ class PairsMeasured(TypedDict):
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on new rows of each number of pairs, of the length of training or as long as the pairs need; every
     query is written to the table that the options name."""
     run, started_at = subject.run, time.perf_counter()
     data: Recall = run.options.data
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
+    split = choose(settings.split, SPLITS, "`split`")
     pairs, rows = options.pairs_to_measure or data.pairs, options.rows
     with options.writing_predictions() as write:
 
         def measure(number: int) -> PairsMeasured:
             length = max(run.training["length"], 4 * number)
-            return _measured(subject.model, data, split, number, length, rows, evaluation_settings, write)
+            return _measured(subject.model, data, split, number, length, rows, settings, write)
 
         groups = by_group(pairs, measure, quiet)
     queries = sum(group["queries"] for group in groups)
@@ -183,7 +177,7 @@ def _measured(
     pairs: int,
     length: int,
     rows: int,
-    evaluation_settings: EvaluationSettings,
+    settings: EvaluationSettings,
     write: WriteRow | None,
 ) -> PairsMeasured:
     """Measure rows of this many pairs."""
@@ -196,10 +190,10 @@ def _measured(
     queries, right, nats, done = 0, 0, 0.0, 0
 
     def draw(part: int, count: int) -> RecallRows:
-        return data.rows(split, part, count, length, evaluation_settings.seed, (pairs,))
+        return data.rows(split, part, count, length, settings.seed, (pairs,))
 
     with torch.inference_mode():
-        for batch in drawn_batches(draw, rows, length, evaluation_settings.chunk):
+        for batch in drawn_batches(draw, rows, length, settings.chunk):
             answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
             queries += len(answered.labels)
             right += int(answered.right.sum())
@@ -233,7 +227,7 @@ def generate(
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the values of the last keys of the lines of ``source``."""
     return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, answer)

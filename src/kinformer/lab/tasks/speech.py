@@ -39,6 +39,7 @@ from kinformer.inputs.filterbank import (
     normalised_features,
     windows,
 )
+from kinformer.inputs.signals import Frames
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.files import readable, reading_corpus
 from kinformer.lab.data.labelled import STDIN
@@ -70,9 +71,10 @@ from kinformer.lab.tasks.evaluation import (
     TextTable,
     TrainedRun,
     evaluated,
+    input_of,
+    part_of,
 )
 from kinformer.lab.tasks.options import DecodingOptions, SpeechOptions
-from kinformer.lab.tasks.shared import FrameInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_sequence,
@@ -118,7 +120,7 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     jiwer()
     check_sequence(model)
     classes: int = part_of(plan.config.head, "classes")
-    input: FrameInput = input_of(plan.config)
+    input: Frames.Config = input_of(plan.config)
     if classes != 1 + len(plan.data.symbols):
         raise KinformerError(
             f"`set` head.classes={classes}: the data has {plural(len(plan.data.symbols), 'symbol')}, and one "
@@ -210,7 +212,7 @@ class Rows:
     ) -> None:
         self.changes = changes
         self.data, self.utterances, self.config = data, data.splits[split], config
-        self.input: FrameInput = input_of(config)
+        self.input: Frames.Config = input_of(config)
         self.bank = Filterbank(data.rate, self.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
         count = len(self.utterances.lengths)
@@ -284,7 +286,7 @@ def features_of(
     """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``, after a ``change``
     of its normalised features [frames, mels]; for a causal model the features are normalised by the sound so far."""
     features = normalised_features(samples, bank, config.protocol is CausalModel)
-    input: FrameInput = input_of(config)
+    input: Frames.Config = input_of(config)
     return windows(features if change is None else change(features), input.width, input.stride)
 
 
@@ -346,11 +348,6 @@ class CTC:
         hypotheses, heard = transcripts(logits.detach(), lengths, batch)
         errors = torch.full_like(symbols, count_errors(hypotheses, heard).edits)
         return nats / symbols.clamp_min(1), {"nats": nats.detach(), "predicted": symbols, "errors": errors}, state
-
-
-def ctc_loss(model: nn.Module, data: DataModule | None) -> CTC:
-    """Return the objective of transcripts."""
-    return CTC()
 
 
 def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
@@ -417,27 +414,27 @@ SHOWN = 8
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: SpeechEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: SpeechEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on all held-out utterances, however long or short."""
-    run, model, prefixes = subject.run, subject.model, task_options.prefixes
-    data = _data(subject, evaluation_settings)
-    same = note_other_data(run, data, evaluation_settings.data is not None)
-    rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
-    decode = decoder_of(subject, data.symbols, data.unit, prefixes, task_options)
+    run, model, prefixes = subject.run, subject.model, options.prefixes
+    data = _data(subject, settings)
+    same = note_other_data(run, data, settings.data is not None)
+    rows = Rows(data, choose(settings.split, data.splits, "`split`"), model.config)
+    decode = decoder_of(subject, data.symbols, data.unit, prefixes, options)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
-        heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
+        heard, nats = _heard(model, rows, settings.chunk, decode, progress)
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     if rows.short.any():
-        note(f"note: {rows.left_out(evaluation_settings.split, rows.short)} and are left out of the bits per symbol.")
+        note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
     frequent = _most_frequent(data)
-    if task_options.fold is not None:
+    if options.fold is not None:
         references, heard_symbols, (frequent,) = (
             [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
         )
-    task_options.write_predictions(_rows(rows, references, heard_symbols))
+    options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
     possible = int(sum(len(rows.targets[number]) for number in rows.usable))
     bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
@@ -446,12 +443,12 @@ def evaluate(
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, object] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
-        "fold": task_options.fold,
-        **{name: getattr(task_options, name) for name in ("language_model", "alpha", "beta") if task_options.name},
+        "fold": options.fold,
+        **{name: getattr(options, name) for name in ("language_model", "alpha", "beta") if options.name},
     }  # fmt: skip
     text: list[str | TextTable] = [
-        heading(subject, data, evaluation_settings.split),
-        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], task_options),
+        heading(subject, data, settings.split),
+        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], options),
         f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
         f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
         _worst(rows, references, heard_symbols),
@@ -460,23 +457,23 @@ def evaluate(
         words = _words(references, heard_symbols)
         facts["word_error_rate"] = words.rate
         text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
-    identity = identity_of_part(data, evaluation_settings.split, same)
+    identity = identity_of_part(data, settings.split, same)
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
     )
 
 
-def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
+def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
     """Return the data to measure on, with the symbols and the rate of the run's."""
     run = subject.run
     identity = run.data.get("identity") or {}
     symbols, rate = identity.get("symbols"), identity.get("rate")
     if not isinstance(symbols, list) or not isinstance(rate, int):
         raise KinformerError(f"{run.folder}: does not say which symbols it writes; measure the run that was trained.")
-    spec = spec_of(run, evaluation_settings.data)
+    spec = spec_of(run, settings.data)
     options = run.options.reading(run.data.get("holdout"))
     options = replace(options, rate=None if spec == "dtmf" else rate, units=identity.get("unit"))
-    if evaluation_settings.data is not None:  # the run's held-out clips say nothing about other data
+    if settings.data is not None:  # the run's held-out clips say nothing about other data
         options = replace(options, held=Holdout(share=run.data.get("holdout")))
     return open_sound(spec, options, symbols)
 
@@ -600,7 +597,7 @@ class Listener:
     def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
         self.model: Any = model  # called as its protocol says
         self.state: State = None
-        self.input: FrameInput = input_of(model.config)
+        self.input: Frames.Config = input_of(model.config)
         self.causal = model.config.protocol is CausalModel
         self.resampler, self.bank = Resampler(rate, heard_rate), Filterbank(heard_rate, self.input.mels)
         self.norm: Callable[[Tensor], Tensor] = RunningNorm() if self.causal else normalised

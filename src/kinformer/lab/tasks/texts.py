@@ -20,8 +20,7 @@ from kinformer.lab.data.files import shared_bytes
 from kinformer.lab.data.labelled import Check, Columns, Inputs, TextItem, TextSource, read_texts, refuse_empty
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import Windows, streamable
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import TokenInput, in_batches, input_of
+from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, LoadedRun, TrainedRun, in_batches, input_of
 from kinformer.lab.tasks.task import Source
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
@@ -49,8 +48,7 @@ def open_text(source: Source, options: object, cache: Path | None = None) -> Cor
 
 def vocab_size_of(config: ModelConfig) -> int:
     """Return how many ids a model of tokens knows."""
-    input: TokenInput = input_of(config)
-    return input.vocab_size
+    return input_of(config).vocab_size
 
 
 def mask_token_of(config: ModelConfig) -> int | None:
@@ -130,30 +128,28 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
     return spec
 
 
-def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
+def held_out(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """Return the part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the held-out share, the run's own if None.
     """
-    corpus, part = measured_part(run, evaluation_settings, holdout)
-    same = note_other_data(run, corpus, evaluation_settings.data is not None)
+    corpus, part = measured_part(run, settings, holdout)
+    same = note_other_data(run, corpus, settings.data is not None)
     trained_at = run.data.get("holdout")
     if same and part.name != "train" and holdout not in (None, trained_at):
-        trained = open_corpus(spec_of(run, evaluation_settings.data), holdout=trained_at).splits["train"]
+        trained = open_corpus(spec_of(run, settings.data), holdout=trained_at).splits["train"]
         note_shared([trained], part, "among the text that the run was trained on")
     return HeldOut(corpus, part, same)
 
 
-def measured_part(
-    run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None
-) -> tuple[Corpus, Split]:
-    """Return the data that ``evaluation_settings`` name, and their part to measure on; ``holdout`` as of
+def measured_part(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> tuple[Corpus, Split]:
+    """Return the data that ``settings`` name, and their part to measure on; ``holdout`` as of
     :func:`held_out`."""
     holdout = run.data.get("holdout") if holdout is None else holdout
-    corpus = open_corpus(spec_of(run, evaluation_settings.data), tokenizer=run.tokenizer, holdout=holdout)
-    part = corpus.splits[choose(evaluation_settings.split, corpus.splits, "`split`")]
-    if evaluation_settings.max_bytes is not None:
-        part = first_bytes(part, evaluation_settings.max_bytes, corpus.tokenizer)
+    corpus = open_corpus(spec_of(run, settings.data), tokenizer=run.tokenizer, holdout=holdout)
+    part = corpus.splits[choose(settings.split, corpus.splits, "`split`")]
+    if settings.max_bytes is not None:
+        part = first_bytes(part, settings.max_bytes, corpus.tokenizer)
     return corpus, part
 
 

@@ -53,16 +53,18 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     LoadedRun,
+    Made,
     Predicted,
     PredictionSettings,
     TextTable,
     TrainedRun,
     evaluated,
+    input_of,
+    part_of,
 )
-from kinformer.lab.tasks.shared import Made, StepInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of
-from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.data_module import map_fields
 from kinformer.lab.training.logging import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
 from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite, spelled
 from kinformer.runtime.progress import progressing
@@ -83,7 +85,7 @@ def open_episodes(source: Source, options: TrajectoryOptions, cache: Path | None
 def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
     """Return the data of a run, or other data of its environment."""
     data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
-    input: StepInput = input_of(run.config)
+    input = input_of(run.config)
     if (data.trajectories.state_dim, data.actions.dim) != (input.state_dim, input.action_dim):
         raise KinformerError(
             f"{data.name}: has states of {plural(data.trajectories.state_dim, 'number')} and "
@@ -174,11 +176,6 @@ def training_rows(plan: TrainingPlan) -> TrajectoryRows:
     return TrajectoryRows(plan.data, plan.settings, plan.config)
 
 
-def action_loss(model: nn.Module, data: DataModule | None) -> ActionLoss:
-    """Return the objective of the actions of episodes."""
-    return ActionLoss()
-
-
 # How good an agent is: its held-out actions, and its returns beside their targets, with 95 % confidence.
 
 SPLITS = ("train", "validation", "test")
@@ -200,15 +197,15 @@ def return_at(target: float | None) -> Metric:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
-    data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
-    note_other_data(run, data, evaluation_settings.data is not None)
-    metrics = _held_out(model, data, split, evaluation_settings.chunk)
+    chosen = import_named(options.env)  # before the run's own environment, whose module this may import
+    data, started_at = data_of(run, settings.data), time.perf_counter()
+    split = choose(settings.split, SPLITS, "`split`")
+    note_other_data(run, data, settings.data is not None)
+    metrics = _held_out(model, data, split, settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
     env = chosen or data.env
@@ -216,24 +213,22 @@ def evaluate(
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, object] = {"env": env, **baselines}
     if env is None:
-        acting = [
-            option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default
-        ]
-        for name in acting or ["seed"] * (evaluation_settings.seed > 0):
+        acting = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+        for name in acting or ["seed"] * (settings.seed > 0):
             raise KinformerError(f"{marked(name)}: {run.folder} names no environment; give `env` NAME too.")
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
-        rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
+        rows, clone = _acted(subject, data, env, options, settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
         metrics |= {return_at(row["target"]): row["mean"] for row in rows}
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
-        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), task_options.episodes)
-        if task_options.picture is not None:
+        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), options.episodes)
+        if options.picture is not None:
             from kinformer.lab.drawing.plots import plot_returns
 
-            plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(task_options.picture))
-            text.append(f"wrote {task_options.picture}")
+            plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(options.picture))
+            text.append(f"wrote {options.picture}")
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
     identity = data.identity | {"split": split}
     return evaluated(
@@ -263,38 +258,33 @@ def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) 
     return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in metrics if name in sums}
 
 
-def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """Return the run as a policy that remembers as ``task_options`` say, or as in training."""
-    drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
+def agent_of(subject: LoadedRun, data: TrajectoryData, options: Acting, seed: int) -> TrajectoryAgent:
+    """Return the run as a policy that remembers as ``options`` say, or as in training."""
+    drawing = ActionSampler(data.actions, options.action_temperature, seed)
     trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
     steps = longest if trained is None else max(1, trained // PER_STEP)
-    context = task_options.context
-    if task_options.context_steps is None and not streamable(subject.model) and steps < longest:
+    context = options.context
+    if options.context_steps is None and not streamable(subject.model) and steps < longest:
         context = steps
     return TrajectoryAgent(subject.model, drawing, context)
 
 
 def _acted(
-    subject: LoadedRun,
-    data: TrajectoryData,
-    env: str,
-    task_options: TrajectoryEvaluationOptions,
-    seed: int,
-    quiet: bool,
+    subject: LoadedRun, data: TrajectoryData, env: str, options: TrajectoryEvaluationOptions, seed: int, quiet: bool
 ) -> tuple[list[ReturnRow], Summary | None]:
     """Act in ``env``; return the results for every target, and the results of cloned behaviour, if any."""
     environment = Environments(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
     best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
-    targets = (best,) if task_options.target is None else targets_of(task_options.target)
-    agent = agent_of(subject, data, task_options, seed)
+    targets = (best,) if options.target is None else targets_of(options.target)
+    agent = agent_of(subject, data, options, seed)
     rows: list[ReturnRow] = []
     episodes: list[dict[str, object]] = []
     with progressing(quiet, "acting") as progress:
         for target in targets:
             started_at = time.perf_counter()
-            trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
+            trajectories = rollouts(agent, env, target, options.episodes, MEASURED_SEEDS + seed, progress)
             seconds = time.perf_counter() - started_at
             episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
             row: ReturnRow = {
@@ -304,11 +294,11 @@ def _acted(
                 "steps_per_second": float(trajectories.lengths.sum()) / seconds,
             }
             rows.append(row)
-        task_options.write_predictions(episodes)
+        options.write_predictions(episodes)
         clone = None
-        if task_options.cloning_steps:
-            policy = Clone(data, task_options.cloning_steps, agent.drawing, seed)
-            clone = summary(rollouts(policy, env, 0.0, task_options.episodes, MEASURED_SEEDS + seed))
+        if options.cloning_steps:
+            policy = Clone(data, options.cloning_steps, agent.drawing, seed)
+            clone = summary(rollouts(policy, env, 0.0, options.episodes, MEASURED_SEEDS + seed))
     return rows, clone
 
 
@@ -411,7 +401,7 @@ def _played(
 
 
 def predict(
-    subject: LoadedRun, source: object, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: object, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
 
