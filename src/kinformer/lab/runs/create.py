@@ -32,8 +32,8 @@ from kinformer.lab.runs.planner import (
 )
 from kinformer.lab.runs.rows import data_of, staged_rows
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
+from kinformer.lab.tasks.table import own_options
 from kinformer.lab.tasks.table import task as task_called
-from kinformer.lab.tasks.table import training_options
 from kinformer.lab.tasks.task import Data, Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
@@ -289,7 +289,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
         raise _otherwise(run, f"`task` {options.task}")
-    training_options(run.task, options.task_options)
+    own_options(run.task, "Options", options.task_options)
     before = asdict(run.options)
     for name, value in options.task_options.items():
         if value != before[name]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kinformer.core.model import CausalModel
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data import IGNORED
-from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable, TrainedRun
+from kinformer.lab.tasks.evaluation import GenerationSettings, Predicted, PredictionSettings, TextTable, TrainedRun
 from kinformer.lab.tasks.texts import texts_in
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
 from kinformer.runtime.errors import KinformerError
@@ -158,8 +158,8 @@ def answers_to(
     subject: LoadedRun,
     answer: Callable[..., Generated],
 ) -> Iterator[Predicted]:
-    """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text)``; ``check`` raises
-    for a text without a problem."""
+    """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text, settings)``; ``check``
+    raises for a text without a problem."""
 
     def check_item(item: TextItem) -> None:
         try:
@@ -170,7 +170,7 @@ def answers_to(
     inputs = texts_in(source, settings, check_item)
     with progressing(settings.quiet or inputs.total is None, "predicting") as progress:
         for number, item in enumerate(inputs.items, start=1):
-            text = answer(subject, item.text).samples[0].text
+            text = answer(subject, item.text, GenerationSettings()).samples[0].text
             label = {} if item.label is None else {"label": item.label}
             yield Predicted({"text": item.text} | label | {"answer": text}, f"{item.text}\t{text}")
             if progress is not None and inputs.total is not None:

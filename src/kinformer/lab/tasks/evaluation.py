@@ -17,8 +17,6 @@ from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
 
     from kinformer.core.stack import ModelConfig
@@ -346,7 +344,6 @@ class Made:
 # Items in batches: the arrived items of a stream, and items of similar length.
 
 T = TypeVar("T")
-R = TypeVar("R")
 POOL = 16
 """Batches whose items are sorted by length together."""
 _END = object()

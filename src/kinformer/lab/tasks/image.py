@@ -132,8 +132,17 @@ def fit(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
 
 
 def requested(config: ModelConfig, data: ImageData | None, options: ImageOptions) -> dict[str, object]:
-    """Return the changes of ``config`` that ``options`` ask for: an input that gets classes, with ``conditional``."""
-    return with_classes(config, data) if options.conditional else {}
+    """Return the changes of ``config`` that ``options`` ask for: an input that gets the class of every image, with
+    ``conditional``; refuse data without classes."""
+    if not options.conditional or data is None:
+        return {}
+    if len(data.classes) < 2:
+        has = "has one class" if data.classes else "has no classes"
+        raise KinformerError(
+            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
+            "a folder per class, or leave it out."
+        )
+    return {"input.classes": len(data.classes)}
 
 
 def values_of(data: ImageData) -> int:
@@ -152,23 +161,10 @@ def length(data: ImageData, config: ModelConfig) -> int:
     return raster.size
 
 
-def with_classes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` to a model that gets the class of every image; refuse data without
-    classes."""
-    if data is None:
-        return {}
-    if len(data.classes) < 2:
-        has = "has one class" if data.classes else "has no classes"
-        raise KinformerError(
-            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
-            "a folder per class, or leave it out."
-        )
-    return {"input.classes": len(data.classes)}
-
-
-def check_image(config: ModelConfig, data: ImageData, model: nn.Module) -> None:
+def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
-    input: Pixels.Config = input_of(config)
+    data: ImageData = plan.data
+    input: Pixels.Config = input_of(plan.config)
     shape = (input.height, input.width, input.channels)
     if not input.shifted:
         raise KinformerError(
@@ -185,11 +181,6 @@ def check_image(config: ModelConfig, data: ImageData, model: nn.Module) -> None:
             "out, and give `conditional`."
         )
     check_blocks_of(model, input)
-
-
-def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
-    check_image(plan.config, plan.data, model)
 
 
 def check_blocks_of(model: nn.Module, input: Pixels.Config) -> None:

@@ -409,23 +409,12 @@ class MaskNotes:
                 tokens = tokens[batch.valid[row]]
             text = tokens[self.ends.before : len(tokens) - (self.ends.size - self.ends.before)].tolist()
             columns = (places - self.ends.before, labels, best[row][masks], shares[row][masks])
-            for line in self._rows(text, *(column.tolist() for column in columns)):
-                self.write(line)
-
-    def _rows(
-        self,
-        text: Sequence[int],
-        places: Sequence[int],
-        labels: Sequence[int],
-        best: Sequence[int],
-        shares: Sequence[float],
-    ) -> Iterator[dict[str, object]]:
-        for at, label, guess, share in zip(places, labels, best, shares, strict=True):
-            before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
-            token, predicted = self._text([label]), self._text([guess])
-            text_around = f"{before}[MASK]{after}"
-            right = {"correct": label == guess}  # two bytes outside any text look alike
-            yield {"text": text_around, "label": token, "token": predicted, "probability": share} | right
+            for at, label, guess, share in zip(*(column.tolist() for column in columns), strict=True):
+                before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
+                token, predicted = self._text([label]), self._text([guess])
+                answer = {"label": token, "token": predicted, "probability": share}
+                right = {"correct": label == guess}  # two bytes outside any text look alike
+                self.write({"text": f"{before}[MASK]{after}", **answer, **right})
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, without ids that the tokenizer lacks, such as the mask token's."""

@@ -81,7 +81,13 @@ def evaluate_recl(
                 "tokenizers; measure them separately."
             )
     held = held_out(first, settings, options.holdout)
-    losses = np.stack([_losses(load(run), held, contexts, settings.chunk, options, quiet) for run in runs])
+    positions = spread_positions(held.split, contexts[-1], options.positions)
+    nats = []
+    for run in runs:
+        with progressing(quiet) as progress:
+            beside = {"chunk": settings.chunk, "progress": progress, "prefix": tokenizer_of(run).prefix}
+            nats.append(context_losses(load(run).model, held.split, contexts, positions, **beside))
+    losses = np.stack(nats)
     curves = recl(losses, contexts, hardest=options.hardest)
     names = short_names([run.folder for run in runs])
     if options.plot is not None:
@@ -112,22 +118,6 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     if trained is None:
         raise KinformerError(f"{first.folder}: does not say its training length; give `lengths` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
-
-
-def _losses(
-    subject: LoadedRun,
-    held: HeldOut,
-    contexts: Sequence[int],
-    chunk: int,
-    options: NextTokenEvaluationOptions,
-    quiet: bool,
-) -> Losses:
-    positions = spread_positions(held.split, contexts[-1], options.positions)
-    with progressing(quiet) as progress:
-        prefix = tokenizer_of(subject.run).prefix
-        return context_losses(
-            subject.model, held.split, contexts, positions, chunk=chunk, progress=progress, prefix=prefix
-        )
 
 
 def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
@@ -272,7 +262,13 @@ def _measure(
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
             done[main] = measured_by(main, progress=progress)
         seconds = time.perf_counter() - started_at
-        exits, all_layers = _without_exits(subject, leaving.result, held, main, settings, seconds)
+        exits, all_layers = leaving.result, None
+        if exits is not None:
+            started_at = time.perf_counter()
+            with with_rule(early_exit_stack(model), None):
+                all_layers = measured_by(main)
+            past = (main.context if main else settings.chunk) // 2
+            exits = replace(saved(model, exits, past), speedup=(time.perf_counter() - started_at) / seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measured_by(windows, progress=progress)
@@ -286,46 +282,24 @@ def _measure(
     return Measured(subject._replace(model=None), held, *measured)
 
 
-def _without_exits(
-    subject: LoadedRun,
-    exits: Exited | None,
-    held: HeldOut,
-    main: Windows | None,
-    settings: EvaluationSettings,
-    seconds: float,
-) -> tuple[Exited | None, Measurement | None]:
-    """Return the savings of early exits, and the measurement with all layers; None where no token could leave early."""
-    if exits is None:
-        return None, None
-    model, started_at = subject.model, time.perf_counter()
-    with with_rule(early_exit_stack(model), None):
-        all_layers = measure(model, held.split, main, chunk=settings.chunk, prefix=tokenizer_of(subject.run).prefix)
-    taken = time.perf_counter() - started_at
-    past = (main.context if main else settings.chunk) // 2
-    return replace(saved(model, exits, past), speedup=taken / seconds), all_layers
-
-
 def _evaluation(result: Measured) -> Evaluation:
     first, metrics = result.first, {BITS_PER_BYTE: result.first.bits_per_byte}
     metrics |= {} if result.steps is None else {PONDER_STEPS: result.steps}
     metrics |= {} if result.exits is None else {LAYERS_PER_TOKEN: result.exits.layers_per_token}
+    exits = {}
+    if result.exits is not None and result.all_layers is not None:
+        exits = {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
     facts = (
         _facts_of_run(first)
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
         | {"lengths": [_facts_of_run(item) for item in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
         | dict(result.subject.lookup or {})
-        | _exit_facts(result)
+        | exits
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
     baselines = {} if result.ngram is None else {"ngram_bits_per_byte": result.ngram}
     return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
-
-
-def _exit_facts(result: Measured) -> dict[str, object]:
-    if result.exits is None or result.all_layers is None:
-        return {}
-    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
 
 
 def _lines(result: Measured) -> list[str]:

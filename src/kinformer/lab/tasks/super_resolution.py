@@ -51,8 +51,8 @@ from kinformer.lab.tasks.image import (
     ImageRows,
     PixelLoss,
     Sequences,
+    check,
     check_blocks_of,
-    check_image,
     check_sampling,
     data_of,
     grid,
@@ -103,10 +103,11 @@ def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, 
     return changes
 
 
-def source_changes(config: ModelConfig, data: ImageData, factor: int) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` to an encoder of the images of ``data`` made ``factor`` times
-    smaller."""
-    encoder, (height, width, channels) = encoder_of(config), data.shape
+def requested(config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, object]:
+    """Return the changes of a fitted ``config`` to an encoder of the images of ``data``, made smaller by the factor."""
+    if data is None:
+        return {}
+    encoder, factor, (height, width, channels) = encoder_of(config), options.factor, data.shape
     input = to_dict(encoder.input)
     if channels == 1:
         input = {name: value for name, value in input.items() if name not in ("joint", "per_channel")}
@@ -116,26 +117,16 @@ def source_changes(config: ModelConfig, data: ImageData, factor: int) -> dict[st
     return {"encoder.input": input | sizes} | changes
 
 
-def requested(config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` that follow from the factor."""
-    return {} if data is None else source_changes(config, data, options.factor)
-
-
 def length(data: ImageData, config: ModelConfig) -> int:
     """Return how many positions a large image has."""
-    require_pixels(config)
-    input: Pixels.Config = input_of(config)
-    return input.raster.size
-
-
-def require_pixels(config: ModelConfig) -> None:
-    """Refuse a model whose halves do not both read pixels."""
     for name, input in (("input", config.input), ("encoder.input", encoder_of(config).input)):
         if getattr(input, "kind", None) != INPUT:
             raise KinformerError(
                 f"`set` {name}={getattr(input, 'kind', None)}: the task super-resolution needs the input pixels; leave "
                 "it out, or choose another task."
             )
+    large: Pixels.Config = input_of(config)
+    return large.raster.size
 
 
 def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
@@ -143,7 +134,7 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
     config, data, factor = plan.config, plan.data, plan.options.factor
     large: Pixels.Config = input_of(config)
     source: Pixels.Config = input_of(encoder_of(config))
-    check_image(config, data, nn.ModuleList([part_of(model, "stack")]))
+    check(plan, nn.ModuleList([part_of(model, "stack")]))
     check_blocks_of(part_of(model, "encoder").stack, source)
     shape = (source.height * factor, source.width * factor, source.channels)
     if shape != data.shape or source.shifted:

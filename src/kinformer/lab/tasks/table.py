@@ -46,12 +46,18 @@ if TYPE_CHECKING:
 
     from kinformer.core.stack import ModelConfig
 
+
+def refuse(names: str, why: str) -> dict[str, str]:
+    """Return the options ``names``, each refused for the reason ``why``."""
+    return dict.fromkeys(names.split(), why)
+
+
 READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
 PATCH_INPUTS = ("patches", "tiles")
 OF_IMAGES = DataNeeds(
     default="digits",
-    refused=dict.fromkeys(("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."),
+    refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for images; leave it out."),
 )
 EVALUATED_IMAGES = EvaluationNeeds(
     refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
@@ -105,15 +111,12 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(
             default="recall",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "recall makes its own rows of symbols; leave it out.",
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer", "recall makes its own rows of symbols; leave it out."
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "max_bytes"), "recall makes its own rows; leave it out, or give `rows` and `at_pairs`."
-            )
+            refused=refuse("data max_bytes", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         ),
         generation=Generation(reads=(), unread="a key has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
@@ -140,15 +143,12 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(
             default="algorithm",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "an algorithm makes its own problems; leave it out.",
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer", "an algorithm makes its own problems; leave it out."
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "max_bytes"), "an algorithm makes its own problems; give `problems` and `at_digits`."
-            )
+            refused=refuse("data max_bytes", "an algorithm makes its own problems; give `problems` and `at_digits`.")
         ),
         generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
@@ -210,9 +210,7 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), made_for={"input": "steps"}),
         data=DataNeeds(
             default="key-to-door",
-            refused=dict.fromkeys(
-                ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for trajectories; leave it out."
-            ),
+            refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for trajectories; leave it out."),
         ),
         evaluation=EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."}),
         generation=Generation(
@@ -244,9 +242,8 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), made_for={"input": "observations"}),
         data=DataNeeds(
             default="control",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "control learns from what it does in `env`; leave it out.",
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer", "control learns from what it does in `env`; leave it out."
             )
             | {
                 "devices": "control acts in one process; leave it out.",
@@ -254,8 +251,8 @@ RECORDS = (
             },
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "split", "max_bytes", "chunk"),
+            refused=refuse(
+                "data split max_bytes chunk",
                 "control acts in new episodes; leave it out, or give `env` and `episodes`.",
             )
         ),
@@ -345,8 +342,8 @@ RECORDS = (
         models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
         data=DataNeeds(
             default="listops",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer", "text_field"),
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer text_field",
                 "ListOps brings its own data and symbols; leave it out.",
             ),
         ),
@@ -386,8 +383,8 @@ RECORDS = (
         ),
         data=DataNeeds(
             default="dtmf",
-            refused=dict.fromkeys(
-                ("tokenizer", "train_tokenizer", "text_field"),
+            refused=refuse(
+                "tokenizer train_tokenizer text_field",
                 "is for text; the symbols of speech are those of its transcripts.",
             ),
         ),
@@ -655,7 +652,7 @@ def task_of(config: ModelConfig) -> Task:
 
 def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
-        raise KinformerError(f"there is no task for {name}; {what_tasks_there_are()}")
+        raise KinformerError(f"there is no task for {name}; the tasks are {', '.join(ALL)}.")
     return fitting[0]
 
 
@@ -677,51 +674,21 @@ def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> No
             raise KinformerError(f"{marked(option.name)} {value}: {refused[option.name]}")
 
 
-def what_tasks_there_are() -> str:
-    """Return a list of all tasks for an error message."""
-    return f"the tasks are {', '.join(ALL)}."
-
-
 def option_names(kind: OptionKind) -> dict[str, Task]:
     """Return the names of all tasks' own options of one kind, each with its first task."""
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def training_options(task_: Task, values: Mapping[str, object]) -> DataclassInstance:
-    """Return the task's own options of training from ``values`` by name; refuse one of another task."""
-    return _options_of(task_, "Options", values, lambda owner: f"the task {owner.name}, not for {task_.name}")
-
-
-def evaluation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
-    """Return the task's own options of measuring from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "EvaluationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def generation_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
-    """Return the task's own options of generating from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def prediction_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
-    """Return the task's own options of predicting from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "PredictionOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def _options_of(
-    task_: Task, kind: OptionKind, values: Mapping[str, object], describe: Callable[[Task], str]
-) -> DataclassInstance:
+def own_options(task_: Task, kind: OptionKind, values: Mapping[str, object], folder: str | None = None) -> Any:
+    """Return the task's own options of one kind from ``values`` by name; refuse an option of another task.
+    ``folder`` is the run folder that a message names; without one the message names the task."""
     options, owners = getattr(task_, kind), option_names(kind)
     for name, value in values.items():
         if name in {option.name for option in fields(options)}:
             continue
         if name not in owners:
             raise KinformerError(f"{name!r} is not an option of the task {task_.name}; {nearest(name, owners)}")
-        shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
-        raise KinformerError(f"{marked(name)}{shown}: is for {describe(owners[name])}; leave it out.")
+        shown = "" if isinstance(value, bool) or folder is not None else f" {value}"
+        owner = f"the task {owners[name].name}" if folder is None else f"models of the {owners[name].title}"
+        raise KinformerError(f"{marked(name)}{shown}: is for {owner}, not for {folder or task_.name}; leave it out.")
     return options(**values)

@@ -304,15 +304,11 @@ def _acted(
 
 def facts_correlation(rows: Sequence[ReturnRow]) -> float:
     """Return Spearman's correlation of mean returns and targets; 0 where all returns are alike."""
-    targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
-    if returns.std() == 0:
-        return 0.0
-    return float(np.corrcoef(targets, returns)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 0 of ``values`` [n]; equal values share the mean of their ranks."""
-    return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
+    ranks = []
+    for values in (np.array([row[name] for row in rows]) for name in ("target", "mean")):
+        # from 0; equal values share the mean of their ranks
+        ranks.append(((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2)
+    return 0.0 if ranks[1].std() == 0 else float(np.corrcoef(*ranks)[0, 1])
 
 
 def _acting_text(
@@ -367,34 +363,20 @@ def play(
     try:
         check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{run.folder}")
         agent = agent_of(subject, data, task_options, options.seed)
-        return _played(subject, environment, agent, targets[0], task_options.render, options.seed, write)
+        observation = environment.reset([options.seed])
+        target = float(returns_to_get(environment, targets[0])[0])
+        played = play_episode(environment, agent, observation, target, task_options.render, write).facts
     finally:
         environment.close()
-
-
-def _played(
-    subject: LoadedRun,
-    environment: Environments,
-    agent: TrajectoryAgent,
-    target: float | None,
-    render: str | None,
-    seed: int,
-    write: Callable[[str], None] | None,
-) -> Made:
-    observation = environment.reset([seed])
-    target = float(returns_to_get(environment, target)[0])
-    episode = play_episode(environment, agent, observation, target, render, write)
-    played = episode.facts
     facts = {
-        "run": str(subject.run.folder), "env": environment.name, "target": target, **played, "seed": seed,
-        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
+        "run": str(run.folder), "env": env, "target": target, **played, "seed": options.seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": task_options.render,
     }  # fmt: skip
     text = (
-        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in "
-        f"{environment.name}, {played['steps_per_second']:.1f} steps/s; "
-        f"state {plural(agent.state_bytes, 'byte')}; seed {seed}"
+        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in {env}, "
+        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
     )
-    return Made(facts, text if render is None else f"{text}; wrote {render}")
+    return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
 # The actions that a run would take at every step of recorded episodes, after what was done before it.
