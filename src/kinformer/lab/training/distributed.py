@@ -23,18 +23,16 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kinformer.core.contract import ReadsSource
 from kinformer.core.model import modules_of
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveModule
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.autograd import Context
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
@@ -574,44 +572,15 @@ def check_shared(model: nn.Module, group: Group) -> None:
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
-    return _Copied.apply(x, mesh.get_group())
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
-    return _Summed.apply(y, mesh.get_group())
+    return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
     spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-        ctx.processes = processes
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.processes), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, y: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-        return _all_reduced(y, processes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _all_reduced(x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(x, group=processes)
-    return x

@@ -156,7 +156,9 @@ class Carried:
         all_states = [rebuilt(template, leaves) for leaves in rows.values()]
         wanted = group.replicas * len(self.states)
         if len(all_states) != wanted:
-            all_states = _deal(states.join_rows(all_states), wanted)
+            joint = states.join_rows(all_states)
+            rows_of_all = torch.arange(next(states.tensors(joint)).shape[0])
+            all_states = [states.select_rows(joint, some) for some in rows_of_all.chunk(wanted)]
         rank_states = all_states[group.replica * len(self.states) : (group.replica + 1) * len(self.states)]
         # Copied: the alignment of a tensor in memory can change the rounding of its sums, and files align otherwise.
         self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
@@ -171,11 +173,6 @@ def rebuilt(template: object, leaves: list[Tensor]) -> State:
         )
     source: Iterator[Tensor] = iter(leaves)
     return states.map_tensors(lambda _: next(source), template)
-
-
-def _deal(state: State, parts: int) -> list[State]:
-    total = next(states.tensors(state)).shape[0]
-    return [states.select_rows(state, rows) for rows in torch.arange(total).chunk(parts)]
 
 
 # Validation of the present weights, on a fixed piece of the validation split.
@@ -378,7 +375,9 @@ class Updater:
 
     def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
         """Make update number ``step``; return the results of this process's rows, still on the device."""
-        self._resample(step)
+        for number, module in due_for_resampling(self.resampled, step):  # random features, which all processes share
+            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
+            self.carried.clear()  # states made with the old features
         # The step's random masks depend on no earlier step, so that a resumed run draws the same.
         seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
         torch.default_generator.manual_seed(seed)
@@ -393,8 +392,8 @@ class Updater:
         average_gradients(self.engine)
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
-        for module in self.online:
-            module.learn(self.group.sum)
+        for learner in self.online:
+            learner.learn(self.group.sum)
         for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
@@ -411,12 +410,6 @@ class Updater:
         require_metrics(metrics, self.data.sums)
         means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
-
-    def _resample(self, step: int) -> None:
-        """Resample random features, which all processes share, and drop states made with the old features."""
-        for number, module in due_for_resampling(self.resampled, step):
-            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
-            self.carried.clear()
 
     def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
@@ -642,10 +635,7 @@ class Trainer:
         limit = 60 * (self.settings.minutes or math.inf) - end
         age = 60 * (self.settings.checkpoint_minutes or math.inf)
         signal, over, old, failed = self.group.largest(
-            interrupt.signal,
-            self.seconds >= limit,
-            time.monotonic() - self.saved_at >= age,
-            self.storage.saves.failed,
+            interrupt.signal, self.seconds >= limit, time.monotonic() - self.saved_at >= age, self.storage.saves.failed
         )
         if failed:
             self.storage.saves.wait()

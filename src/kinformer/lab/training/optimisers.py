@@ -259,11 +259,7 @@ class Optimiser:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        extras: nn.Module | None = None,
-        layouts: Layouts = UNDIVIDED,
+        self, model: nn.Module, settings: Settings, extras: nn.Module | None = None, layouts: Layouts = UNDIVIDED
     ) -> None:
         self.layouts = layouts
         named = list(model.named_parameters())
@@ -375,19 +371,17 @@ def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, fl
 
 def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optimizer:
     betas = float(settings.momentum), float(settings.beta2)  # torch.optim refuses a whole number beside a float
-    if kind == "muon":
-        return spared(StackedMuon)(groups, settings.lr)
-    if kind == "lamb":
-        return spared(Lamb)(groups, lr=settings.lr, betas=betas)
-    if kind == "radam":
-        return spared(RAdam)(groups, lr=settings.lr, betas=betas, decoupled_weight_decay=True)
-    if kind == "adafactor":
-        return spared(Adafactor)(groups, lr=settings.lr)
-    if kind == "adagrad":
-        return spared(ClippedAdagrad)(groups, lr=settings.lr, clip=settings.clip)
-    if kind == "sgd":
-        return spared(SGD)(groups, lr=settings.lr, momentum=settings.momentum)
-    return spared(AdamW)(groups, lr=settings.lr, betas=betas, fused=True)
+    classes: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+        "adamw": (AdamW, {"betas": betas, "fused": True}),
+        "radam": (RAdam, {"betas": betas, "decoupled_weight_decay": True}),
+        "muon": (StackedMuon, {}),
+        "lamb": (Lamb, {"betas": betas}),
+        "adafactor": (Adafactor, {}),
+        "adagrad": (ClippedAdagrad, {"clip": settings.clip}),
+        "sgd": (SGD, {"momentum": settings.momentum}),
+    }
+    made, options = classes[kind]
+    return spared(made)(groups, lr=settings.lr, **options)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
