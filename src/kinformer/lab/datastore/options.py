@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, marked, require, require_above
+from kinformer.runtime.errors import KinformerError, marked, require_above
 from kinformer.runtime.fields import Checked
 
 
@@ -29,11 +29,10 @@ class StoreOptions(Checked):
     """With `datastore`: search approximately, in N of its lists (see: kinformer index --approximate); 0 searches
     exactly. If not given, 8 where it has lists, else exactly."""
 
+    LEAST = {"neighbours": 1, "probes": 0}
+    SHARES = {"weight": "[0, 1]"}
+
     def __post_init__(self) -> None:
-        if self.weight is not None and not 0 <= self.weight <= 1:
-            raise KinformerError(f"`weight` is {self.weight:g} but must lie between 0 and 1.")
-        require("neighbours", self.neighbours, 1)
-        require("probes", self.probes, 0)
         require_above("knn_temperature", self.knn_temperature, 0)
         super().__post_init__()
 
@@ -61,9 +60,9 @@ class ListOptions(Checked):
     similarity: Literal["l2", "inner"] | None = None
     """With `approximate`: near is what has a small squared distance (l2, if not given) or a large inner product."""
 
+    LEAST = {"lists": 1, "key_bytes": 1}
+
     def __post_init__(self) -> None:
-        require("lists", self.lists, 1)
-        require("key_bytes", self.key_bytes, 1)
         super().__post_init__()
         for name in ("lists", "key_bytes", "similarity"):
             if (value := getattr(self, name)) is not None and not self.approximate:

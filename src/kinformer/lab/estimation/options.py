@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from kinformer.lab.training.settings import Precision
-from kinformer.runtime.errors import KinformerError, nearest, require, require_share
+from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import Checked
 
 # Descriptions of devices for estimates of time on many devices.
@@ -106,9 +106,7 @@ class SubjectOptions(Checked):
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
 
-    def __post_init__(self) -> None:
-        require("vocab_size", self.vocab_size, 1)
-        super().__post_init__()
+    LEAST = {"vocab_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +130,8 @@ class EstimateOptions(SubjectOptions):
     efficiency: float = 0.5
     """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
 
+    LEAST = {"length": 1, "batch_size": 1}
+    SHARES = {"efficiency": "(0, 1)"}
+
     def __post_init__(self) -> None:
-        require_share("efficiency", self.efficiency, zero=False)
-        for name in ("length", "batch_size"):
-            require(name, getattr(self, name), 1)
         super().__post_init__()

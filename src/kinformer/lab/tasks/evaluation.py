@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.errors import KinformerError, marked, require, require_seed
+from kinformer.runtime.errors import KinformerError, require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
@@ -47,9 +47,9 @@ class ItemSettings(Checked):
     seed: int = 0
     """Decides everything random, such as the hashes of a member that has some."""
 
+    LEAST = {"batch_size": 1, "max_items": 1}
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_items"):
-            require(name, getattr(self, name), 1)
         require_seed(self.seed)
         super().__post_init__()
 
@@ -66,9 +66,7 @@ class PredictionSettings(ItemSettings):
     """Note a file of a folder, or of a list, that cannot be read, and go on with the next; without it such a file ends
     all."""
 
-    def __post_init__(self) -> None:
-        require("top_k", self.top_k, 1)
-        super().__post_init__()
+    LEAST = {"top_k": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +112,9 @@ class EvaluationSettings(Checked):
     seed: int = 0
     """The seed of all random numbers."""
 
+    LEAST = {"max_bytes": 2, "chunk": 1}
+
     def __post_init__(self) -> None:
-        require("max_bytes", self.max_bytes, 2)
-        require("chunk", self.chunk, 1)
         require_seed(self.seed)
         super().__post_init__()
 
@@ -155,15 +153,11 @@ class GenerationSettings(Checked):
     task_options: Any = field(default_factory=dict)
     """The task's own options, by name; a task gets them as its dataclass."""
 
+    LEAST = {"max_new_tokens": 1, "top_k": 1, "chunk": 1, "draft_length": 1, "temperature": 0, "seed": 0}
+    SHARES = {"top_p": "(0, 1]", "min_p": "(0, 1]"}
+
     def __post_init__(self) -> None:
         require("samples", self.samples, 1, MAX_SAMPLES)
-        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
-            require(name, getattr(self, name), 1)
-        for name in ("temperature", "seed"):
-            require(name, getattr(self, name), 0)
-        for name in ("top_p", "min_p"):
-            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
-                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
         if not 0 < self.repetition_penalty < float("inf"):
             raise KinformerError(
                 f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
