@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer import __version__
 from kinformer.lab.comparison import works
@@ -324,7 +325,7 @@ def _measured(
     if not missing:
         return
     chosen = missing if subjects[0] in missing else [subjects[0], *missing]
-    models: dict[str, works.Timed] = {}
+    models: dict[str, nn.Module] = {}
     for contestant in chosen:
         with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,32 +29,6 @@ Begin = Callable[[Any, int, int], Work]
 """Makes a work from a model (a member or a peer), a number of rows and a number of tokens."""
 
 
-class ModelFacts(Protocol):
-    """The config of a member or of a peer."""
-
-    protocol: ClassVar[type]
-
-    @property
-    def input(self) -> object: ...
-
-
-class Timed(Protocol):
-    """A model of tokens, a member or a peer. A call returns logits; a causal model returns logits and a state."""
-
-    @property
-    def config(self) -> ModelFacts: ...
-    @property
-    def input(self) -> Any: ...
-    @property
-    def max_length(self) -> int | None: ...
-    def __call__(self, tokens: Tensor, state: Any = None, /) -> Any: ...
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
-    def to(self, device: str, /) -> Self: ...
-    def train(self, mode: bool = True) -> Self: ...
-    def eval(self) -> Self: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-
-
 TOLERANCE = 2e-3
 DECODED = 16
 """Tokens that one measurement of decoding draws."""
@@ -62,17 +36,17 @@ WARM = 2 * DECODED
 """The tokens drawn before the measurement, so that a session has recorded its step before the clock starts."""
 
 
-def reads_tokens(config: ModelFacts) -> bool:
+def reads_tokens(config: Any) -> bool:
     """Return whether a model of ``config`` reads only token ids."""
     return config.protocol in (CausalModel, WholeModel) and getattr(config.input, "vocab_size", None) is not None
 
 
-def generates(config: ModelFacts) -> bool:
+def generates(config: Any) -> bool:
     """Return whether a model of ``config`` continues sequences of tokens."""
     return config.protocol is CausalModel and reads_tokens(config)
 
 
-def tokens_for(model: Timed, batch: int, length: int, seed: int = 0) -> Tensor:
+def tokens_for(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
     """Return random ids [batch, length] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.input.vocab_size, (batch, length), generator=generator).to(
@@ -80,13 +54,13 @@ def tokens_for(model: Timed, batch: int, length: int, seed: int = 0) -> Tensor:
     )
 
 
-def logits_of(model: Timed, tokens: Tensor) -> Tensor:
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Return the model's logits of ``tokens``."""
     out = model(tokens)
     return out[0] if model.config.protocol is CausalModel else out
 
 
-def forward(model: Timed, batch: int, length: int) -> Work:
+def forward(model: Any, batch: int, length: int) -> Work:
     """Return the work of one forward without gradients."""
     tokens = tokens_for(model, batch, length)
 
@@ -98,7 +72,7 @@ def forward(model: Timed, batch: int, length: int) -> Work:
     return work
 
 
-def step(model: Timed, batch: int, length: int) -> Work:
+def step(model: Any, batch: int, length: int) -> Work:
     """Return the work of one forward with cross-entropy and the backward; the weights do not change."""
     tokens = tokens_for(model, batch, length)
 
@@ -139,18 +113,18 @@ def decode(model: Any, batch: int, length: int) -> Work:
 WORKS: dict[str, Begin] = dict(zip(options.WORKS, (forward, step, prefill, decode), strict=True))
 
 
-def works_of(config: ModelFacts) -> dict[str, Begin]:
+def works_of(config: Any) -> dict[str, Begin]:
     """Return the works of a model of ``config``."""
     return {name: work for name, work in WORKS.items() if name in ("forward", "step") or generates(config)}
 
 
-def room_for(model: Timed, kind: str, length: int, rounds: int) -> bool:
+def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
     """Return whether the model's positions suffice for a work and its repetitions."""
     drawn = WARM + DECODED * (rounds + 1) if kind == "decode" else 0
     return model.max_length is None or length + drawn <= model.max_length
 
 
-def check_correct(model: Timed, length: int = 48) -> None:
+def check_correct(model: Any, length: int = 48) -> None:
     """Check a model before it is timed.
 
     The outputs of every model must be finite. A causal model must predict the same for a text in chunks, token by token
@@ -170,7 +144,7 @@ def check_correct(model: Timed, length: int = 48) -> None:
     step(model, 1, length)()
 
 
-def _check_reference(model: Timed, tokens: Tensor, whole: Tensor) -> None:
+def _check_reference(model: Any, tokens: Tensor, whole: Tensor) -> None:
     """Raise unless the same model with reference mixers, if there are any, returns the same logits."""
     if not isinstance(model.config, ModelConfig):
         return
@@ -190,7 +164,7 @@ def _require_equal(what: str, got: Tensor, want: Tensor) -> None:
         raise KinformerError(f"{what} its outputs differ by {gap:.1g} of the largest; it is not timed.")
 
 
-def _check_chunks(model: Timed, tokens: Tensor, whole: Tensor) -> None:
+def _check_chunks(model: Any, tokens: Tensor, whole: Tensor) -> None:
     half = tokens.shape[1] // 2
     first, state = model(tokens[:, :half])
     rest = [first]

@@ -132,6 +132,3 @@ class EstimateOptions(SubjectOptions):
 
     LEAST = {"length": 1, "batch_size": 1}
     SHARES = {"efficiency": "(0, 1)"}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
