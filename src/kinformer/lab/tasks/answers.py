@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -196,18 +197,29 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
     return np.array([learnt.index(item) for item in classes], np.int64)
 
 
-class ClassCounts(Protocol):
-    """The counts of each class: how many ``examples`` it has, how often it was ``predicted``, and how often rightly."""
+@dataclass(frozen=True, kw_only=True)
+class LabelMeasurement:
+    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
+
+    bits: float
+    examples: tuple[int, ...]
+    predicted: tuple[int, ...]
+    correct: tuple[int, ...]
 
     @property
-    def examples(self) -> tuple[int, ...]: ...
+    def accuracy(self) -> float:
+        """Return the share of examples whose class was predicted."""
+        return sum(self.correct) / sum(self.examples)
+
     @property
-    def predicted(self) -> tuple[int, ...]: ...
-    @property
-    def correct(self) -> tuple[int, ...]: ...
+    def guessing(self) -> float:
+        """Return the share of the most frequent class: the accuracy of always predicting that one."""
+        return max(self.examples) / sum(self.examples)
 
 
-def by_class(classes: Sequence[str], measured: ClassCounts, things: str) -> tuple[list[dict[str, object]], TextTable]:
+def by_class(
+    classes: Sequence[str], measured: LabelMeasurement, things: str
+) -> tuple[list[dict[str, object]], TextTable]:
     """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
     often rightly."""
     columns = (measured.examples, measured.predicted, measured.correct)

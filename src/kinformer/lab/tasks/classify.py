@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, log
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +25,12 @@ from torch.nn import functional
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, open_labelled
-from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
+    LabelMeasurement,
     by_class,
     classes_of,
     most_probable,
@@ -51,6 +51,7 @@ from kinformer.lab.tasks.options import ClassifyOptions, ListOpsOptions
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
+    TextReader,
     check_ids,
     check_sequence,
     ends_of,
@@ -223,26 +224,6 @@ def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
 # How well a model predicts the classes of examples, class by class.
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelMeasurement:
-    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
-
-    bits: float
-    examples: tuple[int, ...]
-    predicted: tuple[int, ...]
-    correct: tuple[int, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Return the share of examples whose class was predicted."""
-        return sum(self.correct) / sum(self.examples)
-
-    @property
-    def guessing(self) -> float:
-        """Return the share of the most frequent class: the accuracy of always predicting that one."""
-        return max(self.examples) / sum(self.examples)
-
-
 def measure_labels(
     model: WholeModel,
     rows: Buckets,
@@ -326,30 +307,18 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelle
 # The most probable classes of texts.
 
 
-class TextClassifier:
-    """A run that predicts the classes of texts.
-
-    Texts are cut to the length that the run was trained at, as evaluation cuts them; ``cut`` counts the longer ones.
-    """
+class TextClassifier(TextReader):
+    """A run that predicts the classes of texts, which are cut as evaluation cuts them."""
 
     def __init__(self, subject: LoadedRun, top_k: int) -> None:
-        self.model, self.top_k = subject.model, top_k
-        self.names, self.ends = classes_of(subject.run), ends_of(subject.model.config)
-        self.length = whole_length(subject.run, subject.model)
-        self.cut = 0
+        super().__init__(subject.run, subject.model, ends_of(subject.model.config))
+        self.names, self.top_k = classes_of(subject.run), top_k
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Predicted]:
         """Return the predictions of texts that come with their ids."""
-        room = self.length - self.ends.size
-        texts = [ids[:room] for _, ids in batch]
-        self.cut += sum(len(ids) > room for _, ids in batch)
-        longest = max(map(len, texts)) + self.ends.size
-        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
-        tokens, valid = (None if item is None else torch.from_numpy(item) for item in lay(texts, self.ends, width))
-        assert tokens is not None
-        device = device_of(self.model)
+        tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            logits = self.model(tokens.to(device), valid=None if valid is None else valid.to(device)).float().cpu()
+            logits = self.model(tokens, valid=valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))
@@ -368,11 +337,7 @@ def predict(
     yield from in_batches(
         pairs, settings.batch_size, lambda pair: len(pair[1]), classifier, inputs.total, settings.quiet
     )
-    if classifier.cut:
-        note(
-            f"note: {plural(classifier.cut, 'text')} of more than {classifier.length} tokens, the training length, "
-            "counted by their beginning only."
-        )
+    classifier.note_cut()
 
 
 def encoder_of(run: TrainedRun) -> Callable[[TextItem], np.ndarray]:

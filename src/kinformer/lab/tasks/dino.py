@@ -35,7 +35,7 @@ from kinformer.lab.tasks.images import ASPECTS, CachedFeatures, box, flip, keep_
 from kinformer.lab.tasks.options import DinoEvaluationOptions, DinoOptions
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part
-from kinformer.lab.tasks.vision import check_channels, fitted, held_out_images
+from kinformer.lab.tasks.vision import HeldOutRows, check_channels, fitted, held_out_images
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import ACCURACY, Metric
 from kinformer.lab.training.settings import Settings
@@ -183,7 +183,7 @@ class Pieces:
         return torch.from_numpy(np.ascontiguousarray(pieces.transpose(0, 3, 1, 2)))
 
 
-class DinoRows(DataModule):
+class DinoRows(HeldOutRows):
     """Pieces of the training images in a new order in every epoch, and the first pieces of the validation images.
 
     ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
@@ -201,10 +201,6 @@ class DinoRows(DataModule):
         self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
         self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
 
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
-
     def batch(self, step: int, rank: int, world: int) -> DinoBatch:
         share = self.settings.batch_size // world
         place = step * self.settings.batch_size + np.arange(rank * share, (rank + 1) * share)
@@ -212,11 +208,8 @@ class DinoRows(DataModule):
 
     def validation(self, rank: int, world: int) -> Iterator[DinoBatch]:
         """Yield the process's pieces; where the last cannot be shared evenly, some are measured twice."""
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            share = -(-min(rows, self.held_out - first) // world)
-            index = first + np.arange(rank * share, (rank + 1) * share)
-            yield self._batch("validation", np.minimum(index, self.held_out - 1))
+        for index, _ in self.shares(rank, world):
+            yield self._batch("validation", index)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_VIEW.name: means["nats"] / log(2), TEACHER_BITS.name: means["teacher_nats"] / log(2)}

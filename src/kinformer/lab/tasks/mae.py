@@ -38,11 +38,19 @@ from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_o
 from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
 from kinformer.lab.tasks.task import GenerationSettings
 from kinformer.lab.tasks.texts import heading, identity_of_part
-from kinformer.lab.tasks.vision import LOOKED_AT, check_channels, check_images_read, fitted, held_out_images, pixels_of
+from kinformer.lab.tasks.vision import (
+    LOOKED_AT,
+    HeldOutRows,
+    check_channels,
+    check_images_read,
+    fitted,
+    held_out_images,
+    pixels_of,
+)
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields, take_rows
 from kinformer.lab.training.logging import ACCURACY, Metric
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +107,7 @@ def patches_of(config: ModelConfig, images: ImageData | Images) -> int:
     return prod(input.replace(size=images.shape[:2]).grid)
 
 
-class PatchRows(DataModule, Generic[O, B]):
+class PatchRows(HeldOutRows, Generic[O, B]):
     """Training images in a new order in every epoch, and the first validation images, always with the same masks."""
 
     def __init__(self, plan: TrainingPlan) -> None:
@@ -108,10 +116,6 @@ class PatchRows(DataModule, Generic[O, B]):
         self.patches = patches_of(plan.config, data)
         enough = ceil(settings.validation_tokens / settings.length)
         self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
-
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
 
     @abstractmethod
     def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> B:
@@ -131,10 +135,7 @@ class PatchRows(DataModule, Generic[O, B]):
 
     def validation(self, rank: int, world: int) -> Iterator[B]:
         """Yield the process's images; where the last cannot be shared evenly, some are measured twice."""
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            share = -(-min(rows, self.held_out - first) // world)
-            index = np.minimum(first + np.arange(rank * share, (rank + 1) * share), self.held_out - 1)
+        for index, _ in self.shares(rank, world):
             yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
 
 
@@ -294,36 +295,28 @@ class MaskedPatches:
 AT_ONCE = 64
 
 
-def measure_patches(
-    model: PatchModel, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
-) -> tuple[float, float]:
-    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's error, and
-    the error of predicting each patch's own mean (for raw pixels: the mean of all images)."""
-    patches = patches_of(model.config, images)
-    total, plain, masked = 0.0, 0.0, 0
-    with torch.inference_mode():
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
+    """Evaluate a run on held-out images, each always with the same mask."""
+    run, model, device = subject.run, subject.model, device_of(subject.model)
+    result, part, count, same = held_out_images(run, settings, options)
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        total, plain, masked = 0.0, 0.0, 0
+        patches = patches_of(model.config, part)
         for first in range(0, count, AT_ONCE):
             index = np.arange(first, min(first + AT_ONCE, count))
-            batch = held_out(images, index, patches, options.masked)
-            batch = batch._replace(images=batch.images.to(device_of(model)), seen=batch.seen.to(device_of(model)))
-            targets = targets_of(model, batch.images, options.raw_pixels).values
+            batch = map_fields(held_out(part, index, patches, run.options.masked), lambda field: field.to(device))
+            with torch.inference_mode():
+                targets = targets_of(model, batch.images, run.options.raw_pixels).values
+                errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
             chosen = masked_of(batch, patches)
-            errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
+            # beside the model: predicting each patch's own mean (of raw pixels, the mean of all images)
             total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
             masked += int(chosen.sum())
             require_finite(isfinite(total))
             if progress is not None:
                 progress(first + len(index), count)
-    return total / masked, plain / masked
-
-
-def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
-    """Evaluate a run on held-out images, each always with the same mask."""
-    run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, settings, options)
-    started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        error, mean = measure_patches(model, part, count, run.options, progress)
+    error, mean = total / masked, plain / masked
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
     text = (
         heading(subject, result, settings.split),
@@ -538,38 +531,6 @@ def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor
 # How well a run predicts the colours of corrupted patches of held-out images, beside counting the colours.
 
 
-def measure_colours(
-    model: PatchModel,
-    images: Images,
-    count: int,
-    share: float,
-    costs: np.ndarray,
-    progress: ProgressCallback | None = None,
-) -> tuple[float, float, float]:
-    """Return bits per colour of the corrupted patches of the first ``count`` of ``images``, the share of colours
-    predicted as most probable, and the bits of the same patches by ``costs`` [colours], the bits of each colour."""
-    device, sums, corrupted = device_of(model), np.zeros(3), 0
-    table, sizes = torch.from_numpy(costs).to(device), sizes_of(model)
-    input: Patches = part_of(model, "input")
-    with torch.inference_mode():
-        for first in range(0, count, AT_ONCE):
-            index = np.arange(first, min(first + AT_ONCE, count))
-            pixels = pixels_of(images, index)
-            patches = input.length(pixels) - input.config.before
-            batch = MppBatch(pixels, *corrupted_patches(patches, share, index, 0, MASKS))
-            batch = map_fields(batch, lambda field: field.to(device))
-            colours = colours_of(batch.images, *sizes)
-            nats, right = nats_of(model, batch, colours)
-            chosen = batch.corrupted
-            sums += [float(item[chosen].double().sum()) for item in (nats, right, table[colours])]
-            corrupted += int(chosen.sum())
-            require_finite(isfinite(sums[0]))
-            if progress is not None:
-                progress(first + len(index), count)
-    bits, accuracy, counted = sums / corrupted
-    return bits / log(2), accuracy, counted
-
-
 def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
     """Return the bits of each colour by its frequency among the patches of the training images, with one added to every
     count."""
@@ -584,12 +545,28 @@ def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
 
 def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always corrupted alike."""
-    run, model = subject.run, subject.model
+    run, model, device = subject.run, subject.model, device_of(subject.model)
     result, part, count, same = held_out_images(run, settings, options)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
-        costs = counted_colours(result, model)
-        bits, accuracy, counted = measure_colours(model, part, count, run.options.corrupted, costs, progress)
+        costs = torch.from_numpy(counted_colours(result, model)).to(device)
+        sums, corrupted = np.zeros(3), 0
+        for first in range(0, count, AT_ONCE):
+            index = np.arange(first, min(first + AT_ONCE, count))
+            pixels = pixels_of(part, index)
+            patches = model.input.length(pixels) - model.input.config.before
+            batch = MppBatch(pixels, *corrupted_patches(patches, run.options.corrupted, index, 0, MASKS))
+            batch = map_fields(batch, lambda field: field.to(device))
+            colours, chosen = colours_of(batch.images, *sizes_of(model)), batch.corrupted
+            with torch.inference_mode():
+                nats, right = nats_of(model, batch, colours)
+            sums += [float(item[chosen].double().sum()) for item in (nats, right, costs[colours])]
+            corrupted += int(chosen.sum())
+            require_finite(isfinite(sums[0]))
+            if progress is not None:
+                progress(first + len(index), count)
+    nats_per_colour, accuracy, counted = sums / corrupted
+    bits = nats_per_colour / log(2)
     measured = f"{BITS_PER_COLOUR.text(bits)}, {counted:.4f} by counting; {ACCURACY.text(accuracy)}"
     text = (
         heading(subject, result, settings.split),

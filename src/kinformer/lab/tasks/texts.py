@@ -263,26 +263,42 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
     inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty)
     pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
     yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
-    if embedder.cut:
-        note(
-            f"note: {plural(embedder.cut, 'text')} of more than {embedder.length} tokens, the training length, "
-            "counted by their beginning only."
-        )
+    embedder.note_cut()
 
 
-class TextEmbedder:
-    """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last.
+class TextReader:
+    """A ``model`` of ``run`` that reads texts, cut to the length that the run was trained at; ``cut`` counts the longer
+    texts."""
 
-    Texts are cut to the length that the run was trained at; ``cut`` counts the longer texts.
-    """
+    def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, ends: BosEos) -> None:
+        self.model, self.ends, self.length, self.cut = model, ends, whole_length(run, model), 0
+
+    def lay(self, texts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens [batch, time] of ``texts`` on the model's device, and which are valid (None: all)."""
+        room = self.length - self.ends.size
+        self.cut += sum(len(ids) > room for ids in texts)
+        longest = min(max(map(len, texts)), room) + self.ends.size
+        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
+        tokens, valid = lay([ids[:room] for ids in texts], self.ends, width)
+        device = device_of(self.model)
+        return torch.from_numpy(tokens).to(device), None if valid is None else torch.from_numpy(valid).to(device)
+
+    def note_cut(self) -> None:
+        """Note how many texts were cut."""
+        if self.cut:
+            note(
+                f"note: {plural(self.cut, 'text')} of more than {self.length} tokens, the training length, counted by "
+                "their beginning only."
+            )
+
+
+class TextEmbedder(TextReader):
+    """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last."""
 
     def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, pooling: str) -> None:
         assert run.tokenizer is not None
-        self.tokenizer, self.model, self.pooling = run.tokenizer, model, pooling
-        self.causal = run.config.protocol is CausalModel
-        self.ends = BosEos() if self.causal else ends_of(model.config)
-        self.length = whole_length(run, model)
-        self.cut = 0
+        super().__init__(run, model, BosEos() if run.config.protocol is CausalModel else ends_of(model.config))
+        self.tokenizer, self.pooling = run.tokenizer, pooling
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [tokens]."""
@@ -290,15 +306,10 @@ class TextEmbedder:
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Embedded]:
         """Return the vectors of texts that come with their ids."""
-        room = self.length - self.ends.size
-        texts = [ids[:room] for _, ids in batch]
-        self.cut += sum(len(ids) > room for _, ids in batch)
-        longest = max(map(len, texts)) + self.ends.size
-        tokens, valid = lay(texts, self.ends, min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH))
-        device = device_of(self.model)
-        real = torch.from_numpy(np.ones(tokens.shape, bool) if valid is None else valid).to(device)
+        tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            encoded = self.model.hidden(torch.from_numpy(tokens).to(device), valid=None if valid is None else real)
+            encoded = self.model.hidden(tokens, valid=valid)
+            real = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
             vectors = pooled(encoded[0], real, self.pooling)
         return [Embedded("text", item.text, row) for (item, _), row in zip(batch, vectors.numpy(), strict=True)]
 

@@ -31,13 +31,13 @@ from kinformer.lab.data.sampling import in_epochs, mix
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
+    LabelMeasurement,
     by_class,
     classes_of,
     most_probable,
     numbers_of,
     spell_classes,
 )
-from kinformer.lab.tasks.classify import LabelMeasurement
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
@@ -245,7 +245,28 @@ class ImageBatch(NamedTuple):
         return self.positions.numel()
 
 
-class ImageRows(DataModule):
+class HeldOutRows(DataModule):
+    """Rows whose validation has the first ``held_out`` items of a split."""
+
+    settings: Settings
+    held_out: int
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def shares(self, rank: int, world: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the numbers of the process's items of each batch, and which count: where a batch cannot be shared
+        evenly, its last item is repeated."""
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            count = min(rows, self.held_out - first)
+            share = -(-count // world)
+            place = np.arange(rank * share, (rank + 1) * share)
+            yield first + np.minimum(place, count - 1), place < count
+
+
+class ImageRows(HeldOutRows):
     """Training images in a new order in every epoch, and the first validation images.
 
     ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
@@ -261,10 +282,6 @@ class ImageRows(DataModule):
         enough = ceil(settings.validation_tokens / settings.length)
         self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
 
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
-
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
         rows = self.settings.batch_size
@@ -279,13 +296,9 @@ class ImageRows(DataModule):
         return take_rows(self._batch(*augmented), slice(rank * share, (rank + 1) * share))
 
     def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            count = min(rows, self.held_out - first)
-            share = -(-count // world)
-            indices = np.arange(rank * share, (rank + 1) * share)
-            images, labels = self._read(self.data.validation, first + np.minimum(indices, count - 1))
-            yield self._batch(images, labels.masked_fill(torch.from_numpy(indices >= count), IGNORED))
+        for index, counts in self.shares(rank, world):
+            images, labels = self._read(self.data.validation, index)
+            yield self._batch(images, labels.masked_fill(torch.from_numpy(~counts), IGNORED))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
