@@ -88,7 +88,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, note, progressing
+from kinformer.runtime.progress import note, progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import SpeechEvaluationOptions, SpeechGenerationOptions, SpeechPredictionOptions
@@ -423,13 +423,29 @@ def evaluate(
     rows = Rows(data, choose(settings.split, data.splits, "`split`"), model.config)
     decode = decoder_of(subject, data.symbols, data.unit, prefixes, options)
     started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        heard, nats = _heard(model, rows, settings.chunk, decode, progress)
+    heard: list[list[int]] = [[] for _ in rows.positions]
+    order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
+    with torch.inference_mode(), progressing(quiet) as progress:
+        while begin < len(order):
+            end = begin + max(1, settings.chunk // int(rows.positions[order[begin]]))
+            batch = rows.batch(order[begin:end])
+            outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
+            logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
+            lengths = batch.valid.sum(1)
+            nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())  # 0 of short ones
+            require_finite(isfinite(nats))
+            for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
+                heard[number] = decode(row[:length])
+            begin = end
+            if progress is not None:
+                progress(min(begin, len(order)), len(order))
     references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     if rows.short.any():
         note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
-    frequent = _most_frequent(data)
+    train = data.splits["train"]
+    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
+    frequent = split_symbols(counts.most_common(1)[0][0], data.unit)
     if options.fold is not None:
         references, heard_symbols, (frequent,) = (
             [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
@@ -466,44 +482,13 @@ def evaluate(
 def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
     """Return the data to measure on, with the symbols and the rate of the run's."""
     run = subject.run
-    identity = run.data.get("identity") or {}
-    symbols, rate = identity.get("symbols"), identity.get("rate")
-    if not isinstance(symbols, list) or not isinstance(rate, int):
-        raise KinformerError(f"{run.folder}: does not say which symbols it writes; measure the run that was trained.")
+    symbols, _, rate = writing_of(run)
     spec = spec_of(run, settings.data)
     options = run.options.reading(run.data.get("holdout"))
-    options = replace(options, rate=None if spec == "dtmf" else rate, units=identity.get("unit"))
+    options = replace(options, rate=None if spec == "dtmf" else rate, units=run.data["identity"].get("unit"))
     if settings.data is not None:  # the run's held-out clips say nothing about other data
         options = replace(options, held=Holdout(share=run.data.get("holdout")))
     return open_sound(spec, options, symbols)
-
-
-def _heard(
-    model: CausalModel | WholeModel,
-    rows: Rows,
-    chunk: int,
-    decode: Callable[[Tensor], list[int]],
-    progress: ProgressCallback | None,
-) -> tuple[list[list[int]], float]:
-    """Return the classes that the model writes for every utterance, and the nats of all transcripts."""
-    heard: list[list[int]] = [[] for _ in rows.positions]
-    order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
-    with torch.inference_mode():
-        while begin < len(order):
-            widest = int(rows.positions[order[begin:]][0])
-            end = begin + max(1, chunk // widest)
-            batch = rows.batch(order[begin:end])
-            outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
-            logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
-            lengths = batch.valid.sum(1)
-            nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())  # 0 of short ones
-            require_finite(isfinite(nats))
-            for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
-                heard[number] = decode(row[:length])
-            begin = end
-            if progress is not None:
-                progress(min(begin, len(order)), len(order))
-    return heard, nats
 
 
 def _folded(phones: list[str], unit: str) -> list[str]:
@@ -514,13 +499,6 @@ def _folded(phones: list[str], unit: str) -> list[str]:
             "with `units` labels."
         )
     return folded(phones)
-
-
-def _most_frequent(data: Sound) -> list[str]:
-    """Return the most frequent transcript of training."""
-    train = data.splits["train"]
-    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
-    return split_symbols(counts.most_common(1)[0][0], data.unit)
 
 
 def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:

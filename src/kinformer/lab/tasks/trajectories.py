@@ -11,7 +11,7 @@ A training row is a stretch of an episode, three positions a step: return to go,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from math import isfinite, log, prod
 from pathlib import Path
@@ -191,9 +191,14 @@ class ReturnRow(Summary):
     steps_per_second: float
 
 
+def target_words(target: float | None) -> str:
+    """Return a target return as text; None is the best return of an episode."""
+    return "optimal" if target is None else f"{target:g}"
+
+
 def return_at(target: float | None) -> Metric:
     """Return the metric of the mean return of episodes that aim at ``target``."""
-    return Metric(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
+    return Metric(f"return_at_{target_words(target)}", "return", lower_is_better=False)
 
 
 def evaluate(
@@ -223,7 +228,18 @@ def evaluate(
         metrics |= {return_at(row["target"]): row["mean"] for row in rows}
         if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
-        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), options.episodes)
+        optimal = ["optimal"] if "optimal_share" in rows[0] else []
+        headers = ("asked for", "return", "95 %", "steps", *optimal, "steps/s")
+        lines = [[target_words(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
+        lines += [] if clone is None else [["cloned behaviour", *cells(clone), ""]]
+        for name in ("best", "mean"):
+            lines.append([f"data, {name}", f"{baselines[f'data_{name}']:.2f}", *[""] * (len(headers) - 2)])
+        context = rows[0]["context_steps"]
+        how = remembering(context if isinstance(context, int) else None)
+        text.append(f"{plural(options.episodes, 'episode')} each in {env}, {how}\n")
+        text.append(TextTable(headers, lines, range(1, len(headers))))
+        if RANK_CORRELATION in metrics:
+            text.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION]:.3f}")
         if options.picture is not None:
             from kinformer.lab.drawing.plots import plot_returns
 
@@ -309,34 +325,6 @@ def facts_correlation(rows: Sequence[ReturnRow]) -> float:
         # from 0; equal values share the mean of their ranks
         ranks.append(((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2)
     return 0.0 if ranks[1].std() == 0 else float(np.corrcoef(*ranks)[0, 1])
-
-
-def _acting_text(
-    env: str,
-    rows: Sequence[ReturnRow],
-    clone: Summary | None,
-    of_data: Mapping[str, float],
-    correlation: float | None,
-    episodes: int,
-) -> list[str | TextTable]:
-    optimal = "optimal_share" in rows[0]
-    lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
-    if clone is not None:
-        lines.append(["cloned behaviour", *cells(clone), ""])
-    lines.append(["data, best", f"{of_data['data_best']:.2f}", "", "", *([""] * optimal), ""])
-    lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
-    headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
-    context = rows[0]["context_steps"]
-    how = remembering(context if isinstance(context, int) else None)
-    text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
-    text.append(TextTable(headers, lines, range(1, len(headers))))
-    if correlation is not None:
-        text.append(f"\nrank correlation of returns and targets {correlation:.3f}")
-    return text
-
-
-def _shown(target: float | None) -> str:
-    return "optimal" if target is None else f"{target:g}"
 
 
 # One episode of an agent with a target return.
