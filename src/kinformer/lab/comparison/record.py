@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -380,7 +380,10 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
                 more = tuple(run for run in entrant.runs if run.seed not in seeds)
                 entrants[entrant.name] = previous.replace(runs=previous.runs + more)
             else:
-                name = _free(f"{entrant.name} ({path.stem})", entrants)
+                name, count = f"{entrant.name} ({path.stem})", 1
+                while name in entrants:
+                    count += 1
+                    name = f"{entrant.name} ({path.stem}) {count}"
                 entrants[name] = entrant.replace(name=name)
     seconds = {"in all": sum(sum(comparison.seconds.values()) for _, comparison in comparisons)}
     return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
@@ -394,12 +397,3 @@ def _fingerprint(comparison: Comparison) -> list[object]:
 def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
     """Return whether the models and their training, except for the seed, are the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    """Return ``name``, with a number behind it if the name is in ``taken``."""
-    count = 2
-    result = name
-    while result in taken:
-        result, count = f"{name} {count}", count + 1
-    return result

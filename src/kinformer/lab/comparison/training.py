@@ -74,14 +74,11 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
             break
         powers, moves = [beyond], moves + 1
     trials = tuple(Trial(lr=options.middle * 2.0**power, value=value) for power, value in sorted(tried.items()))
-    contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=_moved_text(moves, beyond is not None))
-
-
-def _moved_text(moves: int, at_edge: bool) -> str | None:
-    if not moves and not at_edge:
-        return None
-    went = "the best of the first learning rates stood at an end, so more were tried"
-    return went + ("; the best is still at an end" if at_edge else "; the best is now inside") + "."
+    moved = None
+    if moves or beyond is not None:
+        now = "now inside" if beyond is None else "still at an end"
+        moved = f"the best of the first learning rates stood at an end, so more were tried; the best is {now}."
+    contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=moved)
 
 
 def _trial(
@@ -130,7 +127,10 @@ def run(
             "validation": dict(summary.result.validation),
             "steps": summary.result.steps,
             "seconds": summary.result.seconds,
-            "log": _log(folder),
+            "log": [
+                parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
+                for number, line in enumerate((folder / METRICS).read_text(encoding="utf-8").splitlines(), start=1)
+            ],
             "command": command_of(planned),
         }
     cache.put("run", key, result)
@@ -153,14 +153,6 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
             "choose smaller sizes."
         )
     cache.put("attempts", key, before + 1)
-
-
-def _log(folder: Path) -> list[JsonObject]:
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    return [
-        parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
-        for number, line in enumerate(lines, start=1)
-    ]
 
 
 def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Point, ...]:

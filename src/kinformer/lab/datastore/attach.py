@@ -164,17 +164,9 @@ class AttachedDecoder(StoreDecoder):
         """Return the state of ``batch`` new sequences."""
         return self.decoder.initial_state(batch, **options)
 
-    def hidden(
-        self,
-        values: Tensor,
-        state: State = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> Hidden:
-        """Return the decoder's hidden states, its state and its taps."""
-        return self.decoder.hidden(values, state, valid=valid, reset=reset, taps=taps)
+    def hidden(self, values: Tensor, state: State = None, **options: Any) -> Hidden:
+        """Return the decoder's hidden states, its state and its taps; ``options``: ``valid``, ``reset``, ``taps``."""
+        return self.decoder.hidden(values, state, **options)
 
     def head_inputs(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
@@ -215,7 +207,6 @@ def looks_up(config: ModelConfig) -> bool:
 
 def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
     """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
-
     if run.config.protocol is not CausalModel:
         raise KinformerError(
             f"{run.folder}: {run.member!r} is not a causal decoder; only causal decoders can use a datastore."

@@ -95,34 +95,24 @@ class RetrievingDecoder(StoreDecoder):
         )
 
     def hidden(
-        self,
-        values: Tensor,
-        state: RetrievingState | None = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-        taps: Sequence[int] = (),
+        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Tensor | None
     ) -> Hidden:
-        """Return the decoder's hidden states and taps, and the state after the chunk."""
+        """Return the decoder's hidden states and taps, and the state after the chunk; ``marks``: ``valid``,
+        ``reset``."""
         before = state or RetrievingState(None, None)
-        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
+        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, taps=taps, **marks)
         with torch.no_grad():
-            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, **marks)
         return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
 
     def head_inputs(
-        self,
-        values: Tensor,
-        state: RetrievingState | None = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
+        self, values: Tensor, state: RetrievingState | None = None, **marks: Tensor | None
     ) -> tuple[KeyedStates, RetrievingState]:
         """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
+        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, **marks)
         with torch.no_grad():
-            _, keys, retriever_state = self.retriever(values, before.retriever, valid=valid, reset=reset)
+            _, keys, retriever_state = self.retriever(values, before.retriever, **marks)
         return KeyedStates(hidden_states, keys), RetrievingState(after, retriever_state)
 
     def logits(self, inputs: KeyedStates) -> Tensor:

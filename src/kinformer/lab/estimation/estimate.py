@@ -352,7 +352,11 @@ def estimate(
     if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
         live = {part: amount for (kind, part), amount in costs.items() if kind == "live"}
-        rows = _with_recomputed(rows, live_bytes(config, live, batch * length, handed), config)
+        # a row for recomputed layers: the live bytes at the peak minus the activations of the other rows
+        activations = live_bytes(config, live, batch * length, handed) - sum(row.activation_bytes for row in rows)
+        recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": activations}
+        part = "checkpoints" if config.stack.checkpoint else "recomputed"
+        rows = [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -360,7 +364,13 @@ def estimate(
             "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
         },
-        **_inference(config, model, batch, length),
+        **{
+            f"inference_{name}": {
+                "weights": dtype.itemsize * parameters,
+                "state": _state(config, model, batch, length, dtype),
+            }
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        },
     }
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
@@ -445,18 +455,6 @@ def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length:
     return chosen
 
 
-def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) -> dict[str, dict[str, int]]:
-    """Return the bytes of weights and state after ``length`` tokens, in either precision."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        f"inference_{name}": {
-            "weights": dtype.itemsize * parameters,
-            "state": _state(config, model, batch, length, dtype),
-        }
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    }
-
-
 def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the state; equal layers are measured once and multiplied."""
     layers, single = Counter(config.uses), distinct(config)
@@ -504,15 +502,6 @@ def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, 
     with unallocated():
         parameters = sum(parameter.numel() for parameter in single.build().parameters())
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
-
-
-def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
-    """Return the rows and one more, for recomputed layers: the ``live`` bytes at the peak minus the activations of the
-    other rows."""
-    live -= sum(row.activation_bytes for row in rows)
-    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
-    part = "checkpoints" if config.stack.checkpoint else "recomputed"
-    return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
 
 
 def _part(path: list[str], group_of: dict[int, int]) -> str:

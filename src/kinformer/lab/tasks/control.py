@@ -224,10 +224,9 @@ def play_episode(
     try:
         agent = _agent(subject, environment, task_options, options.seed)
         observation = environment.reset([options.seed])
-        episode = play(environment, agent, observation, None, task_options.render, write)
+        played = play(environment, agent, observation, None, task_options.render, write)
     finally:
         environment.close()
-    played = episode.facts
     facts = {
         "run": str(subject.run.folder), "env": environment.name, **played, "seed": options.seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, StackedCausalModel, device_of
-from kinformer.core.parts import Likelihood
+from kinformer.core.parts import Likelihood, PatternConfig
 from kinformer.core.pattern import Pattern, Raster
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State, nbytes, reserve
@@ -64,15 +64,6 @@ ABSOLUTE = ("learned", "sinusoidal")
 _BLOCKS = ("block_height", "block_width")
 
 
-class BlockPattern(Protocol):
-    """The pattern of attention in blocks of ``block_height`` x ``block_width`` cells of an image."""
-
-    height: int
-    width: int
-    block_height: int
-    block_width: int
-
-
 def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
     """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels; None: unknown): an
     input of pixels in the sizes of the images, in blocks where the attention's pattern has blocks."""
@@ -97,12 +88,12 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
     return {"input": input_changes | sizes} | resized(patterns, cells)
 
 
-def patterns_of(layers: Sequence[object]) -> dict[int, BlockPattern]:
+def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
     """Return the attention patterns in blocks of an image that ``layers`` (configs) have, by the layers' numbers."""
     return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
 
 
-def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
+def resized(patterns: Mapping[int, PatternConfig], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
     """Return the changes of the ``patterns`` of layers under ``path`` to images of this many ``cells`` (height and
     width)."""
     changes: dict[str, object] = {}
@@ -112,7 +103,7 @@ def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path
     return changes
 
 
-def _pattern(layer: object) -> BlockPattern | None:
+def _pattern(layer: object) -> PatternConfig | None:
     """Return the pattern of a layer's attention, if it is of blocks of an image."""
     pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
     fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()

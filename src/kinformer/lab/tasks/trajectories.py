@@ -353,7 +353,7 @@ def play(
         agent = agent_of(subject, data, task_options, options.seed)
         observation = environment.reset([options.seed])
         target = float(returns_to_get(environment, targets[0])[0])
-        played = play_episode(environment, agent, observation, target, task_options.render, write).facts
+        played = play_episode(environment, agent, observation, target, task_options.render, write)
     finally:
         environment.close()
     facts = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import isfinite, lcm, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,10 +65,6 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite
 from kinformer.runtime.progress import note, note_once, progressing
-
-if TYPE_CHECKING:
-    pass
-
 
 # The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
 
@@ -416,7 +412,10 @@ class Translator:
             tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
             room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
             limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
-            for number, hypothesis in zip(full, self._searched(tokens, valid, limits), strict=True):
+            with torch.inference_mode():
+                found = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
+            self.state_bytes = max(self.state_bytes, found.state_bytes)
+            for number, hypothesis in zip(full, found.best, strict=True):
                 hypotheses[number] = hypothesis
         return hypotheses
 
@@ -431,14 +430,6 @@ class Translator:
                     f"model reads sources of {longest} at most; split it."
                 )
         return ids
-
-    def _searched(self, tokens: Tensor, valid: Tensor, limits: Sequence[int]) -> list[Hypothesis]:
-        import torch
-
-        with torch.inference_mode():
-            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
-        self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
-        return hypotheses.best
 
     def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
         """Return ``exited`` with the savings of early exits for a token in the middle of a translation, where ``lines``
