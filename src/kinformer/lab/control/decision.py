@@ -266,21 +266,13 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torc
     index = torch.from_numpy(result.steps_of(result.splits["train"]))
     observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
     with private_numbers(seed) as generator:
-        network = nn.Sequential(
-            nn.Linear(result.state_dim, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, space.dim),
-        )
+        first, second, last = nn.Linear(result.state_dim, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, space.dim)
+    network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
     optimiser = torch.optim.AdamW(network.parameters(), RATE)
     for _ in range(steps):
         rows = torch.randint(len(actions), (ROWS,), generator=generator)
-        predicted = network(normal(observations[rows]))
-        if isinstance(space, Discrete):
-            loss = functional.cross_entropy(predicted, actions[rows])
-        else:
-            loss = functional.mse_loss(predicted, actions[rows])
+        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
+        loss = loss_of(network(normal(observations[rows])), actions[rows])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -52,6 +52,8 @@ from kinformer.lab.drawing.runs import (
     text_by_experts,
 )
 from kinformer.lab.runs.run import CONFIG, open_run
+from kinformer.models.decoder import Decoder
+from kinformer.models.encoder import Encoder
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
@@ -145,15 +147,18 @@ def find(options: DrawOptions) -> Subject:
                 f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
             )
         return _part(options, data)
-    named = not (options.pattern or options.position)
-    if named and name in FAMILY and not _means_part(options):
+    named, table = not (options.pattern or options.position), _parts(options)
+    # The name of a member means a part of the same name if --set changes only fields that models do not have.
+    changed = {path.split(".")[0] for path in options.set}
+    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
+    means_part = bool(changed) and name in table and not changed & owned
+    if named and name in FAMILY and not means_part:
         config = configure(name, options.recipe, None, options.set)
         return _model("member", f"{name} ({options.recipe})", config, None, options)
     if named and (Path(name) / CONFIG).is_file():
         run = open_run(name)
         model = run.model(options.set)
         return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
-    table = _parts(options)
     if name in table:
         return _part(options, {"kind": name})
     if named and "/" in name:
@@ -179,19 +184,6 @@ def _parts(options: DrawOptions) -> dict[str, str]:
     if not (options.pattern or options.position):
         slots.append("pattern")
     return {kind: slot for slot in slots for kind in kinds()[slot]}
-
-
-def _means_part(options: DrawOptions) -> bool:
-    """Return whether the name of a member means a pattern or a position of the same name.
-
-    This is so if --set changes only fields that models do not have.
-    """
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-
-    changed = {path.split(".")[0] for path in options.set}
-    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
-    return bool(changed) and options.subject in _parts(options) and not changed & owned
 
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:
@@ -374,7 +366,9 @@ class Drawing:
 
 def draw(options: DrawOptions) -> Drawing:
     """Draw a subject into a file; the public form is :func:`kinformer.draw`."""
-    out = Path(options.out or f"{_file_name(options.subject)}.png")
+    subject = "pattern" if options.subject.startswith("{") else Path(options.subject).name
+    name = re.sub(r"[^\w-]+", "-", subject).strip("-") or "drawing"
+    out = Path(options.out or f"{name}.png")
     check(out)
     picture = _picture(options)
     picture.write(out)
@@ -408,8 +402,3 @@ def _picture(options: DrawOptions) -> Picture:
             "random numbers; draw the folder of a run with these positions."
         )
     raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")
-
-
-def _file_name(subject: str) -> str:
-    name = "pattern" if subject.startswith("{") else Path(subject).name
-    return re.sub(r"[^\w-]+", "-", name).strip("-") or "drawing"

@@ -86,11 +86,8 @@ def numbers_of(text: str) -> list[int]:
         raise KinformerError(
             f"`devices` {text}: must be a number from 1 to {MOST:,} or two, as in 64 or 8..4096; give it so."
         )
-    numbers, number = [int(first)], 2 * int(first)
-    while dots and number <= int(last):
-        numbers.append(number)
-        number *= 2
-    return numbers
+    doublings = (int(last) // int(first)).bit_length() if dots else 1
+    return [int(first) << doubling for doubling in range(max(1, doublings))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from math import ceil, isfinite, log, prod
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.encoder import GridOnly
-from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.core.state import State
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import ImageData, Images
@@ -49,6 +49,7 @@ from kinformer.lab.tasks.vision import (
 )
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields, take_rows
 from kinformer.lab.training.logging import ACCURACY, Metric
+from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import progressing
 
@@ -223,14 +224,6 @@ def mixer_of_places(config: ModelConfig) -> str | None:
 EPS = 1e-6
 
 
-class PatchModel(StackedWholeModel, Protocol):
-    """An encoder of patches, which may read a part of the patches."""
-
-    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
-        """Return the hidden states of the positions ``chosen`` [rows, n] (None: of all)."""
-        ...
-
-
 class Targets(NamedTuple):
     """The targets ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
 
@@ -239,7 +232,7 @@ class Targets(NamedTuple):
     scale: Tensor
 
 
-def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
+def targets_of(model: Encoder, images: Tensor, raw_pixels: bool) -> Targets:
     """Return the targets of all patches."""
     input: Patches = part_of(model, "input")
     pixels = input.cut(images)
@@ -255,7 +248,7 @@ def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
     return Targets((pixels - mean) / scale, mean, scale)
 
 
-def predict_patches(model: PatchModel, batch: MaeBatch) -> Tensor:
+def predict_patches(model: Encoder, batch: MaeBatch) -> Tensor:
     """Return the targets of all patches as the model predicts them from the seen ones, [rows, patches, pixels]."""
     input: Patches = part_of(model, "input")
     before = input.config.before
@@ -278,11 +271,11 @@ class MaskedPatches:
         self.options = options
 
     @classmethod
-    def of(cls, model: PatchModel, data: DataModule | None) -> MaskedPatches:
+    def of(cls, model: Encoder, data: DataModule | None) -> MaskedPatches:
         """Make the objective with the options of the rows ``data``."""
         return cls(data.options if isinstance(data, MaeRows) else MaeOptions())
 
-    def __call__(self, model: PatchModel, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Encoder, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
         errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])
@@ -496,13 +489,13 @@ def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
     return (levels * places[:, None]).sum(1)
 
 
-def sizes_of(model: PatchModel) -> tuple[int, int]:
+def sizes_of(model: Encoder) -> tuple[int, int]:
     """Return the pixels of a patch's side, and the bits of a channel's colour."""
     input: Patches.Config = input_of(model.config)
     return input.patch, part_of(model.config.head, "bits")
 
 
-def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
+def predict_colours(model: Encoder, batch: MppBatch) -> Tensor:
     """Return the logits [rows, patches, colours] that the model predicts from the corrupted images."""
     states = model.hidden_of(batch.images, sources=batch.sources, mask=part_of(model.head, "mask"))
     return model.head(states, model.input)
@@ -511,7 +504,7 @@ def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
 class PatchColours:
     """The objective; metrics are summed over corrupted patches."""
 
-    def __call__(self, model: PatchModel, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Encoder, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
         colours = colours_of(batch.images, *sizes_of(model))
         nats, right = nats_of(model, batch, colours)
         chosen, zero = batch.corrupted, nats.new_zeros(())
@@ -519,7 +512,7 @@ class PatchColours:
         return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
 
 
-def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
+def nats_of(model: Encoder, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
     """Return for every patch -log p of its colour, and whether the colour is the most probable one, [rows, patches];
     ``colours`` are the colours of ``batch``."""
     logits = predict_colours(model, batch)
@@ -531,7 +524,7 @@ def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor
 # How well a run predicts the colours of corrupted patches of held-out images, beside counting the colours.
 
 
-def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
+def counted_colours(data: ImageData, model: Encoder) -> np.ndarray:
     """Return the bits of each colour by its frequency among the patches of the training images, with one added to every
     count."""
     patch, bits = sizes_of(model)

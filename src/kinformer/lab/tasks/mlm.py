@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite, log
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
@@ -58,6 +58,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, bits_per_masked
 from kinformer.lab.training.settings import Settings
+from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.tables import PredictionTable, WriteRow
@@ -212,17 +213,6 @@ def training_rows(plan: TrainingPlan) -> MaskedTokens:
 SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
 
 
-class GlobalInputModel(StackedWholeModel, Protocol):
-    """An encoder with a global input, whose tokens each stand for a sentence of the long input."""
-
-    @property
-    def global_input(self) -> nn.Module: ...
-
-    def hidden(self, values: Tensor, *, valid: Tensor | None = None, sentences: Tensor | None = None) -> Any:
-        """Return the hidden states of the ``long_input`` and of the ``global_input``; ``sentences`` are of tokens."""
-        ...
-
-
 class MaskedSentences(NamedTuple):
     """``sentences`` int64 [batch, n] to mask; the ``real`` ones count. ``positions`` [batch, n, length] are the
     positions of their tokens."""
@@ -247,7 +237,7 @@ class MaskedLanguageCpc:
         self.length, self.mask_token, self.ends = length, mask_token, ends
 
     @classmethod
-    def of(cls, model: nn.Module | GlobalInputModel, data: DataModule | None = None) -> MaskedLanguageCpc:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> MaskedLanguageCpc:
         """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
         KinformerError if the model lacks either."""
         length = getattr(getattr(model, "global_input", None), "length", None)
@@ -259,7 +249,7 @@ class MaskedLanguageCpc:
         ends = tuple(token for token in ends_of(part_of(model, "config")) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: GlobalInputModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Encoder, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
@@ -499,7 +489,7 @@ def has_global_input(model: nn.Module) -> bool:
 
 
 def measure_global_input(
-    model: GlobalInputModel, text: MaskedText, rows: int, progress: ProgressCallback | None = None
+    model: Encoder, text: MaskedText, rows: int, progress: ProgressCallback | None = None
 ) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)
@@ -533,7 +523,7 @@ def measure_global_input(
 
 
 @contextmanager
-def silenced(model: GlobalInputModel) -> Iterator[None]:
+def silenced(model: Encoder) -> Iterator[None]:
     """Give the global tokens of ``model`` the vector 0 meanwhile."""
     weight: Tensor = part_of(model.global_input, "table").weight
     weight_before = weight.detach().clone()
@@ -546,7 +536,7 @@ def silenced(model: GlobalInputModel) -> Iterator[None]:
             weight.copy_(weight_before)
 
 
-def _nats(model: GlobalInputModel, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
+def _nats(model: Encoder, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
     """Return the sums of masked language modelling over ``batch``: nats, tokens and how many are right."""
     return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, sentences=sentences).long_input, batch)[1]
 
