@@ -8,8 +8,8 @@ import torch
 
 import kinformer
 from kinformer.lab.comparison import bench as benching
-from kinformer.lab.comparison import works
 from kinformer.lab.comparison import speed as machine
+from kinformer.lab.comparison import works
 from kinformer.lab.comparison.speed import Floor, in_fresh_process, in_turns, measure_floor
 from kinformer.runtime.errors import KinformerError
 

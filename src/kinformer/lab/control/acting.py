@@ -310,6 +310,15 @@ EpisodeFacts = TypedDict(
 """An episode as values for JSON."""
 
 
+def episode_text(env: str, played: EpisodeFacts, target: float | None, agent: Agent, seed: int | None) -> str:
+    """Return an episode in one line."""
+    aim = "" if target is None else f" of {target:g} asked for"
+    return (
+        f"return {played['return']:g}{aim}, {plural(played['steps'], 'step')} in {env}, "
+        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {seed}"
+    )
+
+
 def check_picture(render: str | None) -> None:
     """Raise unless the name ends in .gif."""
     if render is not None and Path(render).suffix.lower() != ".gif":

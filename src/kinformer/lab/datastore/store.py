@@ -168,7 +168,9 @@ class Datastore:
             )
         self.keys = self._map(KEYS, np.dtype(self.record.dtype).newbyteorder("<"), (self.entries, self.dim))
         self.tokens = self._map(TOKENS, TOKEN, (self.entries,))
-        for index in self._checked(check_all):
+        count = len(self.record.blocks)
+        wanted = count if check_all else min(count, _CHECKED_BLOCKS)
+        for index in sorted({round(index) for index in np.linspace(0, count - 1, wanted)}):
             start = self.record.blocks[index - 1][0] if index else 0
             stop, keys, tokens = self.record.blocks[index]
             for name, array, crc in ((KEYS, self.keys, keys), (TOKENS, self.tokens, tokens)):
@@ -215,11 +217,6 @@ class Datastore:
             )
         return np.memmap(path, dtype, "r", shape=shape)
 
-    def _checked(self, check_all: bool) -> list[int]:
-        count = len(self.record.blocks)
-        wanted = count if check_all else min(count, _CHECKED_BLOCKS)
-        return sorted({round(index) for index in np.linspace(0, count - 1, wanted)})
-
 
 def crc32(array: np.ndarray, before: int = 0) -> int:
     """Return the crc32 of a contiguous array's bytes, continued from ``before``."""
@@ -247,7 +244,9 @@ class Writer:
             resources.enter_context(locked(self.folder))
             self.record = self._open_record(origin, dtype)
             remove_partials(self.folder, (RECORD, self._state_file("*").name))
-            self._keys, self._tokens = (resources.enter_context(self._open(name)) for name in (KEYS, TOKENS))
+            self._keys, self._tokens = (
+                resources.enter_context(open(self.folder / name, "ab")) for name in (KEYS, TOKENS)
+            )
             self._cut(self._keys, self.record.entries * self.record.key_bytes)
             self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
             self._resources = resources.pop_all()
@@ -266,9 +265,6 @@ class Writer:
         record = Record(origin=origin, dtype=dtype)
         write_json(self.folder / RECORD, record.to_json())
         return record
-
-    def _open(self, name: str) -> BinaryIO:
-        return open(self.folder / name, "ab")
 
     def _cut(self, file: BinaryIO, size: int) -> None:
         present = os.fstat(file.fileno()).st_size

@@ -268,9 +268,11 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))
         measured = measure_labels(model, rows, len(classes), progress, predictions)
+    spelled = not isinstance(run.options, ListOpsOptions)  # the ids are a tokenizer's
     if predictions is not None:
         table.write_predictions(
-            _input(run, examples, index) | row for index, row in enumerate(predictions.rows(examples.labels, classes))
+            ({"text": tokenizer_of(run).decode(examples.tokens(index))} if spelled else {}) | row
+            for index, row in enumerate(predictions.rows(examples.labels, classes))
         )
     counts, by_name = by_class(classes, measured, "examples")
     text = (
@@ -282,15 +284,8 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
     baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
-    task = LISTOPS if isinstance(run.options, ListOpsOptions) else "classify"
+    task = "classify" if spelled else LISTOPS
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task, since=started_at)
-
-
-def _input(run: TrainedRun, examples: Examples, index: int) -> dict[str, str]:
-    """Return the text of an example, where its ids are a tokenizer's."""
-    if isinstance(run.options, ListOpsOptions):
-        return {}
-    return {"text": tokenizer_of(run).decode(examples.tokens(index))}
 
 
 def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:

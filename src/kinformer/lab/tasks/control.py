@@ -29,6 +29,7 @@ from kinformer.lab.control.acting import (
     ActionSampler,
     cells,
     check_picture,
+    episode_text,
     play,
     remembering,
     rollouts,
@@ -231,10 +232,7 @@ def play_episode(
         "run": str(subject.run.folder), "env": environment.name, **played, "seed": options.seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
     }  # fmt: skip
-    text = (
-        f"return {played['return']:g}, {plural(played['steps'], 'step')} in {environment.name}, "
-        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
-    )
+    text = episode_text(environment.name, played, None, agent, options.seed)
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 

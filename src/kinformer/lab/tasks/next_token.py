@@ -81,11 +81,13 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
 
 class TokenBatch(NamedTuple):
     """``tokens`` [batch, time + 1] int64, inputs and, one later, targets; ``reset`` and ``valid`` [batch, time] bool or
-    None."""
+    None; ``neighbours`` [batch, time, k] int64, the tokens that followed where they were retrieved, -1 where is
+    none."""
 
     tokens: Tensor
     reset: Tensor | None = None
     valid: Tensor | None = None
+    neighbours: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -104,7 +106,10 @@ class TokenBatch(NamedTuple):
         marks = (
             None if mark is None else functional.pad(mark, (0, lacking))[:, begin:end] for mark in (self.reset, valid)
         )
-        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks)
+        near = self.neighbours
+        if near is not None:
+            near = functional.pad(near, (0, 0, 0, lacking), value=-1)[:, begin:end]
+        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks, near)
 
 
 class NextTokens(DataModule):
@@ -155,20 +160,6 @@ class NextTokens(DataModule):
         return RetrievedTokens(self, train, validation)
 
 
-class RetrievedBatch(NamedTuple):
-    """A :class:`TokenBatch` and ``neighbours`` [batch, time, k] int64, the tokens that followed, -1 where is none."""
-
-    tokens: Tensor
-    reset: Tensor | None
-    valid: Tensor | None
-    neighbours: Tensor
-
-    @property
-    def size(self) -> int:
-        """Return how many tokens are predicted."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-
-
 class RetrievedTokens(DataModule):
     """The rows of ``texts`` with their neighbours.
 
@@ -187,11 +178,11 @@ class RetrievedTokens(DataModule):
     def validations(self) -> int:
         return self.texts.validations
 
-    def batch(self, step: int, rank: int, world: int) -> RetrievedBatch:
+    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
         batch = self.texts.batch(step, rank, world)
         return _with_rows(batch, self.train, self.texts.sampler.starts(step), rank)
 
-    def validation(self, rank: int, world: int) -> Iterator[RetrievedBatch]:
+    def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
         stream = self.texts.stream
         for index, batch in enumerate(self.texts.validation(rank, world)):
             yield _with_rows(batch, self.held_out, stream.starts + index * stream.length, rank)
@@ -227,7 +218,7 @@ class NextTokenLoss:
         return loss, {"nats": nats, "predicted": predicted(batch)}, state
 
 
-def predicted(batch: TokenBatch | RetrievedBatch) -> Tensor:
+def predicted(batch: TokenBatch) -> Tensor:
     """Return how many tokens of a batch are predicted and count."""
     return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
 
@@ -274,7 +265,7 @@ def _marks(reset: np.ndarray | None) -> Tensor | None:
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
 
 
-def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
+def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> TokenBatch:
     """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows; the last
     process may have fewer rows than the others."""
     count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
@@ -282,7 +273,7 @@ def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: i
     for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
         rows_of_table = table[start : start + time]
         row[: len(rows_of_table)] = rows_of_table
-    return RetrievedBatch(*batch, torch.from_numpy(rows))
+    return batch._replace(neighbours=torch.from_numpy(rows))
 
 
 class RetrievedNextToken:
@@ -291,9 +282,7 @@ class RetrievedNextToken:
 
     reads_hidden = True
 
-    def __call__(
-        self, model: StackedCausalModel, batch: RetrievedBatch, state: State, progress: float
-    ) -> ObjectiveOutput:
+    def __call__(self, model: StackedCausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
         logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
         loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)

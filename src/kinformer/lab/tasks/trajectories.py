@@ -29,6 +29,7 @@ from kinformer.lab.control.acting import (
     Summary,
     cells,
     check_picture,
+    episode_text,
     remembering,
     returns_to_get,
     rollouts,
@@ -360,10 +361,7 @@ def play(
         "run": str(run.folder), "env": env, "target": target, **played, "seed": options.seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": task_options.render,
     }  # fmt: skip
-    text = (
-        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in {env}, "
-        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
-    )
+    text = episode_text(env, played, target, agent, options.seed)
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
