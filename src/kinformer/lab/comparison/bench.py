@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer.core.config import field_types
 from kinformer.core.stack import ModelConfig
@@ -24,7 +25,7 @@ from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.progress import note
 
-M = TypeVar("M")
+M = TypeVar("M", bound=nn.Module)
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
 WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}

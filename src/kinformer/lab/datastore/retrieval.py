@@ -95,7 +95,7 @@ class RetrievingDecoder(StoreDecoder):
         )
 
     def hidden(
-        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Tensor | None
+        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Any
     ) -> Hidden:
         """Return the decoder's hidden states and taps, and the state after the chunk; ``marks``: ``valid``,
         ``reset``."""
@@ -106,7 +106,7 @@ class RetrievingDecoder(StoreDecoder):
         return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
 
     def head_inputs(
-        self, values: Tensor, state: RetrievingState | None = None, **marks: Tensor | None
+        self, values: Tensor, state: RetrievingState | None = None, **marks: Any
     ) -> tuple[KeyedStates, RetrievingState]:
         """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)

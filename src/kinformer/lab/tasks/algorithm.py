@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, log
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -229,12 +229,13 @@ def evaluate(
                 done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
                 nats += float(answered.nats)
                 counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
-                for row in _problems(batch, answered) if write is not None else ():
-                    write({"digits": digits, **row})
+                if write is not None:
+                    for row in _problems(batch, answered):
+                        write({"digits": digits, **row})
                 if deep is not None:
                     deep.note(batch, answered.right)
         require_finite(isfinite(nats))
-        more = (
+        more: dict[str, Any] = (
             {} if deep is None else {"depth": deep.depths.metric, "mean_depth": deep.mean, "by_difficulty": deep.rows}
         )
         return DigitsMeasured(

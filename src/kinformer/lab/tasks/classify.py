@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, log
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -313,7 +313,7 @@ class TextClassifier(TextReader):
         """Return the predictions of texts that come with their ids."""
         tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            logits = self.model(tokens, valid=valid).float().cpu()
+            logits = cast(Tensor, self.model(tokens, valid=valid)).float().cpu()
         require_finite(bool(logits.isfinite().all()))
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite, log
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -249,7 +249,7 @@ class MaskedLanguageCpc:
         ends = tuple(token for token in ends_of(part_of(model, "config")) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: Encoder, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)

@@ -103,13 +103,13 @@ class TokenBatch(NamedTuple):
         if lacking and valid is None:
             valid = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
         begin, end = number * size, (number + 1) * size
-        marks = (
+        reset, valid = (
             None if mark is None else functional.pad(mark, (0, lacking))[:, begin:end] for mark in (self.reset, valid)
         )
         near = self.neighbours
         if near is not None:
             near = functional.pad(near, (0, 0, 0, lacking), value=-1)[:, begin:end]
-        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks, near)
+        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], reset, valid, near)
 
 
 class NextTokens(DataModule):

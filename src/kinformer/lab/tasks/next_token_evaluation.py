@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ def evaluate_recl(
     nats = []
     for run in runs:
         with progressing(quiet) as progress:
-            beside = {"chunk": settings.chunk, "progress": progress, "prefix": tokenizer_of(run).prefix}
+            beside: dict[str, Any] = {"chunk": settings.chunk, "progress": progress, "prefix": tokenizer_of(run).prefix}
             nats.append(context_losses(load(run).model, held.split, contexts, positions, **beside))
     losses = np.stack(nats)
     curves = recl(losses, contexts, hardest=options.hardest)

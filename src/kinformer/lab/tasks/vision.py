@@ -496,13 +496,14 @@ def evaluate(
     result, images, count, same = held_out_images(subject.run, settings, options, labelled=True)
     classes, number = classes_of(subject.run), numbers_of(subject.run, result.name, result.classes)
     assert images.labels is not None
-    images = replace(images, labels=number[np.asarray(images.labels)])
+    labels = number[np.asarray(images.labels)]
+    images = replace(images, labels=labels)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if options.predictions is None else ClassPredictions(count)
         measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
     if predictions is not None:
-        options.write_predictions(predictions.rows(images.labels, classes))
+        options.write_predictions(predictions.rows(labels, classes))
     counts, table = by_class(classes, measured, "images")
     text = (
         heading(subject, result, settings.split),
@@ -524,12 +525,12 @@ def evaluate(
 
 
 class HeldOut(NamedTuple):
-    """The images that a run is measured on: the first ``count`` of the split ``part`` of ``data``; ``same`` says
+    """The images that a run is measured on: the first ``used`` of the split ``part`` of ``data``; ``same`` says
     whether this is the run's own data."""
 
     data: ImageData
     part: Images
-    count: int
+    used: int
     same: bool
 
 

@@ -381,7 +381,8 @@ def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optim
         "sgd": (SGD, {"momentum": settings.momentum}),
     }
     made, options = classes[kind]
-    return spared(made)(groups, lr=settings.lr, **options)
+    build: Callable[..., Optimizer] = spared(made)
+    return build(groups, lr=settings.lr, **options)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
