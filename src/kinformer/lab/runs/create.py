@@ -32,7 +32,7 @@ from kinformer.lab.runs.planner import (
 )
 from kinformer.lab.runs.rows import data_of, staged_rows
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
-from kinformer.lab.tasks.table import own_options
+from kinformer.lab.tasks.table import options_for
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.tasks.task import Data, Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
@@ -289,7 +289,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
         raise _otherwise(run, f"`task` {options.task}")
-    own_options(run.task, "Options", options.task_options)
+    options_for(run.task, "Options", options.task_options)
     before = asdict(run.options)
     for name, value in options.task_options.items():
         if value != before[name]:

@@ -29,7 +29,7 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
 )
 from kinformer.lab.tasks.next_token import Conversation
-from kinformer.lab.tasks.table import own_options, refuse_options
+from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked
 
@@ -83,7 +83,7 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
     options_of_task = [
-        own_options(run.task, "EvaluationOptions", options.task_options, str(run.folder)) for run in runs
+        options_for(run.task, "EvaluationOptions", options.task_options, str(run.folder)) for run in runs
     ]
     if getattr(options_of_task[0], "harness", None) is not None:
         from kinformer.lab.runs.harness import evaluate_by_harness
@@ -188,7 +188,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
 
 def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     """Return the run's model, ready to generate, and the options with a seed and a temperature."""
-    task_options = own_options(run.task, "GenerationOptions", options.task_options, str(run.folder))
+    task_options = options_for(run.task, "GenerationOptions", options.task_options, str(run.folder))
     check_drawing(run.task, options)
     options = replace(
         options,
@@ -272,7 +272,7 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
         raise KinformerError(
             f"{run.folder}: is a run of {run.member!r} for the task {run.task.name}; {run.task.prediction.refusal}"
         )
-    task_options = own_options(run.task, "PredictionOptions", options.task_options, str(run.folder))
+    task_options = options_for(run.task, "PredictionOptions", options.task_options, str(run.folder))
     _check_read(run.task, options)
     model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))

@@ -26,7 +26,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
 from kinformer.lab.data.files import SPOOLED
-from kinformer.lab.tasks.table import ALL, own_options
+from kinformer.lab.tasks.table import ALL, options_for
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
@@ -328,7 +328,7 @@ def open_run(folder: str | Path) -> Run:
         try:
             member_called(data["member"], packages.get("member"))
             task = task_called(data["task"]["name"], packages.get("task"))
-            options = own_options(task, "Options", data["task"]["options"])
+            options = options_for(task, "Options", data["task"]["options"])
             require_types(options, task.Options)
             task.choose_objective(settings_in(data["training"]).objective)
         except (KinformerError, TypeError) as error:

@@ -601,7 +601,7 @@ class MppOptions(PatchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(Checked):
-    """Options of decoding."""
+    """Decode with a language model beside the sound."""
 
     language_model: str | None = None
     """With `prefixes`: a run of next-token, trained on transcripts, one a line, which guides the search."""

@@ -679,7 +679,7 @@ def option_names(kind: OptionKind) -> dict[str, Task]:
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def own_options(task_: Task, kind: OptionKind, values: Mapping[str, object], folder: str | None = None) -> Any:
+def options_for(task_: Task, kind: OptionKind, values: Mapping[str, object], folder: str | None = None) -> Any:
     """Return the task's own options of one kind from ``values`` by name; refuse an option of another task.
     ``folder`` is the run folder that a message names; without one the message names the task."""
     options, owners = getattr(task_, kind), option_names(kind)

@@ -413,9 +413,9 @@ class Translator:
             room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
             limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
             with torch.inference_mode():
-                found = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
-            self.state_bytes = max(self.state_bytes, found.state_bytes)
-            for number, hypothesis in zip(full, found.best, strict=True):
+                searched = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
+            self.state_bytes = max(self.state_bytes, searched.state_bytes)
+            for number, hypothesis in zip(full, searched.best, strict=True):
                 hypotheses[number] = hypothesis
         return hypotheses
 
