@@ -13,14 +13,14 @@ from kinformer.core.parts import NeedsStore
 from kinformer.core.stack import HeadConfig
 from kinformer.family.build import configure
 from kinformer.lab.data import open_corpus
-from kinformer.lab.datastore.attach import KeyedDecoder, looks_up
+from kinformer.lab.datastore.attach import KeyedDecoder, attach_store, looks_up
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure
 from kinformer.lab.runs.minutes import with_vocabulary
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.runs.rows import plan_of, rows_of
-from kinformer.lab.runs.run import STORES, open_run
+from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.table import task_for
 from kinformer.lab.training.settings import Settings
 
@@ -135,7 +135,7 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     model, split = run.model(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)
     alone = measure(model, split, windows).bits_per_byte
-    with_store = STORES.attach(run, model)
+    with_store = attach_store(run, model, open_run)
     assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
     text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
     assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
