@@ -73,7 +73,8 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
         if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
             raise KinformerError(
                 "`segments`: the state is carried without end, but this model's state grows with every token; choose "
-                'another member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+                "another member, or bound it, as `set` "
+                '\'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
             )
     rows = plan.settings.batch_size if plan.options.segments else 1
     check_long_enough(plan.data, rows, plan.settings.length)
