@@ -121,7 +121,8 @@ class Memorizing(nn.Module):
 # buckets find 63 % of the true best. Chance explains the share: of $n$ best memories that fall into $n$ buckets at
 # random, a share $1 - 1/e = 0.63$ is the best in its bucket. "memory_tuning" fine-tunes a small model of 826,000
 # parameters on one book: 8,192 memories take it from 2.162 to 2.140 bits per byte, but as many further steps of the
-# plain model reach 2.125. The paper's gain is not there at this size.
+# plain model reach 2.125. The paper's gain is not there at this size. In 1.5 minutes of training from scratch the
+# member reaches 2.110, and the plain decoder 2.071 ("causal_members").
 #
 # Take it where exact look-ups in a long document are needed, by names and numbers. Do not take it where documents are
 # shorter than the window, or where speed decides.

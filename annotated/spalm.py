@@ -1,7 +1,7 @@
 # # SPALM: a gate to a long-term memory
 #
 # *Paper: Yogatama, de Masson d'Autume, Kong: Adaptive Semiparametric Language Models (2021), arXiv 2102.02557. Members:
-# `spalm`. Measured: spalm, memory_quality.*
+# `spalm`. Measured: spalm.*
 #
 # **Problem.** kNN-LM mixes the votes of neighbours into a finished model, with one share for all tokens. But a
 # neighbour helps with a name and harms with an article. The model should decide, token by token.

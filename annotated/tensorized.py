@@ -20,10 +20,10 @@ from torch import nn
 # ## What the tensor has to do with attention
 #
 # Sum $T$ over $k$ with values of 1 and a core of 1: $\sum_r q_{ir} k_{jr}$ is the matrix of scores of ordinary
-# attention. A slice of the tensor is such a matrix, filtered by a value $v_k$. The paper proves that softmax attention
-# without its softmax can be rebuilt from the tensor by a sum over one index. The softmax itself is in no limit: nothing
-# here is divided by a sum, so weights can be negative and outputs grow with the length. The learned $W$ has to undo
-# this.
+# attention. A slice of the tensor is such a matrix, filtered by a value $v_k$. The paper argues that attention can be
+# rebuilt from the tensor by a sum over one index; this holds for attention without its softmax. The softmax itself is
+# in no limit: nothing here is divided by a sum, so weights can be negative and outputs grow with the length. The
+# learned $W$ has to undo this.
 #
 # Several cores, averaged, are the blocks of the decomposition. In the authors' code the blocks share $q$, $k$ and $v$.
 # Then the mean of the tensors is the tensor of the mean core, and more blocks add no capacity.
