@@ -108,8 +108,8 @@ def segments():
 def neighbours():
     """Two ways to use neighbours, from the result file."""
     (run,) = json.loads((RESULTS / "spalm.json").read_text())["runs"]
-    rows = [(name, way["bits_per_byte"]) for name, way in run["ways"].items()]
-    return "\n".join(["| model | bits per byte |", "| --- | ---: |", *(f"| {name} | {bits:.3f} |" for name, bits in rows)])
+    rows = [f"| {name} | {way['bits_per_byte']:.3f} |" for name, way in run["ways"].items()]
+    return "\n".join(["| model | bits per byte |", "| --- | ---: |", *rows])
 
 
 FIGURES = {"reach": reach, "slots": slots, "search": search, "datastore": datastore}
