@@ -544,25 +544,25 @@ def _directed(config: Any, causal: bool) -> Any:
     return _in_kind(config, table["encoder_layer"][_COUNTERPARTS.get(config.kind, config.kind)], mixer=both)
 
 
-def _in_kind(config: Any, kind: type[Config], **given: object) -> Any:
-    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for those ``given``.
+def _in_kind(config: Any, kind: type[Config], **settings: object) -> Any:
+    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for these ``settings``.
 
     Errors: ``KinformerError`` for a setting that has no bidirectional form.
     """
-    known = field_types(kind)
+    fields = field_types(kind)
     default = {field.name: field.default for field in dataclasses.fields(config)}
     for name in field_types(type(config)):
         value = getattr(config, name)
-        if name in given or name == "impl":
+        if name in settings or name == "impl":
             continue
-        if name in known:
-            given[name] = _both_sides(value) if isinstance(value, Config) else value
+        if name in fields:
+            settings[name] = _both_sides(value) if isinstance(value, Config) else value
         elif value != default[name]:
             raise KinformerError(
                 f"causal is False, but {describe(config)} with {name} = {_short(value)} has no bidirectional form; "
-                f"the settings with one are {', '.join(known)}."
+                f"the settings with one are {', '.join(fields)}."
             )
-    return kind(**given)
+    return kind(**settings)
 
 
 def _both_sides(part: Any) -> Any:
