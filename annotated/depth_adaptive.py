@@ -1,7 +1,7 @@
 # # Depth-adaptive Transformer: a learnt exit for every token
 #
 # *Paper: Elbayad, Gu, Grave, Auli: Depth-Adaptive Transformer (2020), arXiv 1910.10073. Members: `depth-adaptive`.
-# Measured: depth, ponder.*
+# Measured: depth.*
 #
 # **Problem.** The last letters of a long word are easy to predict, its first letter is hard. A Transformer spends all
 # its layers on both.
@@ -23,7 +23,8 @@ from torch.nn import functional as F
 #
 # These are the layers of the first Transformer: softmax attention to the past and a feed-forward network, each
 # normalised behind its shortcut (post-norm). This norm suits exits: the output of *every* layer is normalised, so each
-# classifier and the rule, which all exits share, read vectors of one scale. Pre-norm would need one more norm per exit.
+# classifier and the rule, which all exits share, read vectors of one scale. With pre-norm the exits need one more norm
+# before them (the page `calm`).
 #
 
 
@@ -142,7 +143,7 @@ def loss(model, tokens, targets, price=0.1, alpha=1.0):
 # English: 34.7 BLEU at 1.42 of 6 layers on average). Our result page "depth" measures text of bytes with 6 layers of
 # width 128: the rule gives 2.223 bits per byte at 1.57 layers, where exit 1 for all tokens gives 2.410 and exit 2 gives
 # 2.186. Above 2.5 layers per token one exit for all tokens is as good or better: 2.126 with the rule at 3.4 layers, and
-# with exit 3. The page "ponder" measures another rule, halting.
+# with exit 3.
 #
 # Take it when the first layers suffice for most tokens and a token's work is the cost that counts. Otherwise take fewer
 # layers for all tokens: a rule is not needed, and a batch stays regular.

@@ -98,14 +98,15 @@ class Star(nn.Module):
 # ## Costs, and when to take it
 #
 # A token costs five scores for itself and one for the relay in each update, at every length; the products of queries,
-# keys and values cost the most: 12 products of width by width a token and update (a layer of full attention has 4),
-# because input and relay update need separate keys and values. With $T \le 3$ tokens each token sees all tokens, beside
-# its input and the relay, and this is softmax attention with two further keys. For longer texts nothing makes it exact.
+# keys and values cost the most: 8 products of width by width for a token and update (a layer of full attention has 4),
+# because the input and the relay's update need further keys and values. (This page projects every neighbour again.)
+# With $T = 3$ each token sees all tokens, beside its input and the relay, and this is softmax attention with two
+# further keys. For longer texts nothing makes it exact.
 #
-# The paper claims better results than a Transformer on small and medium data (SNLI: 86.0 % of accuracy), at a tenth of
-# the time for long texts. Our result page "encoder_costs" bears out that time is linear: it grows as length$^{0.83}$
-# from 512 to 4,096 tokens (full attention: 1.37). At 4,096 tokens a training step takes 0.55 of the time of full
-# attention; up to 1,024 tokens it is slower, 1.7 and 1.3 times. Quality is not measured there.
+# The paper claims better results than a Transformer on small and medium data (SNLI: 86.0 % of accuracy) and less time
+# for long texts. Our result page "encoder_costs" bears out that time is linear: it grows as length$^{0.83}$ from 512 to
+# 4,096 tokens (full attention: 1.37). At 4,096 tokens a training step takes 0.55 of the time of full attention; up to
+# 1,024 tokens it is slower, 1.7 and 1.3 times. Quality is not measured there.
 #
 # Take it for texts of short to medium length and small data, when a light model is enough. Do not take it when two far
 # tokens must meet directly, as in copying or recall: `dim` numbers of one relay carry everything between them.
