@@ -188,22 +188,24 @@ def train():
 
 
 def draw(figure, model):
-    """The steps of every byte of a sentence, and the steps that follow from a constant probability of halting."""
-    text = "tokens halt at different steps, each after its own number"
+    """The ponder cost of every byte of a sentence, and the steps that follow from a constant probability p."""
+    text = "every token halts when its probabilities add up to 1"
     bars, chance = figure.subplots(1, 2, width_ratios=[3, 1])
     state, costs = None, [0.0]
     with torch.no_grad():
         for token in text.encode():
             _, state = model.step(torch.tensor([[token]]), state)
             costs.append(state[1].item())
-    steps = torch.tensor(costs).diff().floor()
-    bars.bar(range(len(text)), steps, color=["tab:orange" if c == " " else "tab:blue" for c in text])
-    bars.set(title="steps of each byte after training (orange: spaces)", ylabel="steps", xticks=range(len(text)))
-    bars.set(xticklabels=list(text), ylim=(0, model.steps))
+    cost = torch.tensor(costs).diff()
+    bars.bar(range(len(text)), cost.floor(), label="steps")
+    bars.bar(range(len(text)), cost.frac(), bottom=cost.floor(), label="remainder, the weight of the last step")
+    bars.set(title="ponder cost of each byte after training", xticks=range(len(text)))
+    bars.legend(fontsize="small")
+    bars.set(xticklabels=list(text), ylim=(0, 4.5))
     bars.tick_params("x", length=0, labelsize="small")
     p = torch.linspace(0.08, 0.999, 400)
     chance.plot(p, (0.99 / p).floor() + 1)
-    chance.set(title="constant p", xlabel="p", ylim=(0, 13))
+    chance.set(title="steps, constant p", xlabel="p", ylim=(0, 13))
 
 
 if __name__ == "__main__":
