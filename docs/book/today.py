@@ -117,7 +117,7 @@ def blocks(figure):
         layer = kinformer.layer(name, dim=16, num_heads=2, num_kv_heads=1, **more)
         for weight in layer.parameters():
             weight.data *= 2
-        x = torch.randn(1, 64, 16, requires_grad=True)
+        x = torch.randn(1, 48, 16, requires_grad=True)
         y = layer(x).sum(-1)[0]
         reach = [torch.autograd.grad(each, x, retain_graph=True)[0][0].norm(dim=-1) for each in y]
         axes.imshow(torch.stack(reach).log10(), vmin=-2.5, vmax=0.5)
@@ -143,13 +143,12 @@ def hybrid(figure):
 def experts(figure):
     times = result("experts")["times"]
     panels = figure.subplots(1, 3)
-    for axes, (key, title) in zip(
-        panels, (("training_4096", "training, ms"), ("step", "a token, ms"), ("weights", ""))
-    ):
+    titles = {"training_4096": "training, ms", "step": "a token, ms", "weights": "weights, millions"}
+    for axes, (key, title) in zip(panels, titles.items()):
         names = [name for name in times if "transformers" not in name]
         values = [times[name][key] / (1e6 if key == "weights" else 1) for name in names]
         axes.bar(["2 of 8", "same\nwork", "same\nweights"], values, color=["C0", "C1", "C2"])
-        axes.set_title(title or "weights, millions")
+        axes.set_title(title)
 
 
 def parts():
