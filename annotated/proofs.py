@@ -34,18 +34,21 @@ def copy_weights(page, library, names):
 def compare(page, library, names, x, stream=None, **inputs):
     """Compare outputs, gradients and streamed steps of a page's layer and the library's, with equal weights.
 
-    ``page(x)`` and ``library(x)`` map x [batch, time, dim] to the same shape. ``stream(chunk, state)`` returns the
-    page's outputs and its next state, and is left out for a layer that reads whole sequences. ``inputs`` go to both.
+    ``page(x)`` and ``library(x)`` map x [batch, time, dim] to the same shape, or tokens to logits. ``stream(chunk,
+    state)`` returns the page's outputs and its next state, and is left out for a layer that reads whole sequences.
+    ``inputs`` go to both.
     """
     names = copy_weights(page, library, names)
-    x = x.clone().requires_grad_()
+    leaves = [x := x.clone().requires_grad_()] if x.is_floating_point() else []
     ours, theirs = page(x, **inputs), library(x, **inputs)
     equal("outputs", ours, theirs)
     mine, yours = dict(page.named_parameters()), dict(library.named_parameters())
     shared = [(mine[here], yours[there]) for there, here in names.items() if here in mine and there in yours]
     weight = torch.randn_like(ours)
-    here = torch.autograd.grad((ours * weight).sum(), [x, *(pair[0] for pair in shared)], materialize_grads=True)
-    there = torch.autograd.grad((theirs * weight).sum(), [x, *(pair[1] for pair in shared)], materialize_grads=True)
+    here = torch.autograd.grad((ours * weight).sum(), [*leaves, *(pair[0] for pair in shared)], materialize_grads=True)
+    there = torch.autograd.grad(
+        (theirs * weight).sum(), [*leaves, *(pair[1] for pair in shared)], materialize_grads=True
+    )
     equal("gradients", torch.cat([g.flatten() for g in here]), torch.cat([g.flatten() for g in there]))
     if stream is not None:
         with torch.no_grad():
@@ -59,12 +62,28 @@ def compare(page, library, names, x, stream=None, **inputs):
         equal("streamed and whole", torch.cat(pieces, 1), ours.detach())
 
 
+class Whole(nn.Module):
+    """A whole model of the library, called as its layers are: tokens [batch, time] to logits [batch, time, vocab]."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, tokens, state=None, return_state=False):
+        logits, state = self.inner(tokens, state or self.inner.initial_state(len(tokens)))
+        return (logits, state) if return_state else logits
+
+
 class Tiny(nn.Module):
-    """A model of bytes with two layers of a page: [batch, time] bytes to [batch, time, 256] logits."""
+    """A model of bytes with two layers of a page: [batch, time] bytes to [batch, time, 256] logits.
+
+    ``max_length`` 0 leaves out the learned positions, for layers that know the positions themselves.
+    """
 
     def __init__(self, layer, dim, max_length):
         super().__init__()
-        self.embed, self.position = nn.Embedding(256, dim), nn.Embedding(max_length, dim)
+        self.embed = nn.Embedding(256, dim)
+        self.position = nn.Embedding(max_length, dim) if max_length else None
         self.layers = nn.ModuleList([layer() for _ in range(2)])
         self.norms = nn.ModuleList([nn.LayerNorm(dim) for _ in range(5)])
         self.feed = nn.ModuleList(
@@ -73,22 +92,25 @@ class Tiny(nn.Module):
         self.head = nn.Linear(dim, 256)
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embed(tokens)
+        if self.position is not None:
+            x = x + self.position.weight[: tokens.shape[1]]
         for i, layer in enumerate(self.layers):
             x = x + layer(self.norms[2 * i](x))
             x = x + self.feed[i](self.norms[2 * i + 1](x))
         return self.head(self.norms[4](x))
 
 
-def train(layer, page, dim=64, length=128, steps=100, causal=True):
+def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=True, whole=None):
     """Train two of the page's layers on the page's own text; returns the model.
 
     ``layer()`` makes a layer for [batch, time, dim]; ``page`` is the page's ``__file__``. A causal model predicts the
-    next byte. Any other model predicts a tenth of the bytes, which are hidden from it.
+    next byte. Any other model predicts a tenth of the bytes, which are hidden from it. ``positions``: whether the
+    model adds learned positions to its tokens. ``whole()`` makes a model of the page's own, bytes to logits, instead.
     """
     torch.manual_seed(0)
     text = torch.tensor(list(Path(page).read_bytes()))
-    model = Tiny(layer, dim, length)
+    model = whole() if whole else Tiny(layer, dim, length if positions else 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
@@ -132,6 +154,18 @@ def fit(model, loss, steps, lr=2e-3):
         losses.append(value.item())
     model.eval()
     return losses
+
+
+@torch.no_grad()
+def bits_by_position(model, page, length, rows=16):
+    """Return the bits [length] that a trained model needs for the bytes at each position, a mean over ``rows`` texts.
+
+    The texts are windows of the page, so windows longer than in training show how the model extrapolates.
+    """
+    text = torch.tensor(list(Path(page).read_bytes()))
+    starts = torch.linspace(0, len(text) - length - 1, rows).long()
+    windows = torch.stack([text[i : i + length + 1] for i in starts.tolist()])
+    return F.cross_entropy(model(windows[:, :-1]).mT, windows[:, 1:], reduction="none").mean(0) / math.log(2)
 
 
 def prove(proof):

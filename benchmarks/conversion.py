@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common import arguments, peer, prepare, save, show, text_bytes
 from kinformer.interop import Phase, convert, patch
-from kinformer.interop.patching.convert import evaluate, fine_tune
+from kinformer.interop.conversion import evaluate, fine_tune
 
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-transformer": ("linear-transformer", {}),

@@ -1,13 +1,15 @@
 """Processes that the package starts: they do not run the files of the current folder."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 import kinformer
 from kinformer.lab.comparison.speed import in_fresh_process
 from kinformer.lab.control.environments import Environments
-from kinformer.lab.estimation import peak
+from kinformer.lab.estimation import estimate
 from kinformer.lab.training.distributed import launch
 
 SHADOWED = ("queue", "signal", "socket", "pickle", "struct", "selectors", "tempfile", "torch", "numpy")
@@ -28,10 +30,10 @@ def hostile(tmp_path, monkeypatch):
 
 
 def estimates(folder, monkeypatch):
-    monkeypatch.setattr(peak, "PROBE", "import queue, signal; print(2048)")
-    peak.interpreter_bytes.cache_clear()
-    assert peak.interpreter_bytes() == 1024 * 2048 + peak.LOADED_LATER
-    peak.interpreter_bytes.cache_clear()
+    monkeypatch.setattr(estimate, "PROBE", "import queue, signal; print(2048)")
+    estimate.interpreter_bytes.cache_clear()
+    assert estimate.interpreter_bytes() == 1024 * 2048 + estimate.LOADED_LATER
+    estimate.interpreter_bytes.cache_clear()
 
 
 def steps_environments(folder, monkeypatch):
@@ -57,3 +59,25 @@ def trains(folder, monkeypatch):
 @pytest.mark.parametrize("starts", [estimates, steps_environments, measures, packs, trains])
 def test_a_process_does_not_run_files_of_the_current_folder(hostile, monkeypatch, starts):
     starts(hostile, monkeypatch)
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PARENT)
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert parent.stdout.readline() == b"begun\n"
+    parent.kill()
+    assert parent.communicate(timeout=30)[0] == b""  # the worker has the other end of the pipe too
+
+
+PARENT = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from kinformer.runtime.children import end_with_parent
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
+    pool.submit(abs, 1).result()
+    print("begun", flush=True)
+    time.sleep(60)
+"""

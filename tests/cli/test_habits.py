@@ -1,6 +1,7 @@
 """Small habits: chat and streamed text, lists of tasks and parts, estimates of runs, verbose output, changed rates."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -53,6 +54,21 @@ def test_a_chat_frames_lines_and_refuses_a_run_that_continues_nothing(cli, gpt_r
     facts = json.loads(cli("chat", gpt_run, "--seed", 2, "--json", stdin=b"wind\n")[1])
     assert facts == {"line": "wind", "text": "".join(kinformer.stream(gpt_run, "wind\n", seed=2))}
     assert cli("chat", make_run("bert"), stdin=b"a\n")[0] == 2
+
+
+def test_a_chat_of_an_imported_model_uses_its_chat_template(cli, gpt_run, tmp_path):
+    run = shutil.copytree(gpt_run, tmp_path / "run")
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+    (run / "chat_template.jinja").write_text(template)
+    greedy = {"temperature": 0.0, "max_new_tokens": 6}
+    code, out, err = cli("chat", run, "--temperature", 0, "--max-new-tokens", 6, stdin=b"hi\nso\n/new\nso\n")
+    first = "".join(kinformer.stream(run, "<user>hi<assistant>", **greedy))
+    second = "".join(kinformer.stream(run, f"<user>hi<assistant>{first}<user>so<assistant>", **greedy))
+    third = "".join(kinformer.stream(run, "<user>so<assistant>", **greedy))
+    assert code == 0 and out == f"{first}\n{second}\n{third}\n", err
+    assert cli("chat", run, "--after", "!", "--seed", 2, stdin=b"hi\n")[1] == (
+        "".join(kinformer.stream(run, "hi!", seed=2)) + "\n"
+    )
 
 
 def test_tasks_and_parts_are_listed_and_every_title_is_whole_in_80_columns(cli):

@@ -183,7 +183,6 @@ MISTAKES = [
     ("predict mask table.parquet", "is a Parquet table"),
     ("predict mask empty", "does not hold a regular file"),
     ("predict mask nothing.txt", "is empty; give one item at least"),
-    ("predict mask utf16.txt", "is UTF-16 text"),
     ("predict mask bytes.bin", "bytes.bin, line "),
     ("predict mask open.csv", "is not a row of CSV"),
     ("predict mask wrong.jsonl", "wrong.jsonl, line "),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kinformer.lab.data import Labelled, labelled, open_labelled
-from kinformer.lab.data.labelled import Columns, read_texts
+from kinformer.lab.data.labelled import Columns, cells_of, read_texts
 from kinformer.runtime.errors import KinformerError
 
 TEXTS = [
@@ -212,8 +212,43 @@ def test_a_mark_at_the_beginning_is_no_part_of_a_label(tmp_path: Path) -> None:
     path.write_text("\ufeff" + path.read_text())
     assert open_labelled(str(path), cache=tmp_path / "cache").classes == ("bad", "good")
     path.write_text("".join(f"{label}\t{text}\n" for text, label in TEXTS), encoding="utf-16")
-    with pytest.raises(KinformerError, match="is UTF-16 text; convert it"):
-        open_labelled(str(path), cache=tmp_path / "cache")
+    assert open_labelled(str(path), cache=tmp_path / "cache").classes == ("bad", "good")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("ending", [".tsv", ".csv", ".jsonl", ".txt"])
+def test_texts_in_the_encodings_of_spreadsheets(tmp_path: Path, encoding: str, ending: str) -> None:
+    texts = ["na\u00efve \u2028 one", "\U0001f642 \u0a0d\u0d0a two"]
+    path = tmp_path / f"texts{ending}"
+    rows = [json.dumps({"text": text}) if ending == ".jsonl" else text for text in texts]
+    rows = rows if ending in (".jsonl", ".txt") else ["text", *rows]
+    path.write_bytes("".join(f"{row}\r\n" for row in rows).encode(encoding))
+    assert [item.text for item in read_texts(path, Columns()).items] == texts
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_bytes(texts[0].encode(encoding))
+    assert [item.text for item in read_texts(tmp_path / "folder", Columns()).items] == texts[:1]
+
+
+def test_utf16_that_is_cut_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "cut.tsv").write_bytes("one\ttwo\n".encode("utf-16")[:-1])
+    with pytest.raises(KinformerError, match="begins as UTF-16 but is not"):
+        list(read_texts(tmp_path / "cut.tsv", Columns()).items)
+
+
+@pytest.mark.parametrize(
+    ("line", "cells"),
+    [
+        ('a\t"b\tc"', ["a", "b\tc"]),
+        ('"say ""hi"" to her"\tb', ['say "hi" to her', "b"]),
+        ('"a"\t"b"', ["a", "b"]),
+        ('"Hello," he said.\tb', ['"Hello," he said.', "b"]),
+        ('"Hello."\tb', ['"Hello."', "b"]),
+        ('"open\tb', ['"open', "b"]),
+        ('a "b" c\t', ['a "b" c', ""]),
+    ],
+)
+def test_quotes_of_tsv_are_text_unless_they_quote(line: str, cells: list[str]) -> None:
+    assert cells_of(line.encode()) == [cell.encode() for cell in cells]
 
 
 def test_what_people_have(tmp_path: Path) -> None:

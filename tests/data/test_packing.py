@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import kinformer
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import open_corpus, packing, train_tokenizer
 from kinformer.lab.data.packed import MANIFEST, PACKED_SPLITS, open_packed, packed_tokenizer
-from kinformer.lab.data.packing import Packing, pack
+from kinformer.lab.data.packing import Packing, documents_of, pack, pack_stream
 from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer
 from kinformer.lab.tasks.next_token import NextTokens
@@ -200,6 +203,48 @@ def test_a_damaged_record_is_packed_again(folder: Path, tmp_path: Path, monkeypa
     write_json(path, signed(record | damage))
     pack(wanted, tmp_path / "shards", 1, silent)
     assert contents(tmp_path / "shards") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_packer_that_is_killed_loses_and_leaves_nothing(folder: Path, tmp_path: Path, documents: bool) -> None:
+    """Killed before each change of a file's name and each removal, then started again at once."""
+    data = ["one two three " * 60, "four five " * 90, "six " * 200] if documents else folder
+
+    def packed(out: Path) -> None:
+        if documents:
+            pack_stream(Packing(data="a list", shard_bytes=900), documents_of(data), out, silent)
+        else:
+            pack(Packing(data=str(folder), shard_bytes=8000), out, 1, silent)
+
+    packed(tmp_path / "whole")
+    for number in itertools.count(0, 3):
+        out = tmp_path / str(number)
+        if not (child := os.fork()):
+            kill_at(number)
+            packed(out)
+            os._exit(0)
+        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        if killed:
+            packed(out)
+        assert contents(out) == contents(tmp_path / "whole"), number
+        if not killed:
+            break
+    assert number > 10
+
+
+def kill_at(number: int) -> None:
+    """Kill this process before its call ``number`` that renames or removes a file."""
+    calls = itertools.count()
+
+    def killing(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    os.replace, Path.replace, Path.unlink = killing(os.replace), killing(Path.replace), killing(Path.unlink)
 
 
 def interrupt(*_: object) -> None:

@@ -15,7 +15,7 @@ from kinformer.lab.data import ByteTokenizer, EvaluationStream, FileTokenizer, f
 from kinformer.lab.data import corpus as corpus_module
 from kinformer.lab.data import files as extents
 from kinformer.lab.data.packed import encode_split
-from kinformer.lab.data.tokenizer import PIECE, prompt_ids, text_pieces
+from kinformer.lab.data.tokenizer import PIECE, _byte_values, prompt_ids, text_pieces
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import take
 from tests.interop.peers import blank_tokenizer
@@ -72,10 +72,48 @@ def test_bytes_that_are_no_text_are_shown_before_the_end(blanks):
     token = int(blanks.encode("\x80")[-1])  # the byte 80, which begins no character
     stream = blanks.stream()
     shown = [stream.feed(token) for _ in range(50)]
-    assert "".join(shown) == "\ufffd" * 47 and stream.finish() == "\ufffd" * 3
+    assert shown == ["\ufffd"] * 50 and stream.finish() == ""
     stream = blanks.stream()
     told = [stream.feed(one) for one in (*blanks.encode("\u20ac").tolist()[-3:], token, *blanks.encode("ab").tolist())]
     assert told[2] == "\u20ac" and "".join(told).endswith("\ufffd ab")
+
+
+@pytest.fixture(scope="module")
+def straddling(tmp_path_factory):
+    """A byte-level tokenizer with a token (256) of the last byte of a character and the first two of the same."""
+    from tokenizers import Tokenizer, decoders, models
+
+    signs = [sign for sign, _ in sorted(_byte_values().items(), key=lambda item: item[1])]
+    first, second, third = (signs[byte] for byte in "\u65e5".encode())
+    made = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate([*signs, third + first + second])}, []))
+    made.decoder = decoders.ByteLevel()
+    path = tmp_path_factory.mktemp("straddling") / "tokenizer.json"
+    made.save(str(path))
+    return FileTokenizer(path)
+
+
+@given(data=st.data())
+def test_any_tokens_decode_the_same_streamed(blanks, straddling, data):
+    for tokenizer in (blanks, straddling):
+        tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
+        assert streamed(tokenizer, tokens) == tokenizer.decode(tokens)
+
+
+def test_characters_that_straddle_many_tokens_are_streamed(straddling):
+    first, second, third = "\u65e5".encode()
+    stream = straddling.stream()
+    told = [stream.feed(token) for token in (first, second, *[256] * 6, third)]
+    assert told == ["", "", *["\u65e5"] * 7] and stream.finish() == ""
+    assert [stream.feed(token) for token in (255, first, 97)] == ["\ufffd", "", "\ufffda"]
+
+
+def test_bytes_are_spelled_as_the_library_spells_them():
+    from tokenizers import pre_tokenizers
+
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    text = "\u65e5 \x00\x7f\xad\xa0 a\n"
+    assert bytes(map(_byte_values().get, spelled.pre_tokenize_str(text)[0][0])) == text.encode()
+    assert set(_byte_values()) == set(spelled.alphabet())
 
 
 def test_a_token_is_spelled_with_its_blank(blanks, tokenizer):

@@ -13,7 +13,7 @@ from transformers import cache_utils, masking_utils
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kinformer
-from kinformer.interop import settings
+from kinformer.interop import architecture
 from kinformer.interop.checkpoint import ARCHITECTURES
 from kinformer.interop.encoders import TextEncoder
 from kinformer.runtime.errors import KinformerError
@@ -159,7 +159,7 @@ def test_each_key_is_understood_or_refused(kind, tmp_path):
 
 
 def test_a_key_that_is_not_declared_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(settings, "CAUSAL", {})
+    monkeypatch.setattr(architecture, "CAUSAL", {})
     monkeypatch.setitem(ARCHITECTURES, "qwen2", ARCHITECTURES["llama"])
     found = ignored("qwen2", tmp_path / "config.json")
     assert {"is_causal", "layer_types", "max_window_layers", "use_sliding_window"} <= set(found)

@@ -13,7 +13,7 @@ import torch
 
 import kinformer
 from kinformer.core.state import detach
-from kinformer.interop.fla import ARCHITECTURES
+from kinformer.interop.recurrent import ARCHITECTURES
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import LENGTHS, assert_close

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 
-from kinformer.interop import fla, read_checkpoint
+from kinformer.interop import read_checkpoint
 from kinformer.interop.checkpoint import ARCHITECTURES
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import Peer
@@ -43,8 +43,8 @@ def folder(bert, tmp_path):
 def test_any_setting_may_hold_any_value(kind, folder):
     import transformers
 
-    ours = fla.ARCHITECTURES.get(kind)
-    config = dict(ours.defaults | ours.required) if ours else transformers.AutoConfig.for_model(kind).to_dict()
+    ours = ARCHITECTURES[kind] if kind in ("gated_deltanet", "delta_net", "gla", "retnet") else None
+    config = ours.defaults.defaults() | ours.required if ours else transformers.AutoConfig.for_model(kind).to_dict()
     config |= {"architectures": ["X"], "model_type": kind}
     for number, name in enumerate(config, start=list(ARCHITECTURES).index(kind)):
         for value in VALUES[number % SHARE :: SHARE] if name != "model_type" else VALUES:

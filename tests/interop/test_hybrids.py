@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
-from kinformer.interop.hybrids import ARCHITECTURES
+from kinformer.interop.recurrent import ARCHITECTURES
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kinformer.interop import patch
-from kinformer.interop.patching.cache import CROPS_TO_LENGTH
+from kinformer.interop.patching import CROPS_TO_LENGTH
 from kinformer.nn import states
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import MAIN, VOCABULARY, assert_equal, logits, new_model, tokens

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ import kinformer
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions
 from kinformer.lab.runs.run import writing
-from kinformer.lab.training.checkpoint import Checkpoint, Checkpoints
+from kinformer.lab.training.checkpoint import Best, Checkpoint, Checkpoints, best_of
 from kinformer.lab.training.loop import Trainer
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import locked, partial_of, save_tensors, signed, write_json
+from kinformer.runtime.files import locked, partial_of, read_json, require_signature, save_tensors, signed, write_json
 
 SMALL = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "validation_tokens": 256, "device": "cpu"}
 
@@ -148,6 +150,46 @@ def test_a_folder_that_is_moved_away_ends_the_training(tmp_path, text_file, monk
     with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume"):
         kinformer.train("gpt", data=text_file, out=out, **SMALL)
     assert not out.exists() and (away / "config.json").exists()
+
+
+@pytest.mark.parametrize("async_saves", [False, True])
+@pytest.mark.parametrize("point", ["mkdir", "rename", "rmdir"])
+def test_a_folder_that_is_removed_during_a_save_ends_the_training(tmp_path, text_file, monkeypatch, point, async_saves):
+    """The last save of a run meets ``rm -rf``: before it, behind it, or between the files and the folder itself."""
+    out = tmp_path / "run"
+
+    def removed(path, *arguments, **options):
+        if path.name == ".step-00000004.partial":
+            if point == "rmdir":  # rm found the new file of the save, and left the folder
+                (out / "config.json").unlink()
+            else:
+                shutil.rmtree(out, ignore_errors=True)
+        return real(path, *arguments, **options)
+
+    name = "mkdir" if point == "mkdir" else "rename"
+    real = getattr(Path, name)
+    monkeypatch.setattr(Path, name, removed)
+    options = {"async_saves": async_saves, "checkpoint_every": 1}
+    with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume, or train again.$"):
+        kinformer.train("gpt", data=text_file, out=out, **options, **SMALL)
+    assert point == "rmdir" or not out.exists()
+
+
+def test_json_holds_null_for_numbers_that_are_not_finite(tmp_path):
+    nan = float("nan")
+    write_json(tmp_path / "a.json", signed({"a": nan, "b": [float("inf"), 1.0]}))
+    data = read_json(tmp_path / "a.json")
+    require_signature(data, tmp_path / "a.json", required=True)
+    assert (data["a"], data["b"]) == (None, [None, 1.0])
+    best = Best(tmp_path, [])
+    best.note({"bits": 1.0, "accuracy": nan}, 3)
+    best.write({"weight": torch.zeros(1)}, 3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    checkpoints.save(Checkpoint(1, {"model": {}, "optimizer": {}}, {"seconds": 1.0, "share": nan}))
+    assert checkpoints.load().numbers["share"] is None
+    assert not any(b"NaN" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    metrics, step = best_of(tmp_path)
+    assert step == 3 and metrics["bits"] == 1.0 and metrics["accuracy"] != metrics["accuracy"]
 
 
 def test_settings_that_no_longer_exist_are_dropped(tmp_path, text_file):

@@ -1,6 +1,7 @@
 """Runs as a model of lm-evaluation-harness: beside its own model of transformers, and by its own tasks."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -252,3 +253,17 @@ def test_a_missing_harness_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     with pytest.raises(KinformerError, match=r"pip install 'kinformer\[harness\]'"):
         import kinformer.lab.runs.harness  # noqa: F401
+
+
+def test_messages_are_prompts_by_the_chat_template_of_the_run(runs, tmp_path):
+    run = shutil.copytree(runs / "bytes", tmp_path / "run")
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (run / "chat_template.jinja").write_text(template)
+    ours = KinformerLM(run)
+    told = [{"role": "user", "content": "one"}, {"role": "assistant", "content": " so "}]
+    assert ours.apply_chat_template(told[:1]) == "<user>one\n<assistant>"
+    assert ours.apply_chat_template(told, add_generation_prompt=False) == "<user>one\n<assistant> so"
+    assert ours.chat_template(True) == template and ours.chat_template(False) == "" and ours.tokenizer_name
+    with pytest.raises(KinformerError, match="comes without a chat template"):
+        KinformerLM(runs / "bytes").apply_chat_template(told)

@@ -80,7 +80,7 @@ def test_predictions_are_those_that_evaluation_counts(classes_run):
 
 
 def test_a_stream_is_predicted_as_it_comes_and_in_order(classes_run):
-    from kinformer.lab.tasks.shared import in_batches
+    from kinformer.lab.tasks.evaluation import in_batches
 
     taken = []
 
@@ -238,6 +238,10 @@ def test_files_that_cannot_be_read_are_left_out_where_one_asks_for_it(cli, class
     code, out, err = cli("predict", classes_run, folder, "--skip-bad")
     assert code == 0 and out.count("\n") == 2 and out.endswith("aaa, 2\\x1b[31m\n")  # no escape sequence is printed
     assert [name for line in err.splitlines() for name in ("b.txt", "c.txt") if name in line] == ["b.txt", "c.txt"]
+    assert cli("embed", classes_run, folder)[0] == 2
+    code, out, err = cli("embed", classes_run, folder, "--skip-bad")
+    assert code == 0 and "b.txt" in err
+    assert [json.loads(line)["text"][:3] for line in out.splitlines()] == ["zzz", "aaa"]
     sounds, (good, bad) = tmp_path / "sounds", ("good.wav", "bad.wav")
     sounds.mkdir()
     write_sound(sounds / good, tone(0.3, 8000), 8000)
@@ -247,6 +251,7 @@ def test_files_that_cannot_be_read_are_left_out_where_one_asks_for_it(cli, class
     with pytest.raises(KinformerError, match=bad):
         kinformer.predict(run, sounds)
     assert [Path(row["audio"]).name for row in kinformer.predict(run, sounds, skip_bad=True)] == [good]
+    assert len(kinformer.embed(run, sounds, skip_bad=True)) == 1
 
 
 def test_pictures_that_cannot_be_read_are_left_out_where_one_asks_for_it(tmp_path):
@@ -264,6 +269,7 @@ def test_pictures_that_cannot_be_read_are_left_out_where_one_asks_for_it(tmp_pat
         kinformer.predict(run, tmp_path / "pictures")
     rows = kinformer.predict(run, tmp_path / "pictures", skip_bad=True)
     assert [Path(row["image"]).name for row in rows] == ["c.png"]
+    assert len(kinformer.embed(run, tmp_path / "pictures", skip_bad=True)) == 1
 
 
 @pytest.mark.parametrize("member", ["speech-softmax", "speech-linear"])

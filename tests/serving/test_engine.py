@@ -193,7 +193,12 @@ def test_a_failing_model_fails_its_requests_and_serves_the_next():
 
 @pytest.mark.parametrize(
     ("tokens", "new", "sentence"),
-    [([], 3, "empty"), ([99], 3, "token 99"), ([1] * 50, 300, "max_length"), ([-1], 1, "token -1")],
+    [
+        ([], 3, "empty"),
+        ([99], 3, "token 99"),
+        ([1] * 50, 300, "prompt and max_tokens need 349 positions, but .* max_length = .* lower max_tokens"),
+        ([-1], 1, "token -1"),
+    ],
 )
 def test_what_can_never_be_served_is_refused(tokens, new, sentence):
     with pytest.raises(KinformerError, match=sentence):

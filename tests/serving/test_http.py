@@ -16,8 +16,8 @@ from urllib.request import Request, urlopen
 import pytest
 
 import kinformer
+from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.serving import fields
-from kinformer.lab.serving.options import ServeOptions
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.browser import Browser
 
@@ -237,6 +237,7 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         ({"model": "run", "prompt": "a", "x" * 10**6: 1}, 400, "valid names are"),
         ({"model": "x" * 10**6, "prompt": "a"}, 404, "model is 'xxx"),
         ({"model": "run", "prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+        ({"model": "run", "prompt": "a", "min_p": 1.5}, 400, "min_p is 1.5"),
         ({"model": "run", "prompt": "a", "stop": ""}, 400, "stop"),
         ({"model": "run", "prompt": "a", "top_p": 7}, 400, "top_p"),
         ({"model": "run", "prompt": "a", "seed": "x"}, 400, "seed"),
@@ -247,6 +248,20 @@ def test_a_mistake_is_a_sentence_in_the_form_of_openai(server, data, status, mes
     error = answer["error"]
     assert code == status and message in error["message"] and error["type"] == "invalid_request_error"
     assert "Traceback" not in error["message"] and "--" not in error["message"] and len(error["message"]) < 400
+
+
+def test_a_field_that_is_unknown_is_named_by_param(server):
+    assert post(server, {"model": "run", "prompt": "a", "temperatur": 1})[1]["error"]["param"] == "temperatur"
+
+
+def test_cuts_of_the_vocabulary_are_those_of_generate(client, folder):
+    def text(**options):
+        options = {"model": "run", "prompt": "It was ", "max_tokens": 12, "seed": 3, "temperature": 1.0} | options
+        return client.completions.create(**options).choices[0].text
+
+    assert text(extra_body={"min_p": 0.2}) == continued(folder, "It was ", 12, 3, temperature=1.0, min_p=0.2)
+    assert text(extra_body={"min_p": 0.2}) != text()
+    assert text() == text(extra_body={"top_k": -1}) == text(extra_body={"top_k": 0, "min_p": 0})
 
 
 def test_brackets_of_a_text_are_not_counted():

@@ -14,8 +14,8 @@ from kinformer.interop.checkpoint import Imported, read_checkpoint
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.interop.patching.convert import Conversion, Phase, convert
-    from kinformer.interop.patching.patch import PatchedLayer, patch, patched_layers
+    from kinformer.interop.conversion import Conversion, Phase, convert
+    from kinformer.interop.patching import PatchedLayer, patch, patched_layers
 
 __all__ = [
     "Conversion",
@@ -27,14 +27,8 @@ __all__ = [
     "patched_layers",
     "read_checkpoint",
 ]
-_MODULES = {
-    "Conversion": "convert",
-    "PatchedLayer": "module",
-    "Phase": "convert",
-    "convert": "convert",
-    "patch": "patch",
-    "patched_layers": "patch",
-}
+_MODULES = dict.fromkeys(("Conversion", "Phase", "convert"), "conversion")
+_MODULES |= dict.fromkeys(("PatchedLayer", "patch", "patched_layers"), "patching")
 
 
 def __getattr__(name: str) -> object:
@@ -42,7 +36,7 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f"kinformer.interop.patching.{_MODULES[name]}")
+        module = import_module(f"kinformer.interop.{_MODULES[name]}")
     except ImportError as error:
         raise KinformerError(
             f"{name} needs transformers ({error}); get it with: pip install 'kinformer[transformers]'."

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
 
 from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, head_rows
-from kinformer.interop.settings import CONFIG, DEPTH, GENERATION, Settings, complete, optional_table
+from kinformer.interop.settings import (
+    CONFIG,
+    DEPTH,
+    GENERATION,
+    Settings,
+    Table,
+    optional_table,
+)
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Tensors: TypeAlias = Mapping[str, "Tensor"]
+Tensors: TypeAlias = Mapping[str, Tensor]
 """Tensors by their names, ours or those in a folder."""
+EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
+CAUSAL: Mapping[str, object] = {
+    "is_causal": True,
+    "layer_types": None,
+    "sliding_window": None,
+    "attention_chunk_size": None,
+    "kv_sharing_modes": None,
+}
+"""Settings that transformers reads in every architecture, and in every causal architecture.
+
+An architecture that does not read such a setting is imported with this value only.
+"""
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """The activations of transformers to ours."""
 ACTIVATION_NAMES = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
@@ -36,18 +55,18 @@ class Padding:
     text: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Architecture:
     """One ``model_type``: the conversion of its ``config.json`` and of its tensors, in both directions.
 
     ``title``: the name in messages. ``member``: the member of the family that a folder is imported as.
     ``kind`` and ``reads``: the kinds of our model config and of its input.
     ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it.
-    ``defaults``: the values of missing settings; ``required``: the only values with which our model computes the same;
-    ``names``: further names of settings; ``causal``: whether the model is causal (see :func:`complete`).
+    ``defaults``: the table of settings, with the values of missing ones; ``required``: the only values with which our
+    model computes the same; ``names``: further names of settings; ``causal``: whether the model is causal.
     ``read`` returns our model config, as data, of complete settings.
-    ``write`` is its inverse, which may raise ``KeyError``, ``TypeError`` or ``AttributeError`` for a model of another
-    architecture.
+    ``write`` is its inverse, by default the settings of ``defaults`` that our config has; it may raise ``KeyError``,
+    ``TypeError`` or ``AttributeError`` for a model of another architecture.
     ``keys`` maps tensors in both directions; it may depend on our model config.
     A subclass may override the methods in place of these three.
     ``buffers``: the names of tensors beside the weights. ``processor``: the class that prepares images.
@@ -56,17 +75,18 @@ class Architecture:
 
     title: str
     member: str
-    kind: str = "decoder"
-    reads: str = "tokens"
     model_class: str = ""
-    auto_class: str = "AutoModelForCausalLM"
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    required: Mapping[str, object] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    causal: bool = True
+    defaults: Table = field(default_factory=Table)
     read: Callable[[Settings], ConfigData] | None = None
     write: Callable[[ConfigView], JsonObject] | None = None
     keys: KeyMap | Callable[[ConfigView], KeyMap] | None = None
+    _: KW_ONLY
+    kind: str = "decoder"
+    reads: str = "tokens"
+    auto_class: str = "AutoModelForCausalLM"
+    required: Mapping[str, object] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    causal: bool = True
     buffers: re.Pattern[str] = BUFFERS
     processor: str | None = None
     exported: bool = True
@@ -78,8 +98,15 @@ class Architecture:
     # From a folder to our model.
 
     def complete(self, config: Mapping[str, object], place: Path) -> Settings:
-        """Return the checked settings of the ``config.json`` at ``place``."""
-        full = complete(config, place, self.defaults, self.required, self.names, self.causal)
+        """Return the checked settings of the ``config.json`` at ``place``, with defaults for missing settings.
+
+        Every setting that transformers reads must be in ``defaults``, or must have its only value in ``required``.
+        Transformers prefers the further ``names``.
+        """
+        full = Settings({**self.defaults.defaults(), **config}, place)
+        full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
+        shared = {**EVERYWHERE, **(CAUSAL if self.causal else {})}
+        full.require({name: value for name, value in shared.items() if name not in self.defaults} | dict(self.required))
         for name in ("num_hidden_layers", "n_layer", "n_layers"):
             if name in full:
                 full.integer(name, maximum=DEPTH)
@@ -103,8 +130,6 @@ class Architecture:
 
         Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
         """
-        import torch
-
         weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
         if not model["head"].get("tied"):
             return weights
@@ -128,8 +153,7 @@ class Architecture:
 
         ``length``: the longest text of training, for positions that do not end; ``padding``: the padding token.
         """
-        assert self.write is not None
-        return self.write(model)
+        return self.defaults.written(model) if self.write is None else self.write(model)
 
     def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
         """Return the config of our ``model`` as the import reads it from the written ``settings``."""
@@ -198,8 +222,6 @@ class Decoder(Architecture):
         return model if same else {**model, "layers": layers}
 
     def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
-        import torch
-
         changed = dict(weights)
         for number, layer in enumerate(model["layers"]):
             if _with_half_layout(layer) is layer:
@@ -228,17 +250,19 @@ def _with_half_layout(layer: ConfigView) -> ConfigView:
     return {**layer, "mixer": {**mixer, "position": {**position, "layout": "half"}}}
 
 
-def decoder_of(full: Settings, dim: int, layers: list[ConfigData], norm: ConfigView) -> ConfigData:
-    """Return our config, as data, of a decoder of tokens with these ``layers`` and without absolute positions."""
-    return {
-        "kind": "decoder",
-        "input": {"kind": "tokens", "vocab_size": full.integer("vocab_size")},
-        "dim": dim,
-        "layers": layers,
-        "position": "none",
-        "norm": norm,
-        "head": {"kind": "language", "tied": full.switch("tie_word_embeddings")},
-    }
+def model_of(full: Settings, table: Table, layer: ConfigData, **settings: object) -> ConfigData:
+    """Return our config, as data, of a model of tokens with equal layers and with the settings of ``table``.
+
+    ``layer``: the layer without the settings of the table; the model has its norm, too. ``settings``: settings of the
+    model.
+    """
+    model = {"kind": layer["kind"], "input": {"kind": "tokens"}, "position": "none", "norm": layer["norm"], **settings}
+    return table.fill(model | {"layers": [layer]}, full) | {"layers": [layer] * full[table.depth()]}
+
+
+def decoder_of(full: Settings, table: Table, layer: ConfigData, **settings: object) -> ConfigData:
+    """Return the config of :func:`model_of` for a decoder that predicts tokens; parallel layers also make a decoder."""
+    return model_of(full, table, layer, kind="decoder", head={"kind": "language"}, **settings)
 
 
 def ends_of(model: ConfigView) -> JsonObject:

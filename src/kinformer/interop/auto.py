@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import transformers
@@ -92,6 +92,7 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
         return from_dict(ModelConfig, self.composition, find(), "composition").build()
 
 
+O = TypeVar("O", bound=ModelOutput)
 IGNORED = -100
 """The label of positions without a prediction."""
 
@@ -143,6 +144,24 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         with gather_aux_losses(modules_of(self.model, AuxLoss) if self.training else ()) as costs:
             yield costs
 
+    def _loss_of(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        positions: int,
+        options: Mapping[str, Any],
+        *costs: Mapping[str, Tensor],
+    ) -> Tensor | None:
+        """Return the loss of ``logits``, as transformers has it for the use of the class, with the auxiliary losses.
+
+        A loss of transformers takes the arguments of the others, too, and ignores them.
+        """
+        if labels is None:
+            return None
+        named = {"logits": logits, "pooled_logits": logits, "labels": labels, "vocab_size": logits.shape[-1]}
+        loss = self.loss_function(**named, config=self.config, **scaling(options))
+        return self._with_costs(loss, labels, positions, options, *costs)
+
     def _with_costs(
         self, loss: Tensor, labels: Tensor, positions: int, options: Mapping[str, Any], *costs: Mapping[str, Tensor]
     ) -> Tensor:
@@ -191,7 +210,12 @@ def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
     return values
 
 
-def scaling(options: dict[str, object]) -> dict[str, object]:
+def as_output(output: O, options: Mapping[str, object]) -> O | tuple[object, ...]:
+    """Return ``output``, as a tuple where a call asks for one."""
+    return output.to_tuple() if options.get("return_dict") is False else output
+
+
+def scaling(options: Mapping[str, object]) -> dict[str, object]:
     """Return the option by which a trainer says how many labels there are in all micro-batches of a step."""
     return {name: options[name] for name in ("num_items_in_batch",) if name in options}
 
@@ -333,11 +357,6 @@ def cache_in(options: Mapping[str, Any]) -> StateCache | None:
     return StateCache()
 
 
-def as_output(output: ContinuedOutput, options: Mapping[str, object]) -> ContinuedOutput | tuple[object, ...]:
-    """Return ``output``, as a tuple where a call asks for one."""
-    return output.to_tuple() if options.get("return_dict") is False else output
-
-
 class KinformerForCausalLM(ContinuingModel):
     """A causal model of tokens, which generates."""
 
@@ -364,10 +383,7 @@ class KinformerForCausalLM(ContinuingModel):
         with self._costs() as costs:
             valid = valid_of(attention_mask, tokens)
             logits, after = self._continued(tokens, valid, cache, state, logits_to_keep)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
-            loss = self._with_costs(loss, labels, tokens.numel(), options, costs, pop_aux(after)[0])
+        loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
         return as_output(ContinuedOutput(loss=loss, logits=logits, **caches), options)
 
@@ -441,10 +457,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
                 state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
             valid = valid_of(decoder_attention_mask, decoder_input_ids)
             logits, state = self._continued(decoder_input_ids, valid, cache, state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scaling(options))
-            loss = self._with_costs(loss, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
+        loss = self._loss_of(logits, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
         return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **caches), options)
 
@@ -504,15 +517,8 @@ class TextEncoder(KinformerModel):
         marks = {name: one.long() for name, one in further.items() if one is not None}
         with self._costs() as costs:
             logits = self.model(tokens, valid=valid_of(attention_mask, tokens), **marks)
-        loss = None if labels is None else self._loss(logits, labels, scaling(options))
-        if loss is not None and labels is not None:
-            loss = self._with_costs(loss, labels, tokens.numel(), options, costs)
-        output = self.output(loss=loss, logits=logits)
-        return output.to_tuple() if options.get("return_dict") is False else output
-
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
-        """Return the loss of ``logits``, as transformers has it for the use of the class."""
-        raise NotImplementedError
+        loss = self._loss_of(logits, labels, tokens.numel(), options, costs)
+        return as_output(self.output(loss=loss, logits=logits), options)
 
 
 class KinformerForMaskedLM(TextEncoder):
@@ -520,26 +526,17 @@ class KinformerForMaskedLM(TextEncoder):
 
     use, output = "MaskedLM", MaskedLMOutput
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
-        return self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **scale)  # type: ignore[no-any-return]
-
 
 class KinformerForSequenceClassification(TextEncoder):
     """An encoder that predicts the class of a text."""
 
     use, output = "SequenceClassification", SequenceClassifierOutput
 
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
-        return self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **scale)  # type: ignore[no-any-return]
-
 
 class KinformerForTokenClassification(TextEncoder):
     """An encoder that predicts the class of every token."""
 
     use, output = "TokenClassification", TokenClassifierOutput
-
-    def _loss(self, logits: Tensor, labels: Tensor, scale: dict[str, object]) -> Tensor:
-        return self.loss_function(logits=logits, labels=labels, config=self.config, **scale)  # type: ignore[no-any-return]
 
 
 class KinformerForImageClassification(KinformerModel):
@@ -565,8 +562,8 @@ class KinformerForImageClassification(KinformerModel):
             ]
             positions = len(pixel_values) * self.model.input.length(pixel_values)
             loss = self._with_costs(torch.stack(losses).mean(), labels, positions, options, costs)
-        output = ImageClassifierOutput(loss=loss, logits=logits.mean(1) if logits.dim() == 3 else logits)
-        return output.to_tuple() if options.get("return_dict") is False else output
+        logits = logits.mean(1) if logits.dim() == 3 else logits
+        return as_output(ImageClassifierOutput(loss=loss, logits=logits), options)
 
 
 # Models of sound.
@@ -604,8 +601,7 @@ class KinformerForCTC(KinformerModel):
             loss = _nats(logits, valid.sum(1), labels) / options.get("num_items_in_batch", (labels >= 0).sum())
             absorbed = {} if state is None else pop_aux(state)[0]
             loss = self._with_costs(loss, labels, valid.numel(), options, costs, absorbed)
-        output = CausalLMOutput(loss=loss, logits=select_valid(logits, valid))
-        return output.to_tuple() if options.get("return_dict") is False else output
+        return as_output(CausalLMOutput(loss=loss, logits=select_valid(logits, valid)), options)
 
     def _positions(self, sound: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions [batch, time, width, mels] of ``sound`` [batch, samples] and which are real."""

@@ -10,22 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kinformer.interop import (
-    decision,
-    deepseek,
-    encoder_decoders,
-    encoders,
-    experts,
-    fla,
-    gpt2,
-    hybrids,
-    llama,
-    modernbert,
-    swin,
-    vit,
-)
+import torch
+from torch import Tensor
+
+from kinformer.interop import encoder_decoders, encoders, experts, gpt2, images, llama, recurrent
 from kinformer.interop.architecture import Architecture, Tensors, add_ends
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.settings import CONFIG, INDEX, TOKENIZER, WEIGHTS, Settings, class_names, read_table
@@ -33,23 +22,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
 from kinformer.runtime.parsing import JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-PAGES = (
-    llama,
-    hybrids,
-    gpt2,
-    experts,
-    deepseek,
-    encoders,
-    vit,
-    swin,
-    encoder_decoders,
-    decision,
-    modernbert,
-    fla,
-)
+PAGES = (llama, recurrent, gpt2, experts, encoders, images, encoder_decoders)
 """The files of architectures, in the order in which the export tries them."""
 ARCHITECTURES: dict[str, Architecture] = {kind: one for page in PAGES for kind, one in page.ARCHITECTURES.items()}
 """The architectures by ``model_type``."""
@@ -156,8 +129,6 @@ def _language_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], tuple[str, .
 
 def _ours(config: Mapping[str, object], folder: Path) -> Imported:
     """Return the contents of a folder that ``kinformer export`` wrote, without its code."""
-    import torch
-
     member, model = config.get("member"), config.get("composition")
     if not isinstance(member, str) or not isinstance(model, Mapping):
         raise KinformerError(f"{folder / CONFIG}: does not name a member and a composition; restore it from a copy.")

@@ -10,67 +10,88 @@ our BOS; a source ends with EOS.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
+from torch import Tensor
 
 from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors
 from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
-from kinformer.interop.settings import CONFIG, DEPTH, Settings
+from kinformer.interop.settings import CONFIG, DEPTH, At, Settings, Table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor
+MIXERS = ("layers.mixer", "encoder.layers.mixer", "layers.further_mixers")
+"""The paths of self-attention of both sides and of cross-attention."""
 
-T5_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_layers": 6,
-    "num_heads": 8,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "dropout_rate": 0.1,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "relu",
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
-MT5: Mapping[str, object] = {
-    **T5_DEFAULTS,
-    "vocab_size": 250112,
-    "d_ff": 1024,
-    "num_layers": 8,
-    "num_heads": 6,
-    "feed_forward_proj": "gated-gelu",
-    "scale_decoder_outputs": False,
-}
-SIDES: Mapping[str, object] = {
-    "d_model": 1024,
-    "encoder_layers": 12,
-    "decoder_layers": 12,
-    "encoder_attention_heads": 16,
-    "decoder_attention_heads": 16,
-    "encoder_ffn_dim": 4096,
-    "decoder_ffn_dim": 4096,
-    "activation_function": "gelu",
-    "dropout": 0.1,
-    "attention_dropout": 0.0,
-}
-BART: Mapping[str, object] = {
-    **SIDES,
-    "vocab_size": 50265,
-    "max_position_embeddings": 1024,
-    "scale_embedding": False,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-MARIAN: Mapping[str, object] = {**SIDES, "vocab_size": 58101, "eos_token_id": 0, "decoder_start_token_id": 58100}
-"""The values that transformers has for missing settings."""
+
+def _in_mixers(name: str, count: int = 3) -> str:
+    return " ".join(f"{mixer}.{name}" for mixer in MIXERS[:count])
+
+
+EVERY_DROPOUT = "dropout encoder.dropout layers.dropout encoder.layers.dropout"
+T5_TABLE = Table(
+    vocab_size=At(32128, "input.vocab_size"),
+    d_model=At(512, "dim"),
+    d_kv=At(64, _in_mixers("head_dim")),
+    d_ff=At(2048, "layers.feed_forward.hidden_dim"),
+    num_layers=6,
+    num_heads=At(8, _in_mixers("num_heads")),
+    relative_attention_num_buckets=At(32, _in_mixers("position.num_buckets", 2)),
+    relative_attention_max_distance=At(128, _in_mixers("position.max_distance", 2)),
+    dropout_rate=At(0.1, f"{EVERY_DROPOUT} {_in_mixers('dropout', 2)}"),
+    layer_norm_epsilon=At(1e-6, "norm.eps"),
+    feed_forward_proj="relu",
+    pad_token_id=0,
+    eos_token_id=At(1, "input.eos_token", Settings.count),
+)
+MT5 = T5_TABLE.changed(
+    vocab_size=250112,
+    d_ff=1024,
+    num_layers=8,
+    num_heads=6,
+    feed_forward_proj="gated-gelu",
+    scale_decoder_outputs=False,
+)
+MARIAN_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu_tanh"}
+
+
+def _sides(activations: Mapping[str, str]) -> Table:
+    """Return the settings that BART and Marian share; ``activations``: our activations by theirs."""
+    both = "layers.feed_forward.activation encoder.layers.feed_forward.activation"
+    return Table(
+        d_model=At(1024, "dim"),
+        encoder_layers=12,
+        decoder_layers=12,
+        encoder_attention_heads=At(16, "encoder.layers.mixer.num_heads"),
+        decoder_attention_heads=At(16, "layers.mixer.num_heads layers.further_mixers.num_heads"),
+        encoder_ffn_dim=At(4096, "encoder.layers.feed_forward.hidden_dim"),
+        decoder_ffn_dim=At(4096, "layers.feed_forward.hidden_dim"),
+        activation_function=At("gelu", both, activations),
+        dropout=At(0.1, EVERY_DROPOUT),
+        attention_dropout=At(0.0, _in_mixers("dropout", 2)),
+    )
+
+
+BART = Table(
+    _sides(ACTIVATIONS),
+    vocab_size=At(50265, "input.vocab_size"),
+    max_position_embeddings=1024,
+    scale_embedding=At(False, "input.scale"),
+    eos_token_id=At(2, "input.eos_token", Settings.count),
+    decoder_start_token_id=At(2, "input.bos_token", Settings.count),
+)
+MARIAN = Table(
+    _sides(MARIAN_ACTIVATIONS),
+    vocab_size=58101,
+    eos_token_id=At(0, "input.eos_token", Settings.count),
+    decoder_start_token_id=At(58100, "input.bos_token", Settings.count),
+)
 T5_NAMES = {
     "hidden_size": "d_model",
     "num_hidden_layers": "num_layers",
@@ -100,7 +121,6 @@ MARIAN_REQUIRED = {
     "tie_word_embeddings": True,
 }
 """The only values with which our model computes the same; old files have the first five settings."""
-MARIAN_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu_tanh"}
 SHARED, SOURCE, TARGET = (f"{one}.weight" for one in ("shared", "encoder.embed_tokens", "decoder.embed_tokens"))
 OUTPUT, BIAS = "lm_head.weight", "final_logits_bias"
 """The names of tables of ids, of the output matrix, and of the bias of each id."""
@@ -166,155 +186,81 @@ def _cross_keys(norm: str, query: str, keys: str, values: str, out: str) -> list
 
 
 def _t5(full: Settings) -> ConfigData:
-    dim = full.integer("d_model")
     scaled = full.get("scale_decoder_outputs", full.get("tie_word_embeddings") is not False)
     start = Settings({"decoder_start_token_id": full["pad_token_id"], **full}, full.place)
-    norm = {"kind": "rms_norm", "eps": full.number("layer_norm_epsilon")}
     projection = full.choice("feed_forward_proj", *FEED_FORWARDS)
-    feed_forward, gate, activation = FEED_FORWARDS[projection], *projection.rpartition("-")[::2]
+    gate, _, activation = projection.rpartition("-")
     activation = "gelu_new" if projection == "gated-gelu" else activation
     full.require({"is_gated_act": bool(gate), "dense_act_fn": activation})
-    dropout = full.number("dropout_rate")
-    layer = {
-        "feed_forward": {**feed_forward, "hidden_dim": full.integer("d_ff"), "bias": False},
-        "norm": norm,
-        "residual": "pre",
-        "dropout": dropout,
+    norm = {"kind": "rms_norm"}
+    parts = {"feed_forward": {**FEED_FORWARDS[projection], "bias": False}, "norm": norm, "residual": "pre"}
+    mixer = {"score": "dot", "bias": False}
+    mixers = {
+        kind: mixer
+        | {
+            "kind": kind,
+            "position": {"kind": "t5", "bidirectional": kind == "bidirectional"},
+            "projection": {"kind": "multi_head", "bias": False},
+        }
+        for kind in ("bidirectional", "softmax")
     }
-    mixer = {
-        "num_heads": full.integer("num_heads"),
-        "head_dim": full.integer("d_kv"),
-        "score": "dot",
-        "bias": False,
-    }
-    mixers = {side: mixer | _buckets(full, side == "encoder", dropout) for side in ("encoder", "decoder")}
-    encoder = layer | {"kind": "encoder", "mixer": {**mixers["encoder"], "kind": "bidirectional"}}
-    decoder = layer | {"kind": "decoder", "mixer": {**mixers["decoder"], "kind": "softmax"}}
-    decoder["further_mixers"] = [{**mixer, "kind": "cross"}]
-    depth = full.integer("num_layers", maximum=DEPTH)
-    has_depth = full.get("num_decoder_layers") is not None
-    decoder_depth = full.integer("num_decoder_layers", maximum=DEPTH) if has_depth else depth
+    encoder = parts | {"kind": "encoder", "mixer": mixers["bidirectional"]}
+    decoder = parts | {"kind": "decoder", "mixer": mixers["softmax"], "further_mixers": [mixer | {"kind": "cross"}]}
+    outside = {"position": "none", "norm": norm}
+    model = _both(encoder, decoder, {**outside, "embedding_norm": None}) | outside
+    T5_TABLE.fill(model, full)
+    model["input"]["bos_token"] = start.count("decoder_start_token_id")
+    model["head"] = {"kind": "language", "tied": True, "scale": model["dim"] ** -0.5 if scaled else None}
+    of_decoder = "num_layers" if full.get("num_decoder_layers") is None else "num_decoder_layers"
+    return _deepened(model, full, "num_layers", of_decoder)
+
+
+def _both(encoder: ConfigData, decoder: ConfigData, outside: ConfigData) -> ConfigData:
+    """Return an encoder-decoder of one layer on each side; ``outside``: the encoder's settings beside its layers."""
     return {
         "kind": "encoder_decoder",
-        "input": _tokens(start),
-        "dim": dim,
-        "layers": [decoder] * decoder_depth,
-        "position": "none",
-        "head": {"kind": "language", "tied": True, "scale": dim**-0.5 if scaled else None},
-        "norm": norm,
-        "dropout": dropout,
-        "encoder": {
-            "layers": [encoder] * depth,
-            "position": "none",
-            "embedding_norm": None,
-            "norm": norm,
-            "dropout": dropout,
-        },
+        "input": {"kind": "tokens"},
+        "layers": [decoder],
+        "encoder": {"layers": [encoder], **outside},
     }
 
 
-def _buckets(full: Settings, bidirectional: bool, dropout: float) -> ConfigData:
-    """Return the parts of self-attention that cross-attention does not have."""
-    position = {
-        "kind": "t5",
-        "num_buckets": full.integer("relative_attention_num_buckets"),
-        "max_distance": full.integer("relative_attention_max_distance"),
-        "bidirectional": bidirectional,
-    }
-    return {"position": position, "projection": {"kind": "multi_head", "bias": False}, "dropout": dropout}
+def _deepened(model: ConfigData, full: Settings, of_encoder: str, of_decoder: str) -> ConfigData:
+    """Return ``model`` with as many layers on each side as these settings say."""
+    for name, side in ((of_encoder, model["encoder"]), (of_decoder, model)):
+        side["layers"] = side["layers"] * full.integer(name, maximum=DEPTH)
+    return model
 
 
-def _tokens(full: Settings) -> ConfigData:
-    """Return the input of both sides."""
-    tokens = {"kind": "tokens", "vocab_size": full.integer("vocab_size")}
-    names = {"bos_token": "decoder_start_token_id", "eos_token": "eos_token_id"}
-    return tokens | {ours: full.integer(theirs, minimum=0) for ours, theirs in names.items()}
+def _post_norm(full: Settings, table: Table) -> ConfigData:
+    """Return the config, as data, of an encoder-decoder with norms behind sublayers."""
+    parts = {"feed_forward": {"kind": "mlp"}, "norm": {"kind": "layer_norm", "eps": 1e-5}, "residual": "post"}
+    encoder = copy.deepcopy(parts) | {"kind": "encoder", "mixer": {"kind": "bidirectional"}}
+    decoder = copy.deepcopy(parts) | {"kind": "decoder", "mixer": {"kind": "softmax"}}
+    decoder["further_mixers"] = [{"kind": "cross"}]
+    model = _both(encoder, decoder, {}) | {"norm": None, "head": {"kind": "language", "tied": True, "bias": True}}
+    return _deepened(table.fill(model, full), full, "encoder_layers", "decoder_layers")
 
 
 def _bart(full: Settings) -> ConfigData:
-    activation = full.named("activation_function", ACTIVATIONS)
-    dropout, norm = full.number("dropout"), {"kind": "layer_norm", "eps": 1e-5}
-    layers: dict[str, list[ConfigData]] = {}
-    for side, kind in (("encoder", "bidirectional"), ("decoder", "softmax")):
-        heads = full.integer(f"{side}_attention_heads")
-        hidden_dim = full.integer(f"{side}_ffn_dim")
-        layer = {
-            "kind": side,
-            "mixer": {
-                "kind": kind,
-                "num_heads": heads,
-                "projection": {"kind": "multi_head"},
-                "dropout": full.number("attention_dropout"),
-            },
-            "feed_forward": {"kind": "mlp", "hidden_dim": hidden_dim, "activation": activation},
-            "norm": norm,
-            "residual": "post",
-            "dropout": dropout,
-        }
-        layers[side] = [layer] * full.integer(f"{side}_layers", maximum=DEPTH)
-    cross = {"kind": "cross", "num_heads": full.integer("decoder_attention_heads")}
+    model = _post_norm(full, BART)
     position = {"kind": "learned", "max_length": full.integer("max_position_embeddings")}
-    entrance = {"position": position, "embedding_norm": norm, "dropout": dropout}
-    return {
-        "kind": "encoder_decoder",
-        "input": _tokens(full) | {"scale": full.switch("scale_embedding")},
-        "dim": full.integer("d_model"),
-        "layers": [layer | {"further_mixers": [cross]} for layer in layers["decoder"]],
-        "head": {"kind": "language", "tied": True, "bias": True},
-        "norm": None,
-        **entrance,
-        "encoder": {"layers": layers["encoder"], **entrance},
-    }
+    entrance = {"position": position, "embedding_norm": model["layers"][0]["norm"]}
+    return {**model, **entrance, "encoder": model["encoder"] | entrance}
 
 
 def _marian(full: Settings) -> ConfigData:
-    size = full.integer("vocab_size")
+    model, size = _post_norm(full, MARIAN), full.integer("vocab_size")
     shared = bool(full.get("share_encoder_decoder_embeddings", True))
-    named = not shared and full.get("decoder_vocab_size") is not None
-    target = full.integer("decoder_vocab_size") if named else size
-    full.choice("activation_function", *MARIAN_ACTIVATIONS)
+    target = size if shared else full.optional("decoder_vocab_size") or size
+    source = {"kind": "tokens", "scale": full.truth("scale_embedding"), "eos_token": model["input"]["eos_token"]}
     position = {"kind": "sinusoidal", "layout": "split"}
-    dropout, end = full.number("dropout"), full.integer("eos_token_id", minimum=0)
-    tokens = {"kind": "tokens", "scale": bool(full.get("scale_embedding", False)), "eos_token": end}
-    begin = full.integer("decoder_start_token_id", minimum=0)
-    mixer = {"kind": "softmax", "dropout": full.number("attention_dropout")}
-    encoder = _marian_layer(full, "encoder") | {"kind": "encoder"}
-    encoder["mixer"] = {**mixer, "kind": "bidirectional", "num_heads": encoder.pop("num_heads")}
-    decoder = _marian_layer(full, "decoder") | {"kind": "decoder"}
-    heads = decoder.pop("num_heads")
-    decoder |= {
-        "mixer": {**mixer, "num_heads": heads},
-        "further_mixers": [{"kind": "cross", "num_heads": heads}],
-    }
+    encoder = {"input": None if shared else source | {"vocab_size": size}, "position": position}
     return {
-        "kind": "encoder_decoder",
-        "input": {**tokens, "vocab_size": target, "bos_token": begin},
-        "dim": full.integer("d_model"),
-        "layers": [decoder] * full.integer("decoder_layers", maximum=DEPTH),
+        **model,
+        "input": model["input"] | source | {"vocab_size": target},
         "position": position,
-        "head": {"kind": "language", "tied": True, "bias": True},
-        "norm": None,
-        "dropout": dropout,
-        "encoder": {
-            "input": None if shared else {**tokens, "vocab_size": size},
-            "layers": [encoder] * full.integer("encoder_layers", maximum=DEPTH),
-            "position": position,
-            "dropout": dropout,
-        },
-    }
-
-
-def _marian_layer(full: Settings, side: str) -> ConfigData:
-    """Return the settings of the layers of both sides, and the number of heads."""
-    return {
-        "feed_forward": {
-            "kind": "mlp",
-            "hidden_dim": full.integer(f"{side}_ffn_dim"),
-            "activation": MARIAN_ACTIVATIONS[full["activation_function"]],
-        },
-        "residual": "post",
-        "dropout": full.number("dropout"),
-        "num_heads": full.integer(f"{side}_attention_heads"),
+        "encoder": model["encoder"] | encoder,
     }
 
 
@@ -339,8 +285,6 @@ class EncoderDecoder(Architecture):
     def read_tensors(
         self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
     ) -> dict[str, Tensor]:
-        import torch
-
         parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "decoder": {}}
         tables: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -361,8 +305,6 @@ class EncoderDecoder(Architecture):
 
     def _tables(self, tables: Tensors, model: ConfigView, folder: Path) -> dict[str, Tensor]:
         """Return the table of ids of each side; the decoder's table is also the output matrix."""
-        import torch
-
         groups: dict[str, tuple[str, ...]] = {"": (SHARED, SOURCE, TARGET, OUTPUT)}
         if model["encoder"].get("input") is not None:
             groups = {"encoder.": (SHARED, SOURCE), "": (TARGET, OUTPUT)}
@@ -401,8 +343,6 @@ class T5(EncoderDecoder):
     def with_tensors(
         self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
     ) -> ConfigData:
-        import torch
-
         tables = [tensors[name] for name in (SHARED, SOURCE, TARGET) if name in tensors]
         output = tensors.get(OUTPUT)
         if output is not None and not any(torch.equal(output, table) for table in tables):
@@ -441,42 +381,27 @@ class Marian(EncoderDecoder):
         return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}
 
     def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
-        begin, end, encoder = model["input"]["bos_token"], model["input"]["eos_token"], model["encoder"]
-        names = {ours: theirs for theirs, ours in MARIAN_ACTIVATIONS.items()}
-        sides = {"encoder": encoder["layers"], "decoder": model["layers"]}
+        begin, encoder = model["input"]["bos_token"], model["encoder"]
         size = model["input"]["vocab_size"]
-        settings = {
+        return MARIAN.written(model) | {
             "vocab_size": size if encoder["input"] is None else encoder["input"]["vocab_size"],
             "decoder_vocab_size": size,
             "share_encoder_decoder_embeddings": encoder["input"] is None,
-            "d_model": model["dim"],
+            "encoder_layers": len(encoder["layers"]),
+            "decoder_layers": len(model["layers"]),
             "max_position_embeddings": max(1024, 2 * (length or 0)),
-            "activation_function": names[model["layers"][0]["feed_forward"]["activation"]],
-            "dropout": model["dropout"],
-            "attention_dropout": model["layers"][0]["mixer"]["dropout"],
             "scale_embedding": model["input"]["scale"],
             "tie_word_embeddings": True,
             "bos_token_id": begin,
-            "eos_token_id": end,
             "pad_token_id": begin,
-            "decoder_start_token_id": begin,
             "forced_eos_token_id": None,
         }
-        for side, layers in sides.items():
-            settings |= {
-                f"{side}_layers": len(layers),
-                f"{side}_attention_heads": layers[0]["mixer"]["num_heads"],
-                f"{side}_ffn_dim": layers[0]["feed_forward"]["hidden_dim"],
-            }
-        return settings
 
     def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
         read = self.read_config(settings, Path(CONFIG))
         return {**read, "head": {**read["head"], "bias": model["head"]["bias"]}}  # without a bias, zeros are written
 
     def write_tensors(self, weights: Tensors, model: ConfigView, settings: JsonObject) -> dict[str, Tensor]:
-        import torch
-
         tensors: dict[str, Tensor] = {}
         for side in ("encoder", "decoder"):
             before, data = f"{'encoder.' if side == 'encoder' else ''}stack.", _side(model, side)
@@ -499,8 +424,6 @@ class Marian(EncoderDecoder):
 
     def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
         """Return ``weights`` for hidden states whose even features come before the odd ones."""
-        import torch
-
         order = torch.cat([torch.arange(0, model["dim"], 2), torch.arange(1, model["dim"], 2)])
         changed = {}
         for name, weight in weights.items():
@@ -521,7 +444,7 @@ ARCHITECTURES = {
         names=SIDE_NAMES,
         read=_marian,
     ),
-    "t5": T5(title="T5", defaults=T5_DEFAULTS, names=T5_NAMES, exported=False, read=_t5),
+    "t5": T5(title="T5", defaults=T5_TABLE, names=T5_NAMES, exported=False, read=_t5),
     "mt5": T5(
         title="mT5",
         defaults=MT5,

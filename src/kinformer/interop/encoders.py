@@ -1,12 +1,17 @@
-"""BERT, RoBERTa, Longformer and Big Bird of the library transformers, with their heads.
+"""BERT, RoBERTa, Longformer and Big Bird of the library transformers, with their heads, and ModernBERT (Warner et al.
+2024).
 
-All have post-norm layers, learned positions, types of tokens and a norm behind the embedding. Queries, keys and values
-are three products there and one product here. The head for masked tokens is tied to the embedding. A config need not
-name the head, but the tensors of the head do. Old files have other names of norms, buffers among the weights, and a
-pooler that no model here reads.
+The first four have post-norm layers, learned positions, types of tokens and a norm behind the embedding. Queries, keys
+and values are three products there and one product here. The head for masked tokens is tied to the embedding. A config
+need not name the head, but the tensors of the head do. Old files have other names of norms, buffers among the weights,
+and a pooler that no model here reads.
 
 RoBERTa and Longformer count positions from behind the number of the padding token. There a padding token within a text
 does not have a position; here ``valid`` alone says which tokens are padding.
+
+ModernBERT's layers have norms before sublayers, rotary positions, a gated feed-forward and no biases. Every third layer
+has full attention, the others have a window and another base of positions. The first mixer is without a norm, as
+embeddings have one.
 """
 
 from __future__ import annotations
@@ -15,17 +20,27 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import ACTIVATION_NAMES, ACTIVATIONS, Architecture, Padding, Tensors, ends_of
+import torch
+from torch import Tensor
+
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, ends_of, model_of
 from kinformer.interop.key_map import QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
-from kinformer.interop.settings import CONFIG, Settings, class_names, count_classes, labels
+from kinformer.interop.settings import (
+    CONFIG,
+    FULL,
+    WINDOW,
+    At,
+    Settings,
+    Table,
+    class_names,
+    count_classes,
+    labels,
+    rope,
+)
 from kinformer.interop.tokenizer_files import special_tokens
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PREFIX = re.compile(r"(bert|roberta|longformer)\.")
 PRODUCTS = ("query", "key", "value")
@@ -46,27 +61,6 @@ EMBEDDINGS = (
 TYPES = "embeddings.token_type_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
 POOLER, NEXT_SENTENCE = r"pooler\b.*", r"cls\.seq_relationship\b.*"
-
-
-@dataclass(frozen=True)
-class HeadKeys:
-    """The keys of the heads of one architecture: for masked tokens, and for classes of texts.
-
-    The head for classes of tokens has the same keys everywhere.
-    """
-
-    language: tuple[Key, ...]
-    classes: tuple[Key, ...]
-
-    def of(self, kind: str) -> tuple[Key, ...]:
-        """Return the keys of the head ``kind``."""
-        per_token = (key("head.output", "classifier"),)
-        return {"masked_language": self.language, "classification": self.classes}.get(kind, per_token)
-
-    def left_out(self, kind: str) -> re.Pattern[str]:
-        """Return the names of the tensors that predict the next sentence, which no model here does."""
-        reads_pooler = any(name.startswith("pooler.") for one in self.of(kind) for name in one.theirs)
-        return re.compile(NEXT_SENTENCE if reads_pooler else f"{POOLER}|{NEXT_SENTENCE}")
 
 
 def _language(dense: str, norm: str, of_all: str) -> tuple[Key, ...]:
@@ -99,19 +93,23 @@ def _has_language_head(names: Collection[str]) -> bool:
 
 
 REQUIRED = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
-DEFAULTS: Mapping[str, object] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
-"""The values that transformers has for missing settings."""
+ENCODER = Table(
+    hidden_size=At(768, "dim"),
+    num_hidden_layers=At(12, "depth"),
+    num_attention_heads=At(12, "layers.mixer.num_heads"),
+    intermediate_size=At(3072, "layers.feed_forward.hidden_dim"),
+    hidden_act=At("gelu", "layers.feed_forward.activation", ACTIVATIONS),
+    hidden_dropout_prob=At(0.1, "layers.dropout dropout"),
+    attention_probs_dropout_prob=At(0.1, "layers.mixer.dropout"),
+    layer_norm_eps=At(1e-12, "layers.norm.eps"),
+)
+"""The settings that encoders of texts and of images share."""
+TEXT = Table(
+    ENCODER,
+    vocab_size=At(30522, "input.vocab_size"),
+    type_vocab_size=At(2, "input.types", Settings.count),
+    max_position_embeddings=512,
+)
 HEAD_CLASSES = {
     "masked_language": "MaskedLM",
     "classification": "SequenceClassification",
@@ -124,8 +122,6 @@ def _with_language_head(
     weights: dict[str, Tensor], model: ConfigView, names: Collection[str], folder: Path
 ) -> dict[str, Tensor]:
     """Return ``weights`` with one bias of the head for masked tokens, and without an output matrix if it is tied."""
-    import torch
-
     if not _has_language_head(names):
         return weights | new_head(model)
     tied = model["head"]["tied"]
@@ -149,8 +145,6 @@ NEW_HEAD = "it does not have a head, so the masked-language head is a new one; h
 
 def new_head(model: ConfigView) -> dict[str, Tensor]:
     """Return a head for masked tokens without products: norm(gelu(hidden)) times the embedding."""
-    import torch
-
     dim = model["dim"]
     weights = {"head.dense.weight": torch.eye(dim), "head.norm.weight": torch.ones(dim)}
     if model["head"].get("bias", True):
@@ -162,7 +156,8 @@ def new_head(model: ConfigView) -> dict[str, Tensor]:
 class TextEncoder(Architecture):
     """An encoder of texts.
 
-    ``prefix`` and ``heads``: the names of tensors.
+    ``prefix``: the beginning of the names of tensors. ``language`` and ``classifier``: the keys of the heads for masked
+    tokens and for classes of texts; the head for classes of tokens has the same keys everywhere.
     ``shifted``: positions are counted from behind the padding token's number; ``activated``: the kinds of heads with
     the activation of the layers; ``first_is_global``: the first token is global where a text is classified;
     ``tokens``: our roles of special tokens to the settings of their ids, for folders without a tokenizer.
@@ -172,7 +167,8 @@ class TextEncoder(Architecture):
     causal: bool = False
     required: Mapping[str, object] = field(default_factory=REQUIRED.copy)
     prefix: str
-    heads: HeadKeys
+    language: tuple[Key, ...]
+    classifier: tuple[Key, ...]
     shifted: bool = False
     activated: Collection[str] = ()
     first_is_global: bool = False
@@ -190,42 +186,30 @@ class TextEncoder(Architecture):
         full = super().complete(config, place)
         if config.get("pruned_heads"):
             raise full.error("heads are pruned; import the checkpoint before pruning.")
-        full.choice("hidden_act", *ACTIVATIONS)
         return full
 
     def read_config(self, config: Mapping[str, object], place: Path) -> ConfigData:
         """Return our model config, as data and without its head, of the ``config.json`` at ``place``."""
         full = self.complete(config, place)
-        mixers, dropout = self.mixers(full), full.number("hidden_dropout_prob")
-        norm = {"kind": "layer_norm", "eps": full.number("layer_norm_eps"), "bias": True}
-        hidden_dim = full.integer("intermediate_size")
-        mixer = {
-            "kind": "bidirectional",
-            "num_heads": full.integer("num_attention_heads"),
-            "dropout": full.number("attention_probs_dropout_prob"),
-        }
+        skipped, norm = self._skipped(full), {"kind": "layer_norm", "bias": True}
+        mixer = {"kind": "bidirectional"}
         layer = {
             "kind": "encoder",
-            "feed_forward": {"kind": "mlp", "hidden_dim": hidden_dim, "activation": ACTIVATIONS[full["hidden_act"]]},
+            "mixer": mixer,
+            "feed_forward": {"kind": "mlp"},
             "norm": norm,
             "residual": "post",
-            "dropout": dropout,
         }
-        skipped = self._skipped(full)
         length = full.integer("max_position_embeddings", minimum=skipped + 1) - skipped
-        return {
+        model = {
             "kind": "encoder",
-            "input": {
-                "kind": "tokens",
-                "vocab_size": full.integer("vocab_size"),
-                "types": full.integer("type_vocab_size", minimum=0),
-            },
-            "dim": full.integer("hidden_size"),
-            "layers": [layer | {"mixer": {**mixer, **special}} for special in mixers],
+            "input": {"kind": "tokens"},
+            "layers": [layer],
             "position": {"kind": "learned", "max_length": length},
             "embedding_norm": norm,
-            "dropout": dropout,
         }
+        model = TEXT.fill(model, full)
+        return model | {"layers": [layer | {"mixer": mixer | special} for special in self.mixers(full)]}
 
     def with_tensors(
         self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
@@ -250,7 +234,7 @@ class TextEncoder(Architecture):
         """
         full = self.complete(config, place)
         architectures = " ".join(map(str, full.get("architectures") or ()))
-        activation = ACTIVATIONS[full["hidden_act"]]
+        activation = full.named("hidden_act", ACTIVATIONS)
         if any(name.startswith("qa_") for name in names):
             raise full.error("the head is one for question answering, which no model here has.")
         if "classifier.weight" in names or "classifier.out_proj.weight" in names:
@@ -274,7 +258,7 @@ class TextEncoder(Architecture):
             head = {"kind": kind, "tied": tied, "eps": full.number("layer_norm_eps"), "tanh_gelu": tanh_gelu}
         count = int(self.first_is_global and kind == "classification")
         if "global_tokens" in full:  # which our exports alone have
-            count = full.integer("global_tokens", minimum=0)
+            count = full.count("global_tokens")
         return {"head": head, "global_tokens": count}
 
     def read_tensors(
@@ -290,7 +274,7 @@ class TextEncoder(Architecture):
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         names, kind = _plainly(tensors), model["head"]["kind"]
-        notes, left_out = [], self.heads.left_out(kind)
+        notes, left_out = [], self._left_out(kind)
         if out := sorted(name for name in names if left_out.fullmatch(name)):
             notes.append(f"{', '.join(out)} left out: no model here predicts a next sentence")
         if kind == "masked_language" and not _has_language_head(names):
@@ -304,10 +288,7 @@ class TextEncoder(Architecture):
         if self.shifted and pad_token is None:
             raise KeyError("pad_token")
         skipped = 1 + (pad_token or 0) if self.shifted else 0
-        settings = {
-            "vocab_size": model["input"]["vocab_size"],
-            **write_sizes(model),
-            **write_sublayers(model),
+        settings = TEXT.written(model) | {
             "max_position_embeddings": model["position"]["max_length"] + skipped,
             "type_vocab_size": model["input"]["types"] or 1,
             "pad_token_id": pad_token,
@@ -332,8 +313,6 @@ class TextEncoder(Architecture):
 
         A model of transformers always adds the vector of a type, which is zero for a model without types.
         """
-        import torch
-
         full = dict(weights)
         if not model["input"]["types"]:
             full["input.types.weight"] = torch.zeros(1, model["dim"])
@@ -348,43 +327,31 @@ class TextEncoder(Architecture):
     def differences(self, model: ConfigView) -> list[str]:
         return ["padding is known there by its id, which may stand nowhere else in a text"] if self.shifted else []
 
+    def _head_keys(self, kind: str) -> tuple[Key, ...]:
+        """Return the keys of the head ``kind``."""
+        per_token = (key("head.output", "classifier"),)
+        return {"masked_language": self.language, "classification": self.classifier}.get(kind, per_token)
+
+    def _left_out(self, kind: str) -> re.Pattern[str]:
+        """Return the names of the tensors that predict the next sentence, which no model here does."""
+        reads_pooler = any(name.startswith("pooler.") for one in self._head_keys(kind) for name in one.theirs)
+        return re.compile(NEXT_SENTENCE if reads_pooler else f"{POOLER}|{NEXT_SENTENCE}")
+
     def _skipped(self, full: Settings) -> int:
         """Return how many rows of the table of positions stand before the row of the first token."""
-        return 1 + full.integer("pad_token_id", minimum=0) if self.shifted else 0
+        return 1 + full.count("pad_token_id") if self.shifted else 0
 
     def _keys(self, model: ConfigView, full: Settings) -> KeyMap:
         """Return the key map of our ``model`` with these settings."""
         position = key("position.table", POSITIONS, layout=Behind(self._skipped(full)), tensors=("",))
         kind = model["head"]["kind"]
         return KeyMap(
-            model=(*EMBEDDINGS, position, *self.heads.of(kind)),
+            model=(*EMBEDDINGS, position, *self._head_keys(kind)),
             layer=LAYER,
             layers="encoder.layer",
             prefix=self.prefix,
-            left_out=self.heads.left_out(kind),
+            left_out=self._left_out(kind),
         )
-
-
-def write_sizes(model: ConfigView) -> JsonObject:
-    """Return the sizes of an encoder whose layers are alike."""
-    layer = model["layers"][0]
-    return {
-        "hidden_size": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": layer["mixer"]["num_heads"],
-        "intermediate_size": layer["feed_forward"]["hidden_dim"],
-    }
-
-
-def write_sublayers(model: ConfigView) -> JsonObject:
-    """Return the settings of layers that all encoders share."""
-    layer = model["layers"][0]
-    return {
-        "hidden_act": ACTIVATION_NAMES[layer["feed_forward"]["activation"]],
-        "hidden_dropout_prob": layer["dropout"],
-        "attention_probs_dropout_prob": layer["mixer"]["dropout"],
-        "layer_norm_eps": layer["norm"]["eps"],
-    }
 
 
 class Longformer(TextEncoder):
@@ -435,14 +402,14 @@ class BigBird(TextEncoder):
 
     def mixers(self, full: Settings) -> list[ConfigData]:
         full.require({"rescale_embeddings": False})
-        projection = {"projection": {"kind": "multi_head", "bias": bool(full["use_bias"])}}
+        projection = {"projection": {"kind": "multi_head", "bias": full.truth("use_bias")}}
         depth = full["num_hidden_layers"]
         if full.choice("attention_type", "block_sparse", "original_full") == "original_full":
             return [projection] * depth
         pattern = {
             "kind": "big_bird",
             "block": full.integer("block_size"),
-            "random": full.integer("num_random_blocks", minimum=0),
+            "random": full.count("num_random_blocks"),
             "num_heads": full.integer("num_attention_heads"),
         }
         return [projection | {"dropout": 0.0, "pattern": pattern | {"seed": layer}} for layer in range(depth)]
@@ -477,6 +444,102 @@ class BigBird(TextEncoder):
         ]
 
 
+# ModernBERT.
+
+MODERN = Table(
+    vocab_size=At(50368, "input.vocab_size"),
+    hidden_size=At(768, "dim"),
+    intermediate_size=At(1152, "layers.feed_forward.hidden_dim"),
+    num_hidden_layers=At(22, "depth"),
+    num_attention_heads=At(12, "layers.mixer.num_heads"),
+    hidden_activation=At("gelu", "layers.feed_forward.activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}),
+    norm_eps=At(1e-5, "layers.norm.eps head.eps"),
+    attention_bias=At(False, "layers.mixer.bias layers.mixer.projection.bias"),
+    attention_dropout=At(0.0, "layers.mixer.dropout"),
+    global_attn_every_n_layers=3,
+    local_attention=128,
+    embedding_dropout=At(0.0, "dropout"),
+    mlp_bias=At(False, "layers.feed_forward.bias"),
+    tie_word_embeddings=At(True, "head.tied"),
+)
+MODERN_REQUIRED = {
+    "norm_bias": False,
+    "classifier_bias": False,
+    "decoder_bias": True,
+    "classifier_activation": "gelu",
+    "head_dim": None,
+}
+MODERN_TOKENS = {"bos_token": "cls_token_id", "eos_token": "sep_token_id"}
+MODERN_KEYS = KeyMap(
+    model=(
+        key("input.embedding", "embeddings.tok_embeddings"),
+        key("embedding_norm", "embeddings.norm"),
+        key("norm", "final_norm"),
+        key("head.dense", "head.dense"),
+        key("head.norm", "head.norm"),
+        key("head.output", "decoder", tensors=("weight",)),
+        key("head.bias", "decoder.bias", tensors=("",)),
+    ),
+    layer=(
+        key("mixer_residual.norm", "attn_norm"),
+        key("mixer.projection.qkv", "attn.Wqkv"),
+        key("mixer.out", "attn.Wo"),
+        key("feed_forward_residual.norm", "mlp_norm"),
+        key("feed_forward.gate_up", "mlp.Wi"),
+        key("feed_forward.down", "mlp.Wo"),
+    ),
+)
+
+
+def _modern(full: Settings) -> ConfigData:
+    mixer = {"kind": "bidirectional", "projection": {"kind": "multi_head"}}
+    norm = {"kind": "layer_norm", "bias": False}
+    layer = {"kind": "encoder", "mixer": mixer, "feed_forward": {"kind": "geglu"}, "norm": norm, "residual": "pre"}
+    head = {"kind": "masked_language", "bias": False}
+    model = model_of(full, MODERN, layer, embedding_norm=norm, head=head)
+    model["input"] |= special_tokens(full.place.parent, full, MODERN_TOKENS)
+    mixers = {
+        kind: mixer | {"position": rope(_theta(full, name), kind, base=base)}
+        for kind, name, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0))
+    }
+    side = "sliding_window" if full.get("sliding_window") is not None else "local_attention"
+    window = full.integer(side) // (2 if side == "local_attention" else 1)
+    mixers[WINDOW]["pattern"] = {"kind": "window", "window": window}
+    layers: list[ConfigData] = [layer | {"mixer": mixers[kind]} for kind in _kinds(full)]
+    layers[0]["mixer_norm"] = False
+    return model | {"layers": layers}
+
+
+def _theta(full: Settings, name: str) -> Settings:
+    """Return the settings with the base of positions that older files call ``name``."""
+    return full if full.get(name) is None else full.changed(rope_theta=full[name])
+
+
+def _kinds(full: Settings) -> list[str]:
+    """Return each layer's kind of attention."""
+    if full.get("layer_types") is not None:
+        return full.layer_types(FULL, WINDOW)
+    step = full.integer("global_attn_every_n_layers")
+    return [WINDOW if layer % step else FULL for layer in range(full["num_hidden_layers"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernBert(Architecture):
+    """ModernBERT. A model without a head gets a head for masked tokens, which passes hidden states on."""
+
+    kind: str = "encoder"
+    causal: bool = False
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        weights = super().read_tensors(tensors, model, folder, config)
+        return weights | new_head(model) if self.notes(tensors, model, folder) else weights
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        return () if any(name.startswith(("head.", "decoder.")) for name in tensors) else (NEW_HEAD,)
+
+
 ENDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 ARCHITECTURES = {
     "bert": TextEncoder(
@@ -484,8 +547,9 @@ ARCHITECTURES = {
         member="bert",
         model_class="Bert",
         prefix="bert.",
-        heads=HeadKeys(CLS, POOLED),
-        defaults={**DEFAULTS, "vocab_size": 30522, "pad_token_id": 0},
+        language=CLS,
+        classifier=POOLED,
+        defaults=TEXT.changed(pad_token_id=0),
         activated=("masked_language",),
     ),
     "roberta": TextEncoder(
@@ -493,8 +557,9 @@ ARCHITECTURES = {
         member="bert",
         model_class="Roberta",
         prefix="roberta.",
-        heads=HeadKeys(LM_HEAD, CLASSIFIER),
-        defaults={**DEFAULTS, "vocab_size": 50265, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
+        language=LM_HEAD,
+        classifier=CLASSIFIER,
+        defaults=TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2),
         shifted=True,
         tokens=ENDS,
     ),
@@ -503,15 +568,9 @@ ARCHITECTURES = {
         member="longformer",
         model_class="Longformer",
         prefix="longformer.",
-        heads=HeadKeys(LM_HEAD, CLASSIFIER),
-        defaults={
-            **DEFAULTS,
-            "vocab_size": 30522,
-            "attention_window": 512,
-            "pad_token_id": 1,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-        },
+        language=LM_HEAD,
+        classifier=CLASSIFIER,
+        defaults=TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2),
         shifted=True,
         first_is_global=True,
         tokens=ENDS,
@@ -521,20 +580,23 @@ ARCHITECTURES = {
         member="big-bird",
         model_class="BigBird",
         prefix="bert.",
-        heads=HeadKeys(CLS, CLASSIFIER),
-        defaults={
-            **DEFAULTS,
-            "vocab_size": 50358,
-            "hidden_act": "gelu_new",
-            "max_position_embeddings": 4096,
-            "pad_token_id": 0,
-            "sep_token_id": 66,
-            "attention_type": "block_sparse",
-            "use_bias": True,
-            "block_size": 64,
-            "num_random_blocks": 3,
-        },
+        language=CLS,
+        classifier=CLASSIFIER,
+        defaults=TEXT.changed(
+            vocab_size=50358,
+            hidden_act="gelu_new",
+            max_position_embeddings=4096,
+            pad_token_id=0,
+            sep_token_id=66,
+            attention_type="block_sparse",
+            use_bias=True,
+            block_size=64,
+            num_random_blocks=3,
+        ),
         activated=("masked_language", "classification"),
         tokens={"eos_token": "sep_token_id"},
+    ),
+    "modernbert": ModernBert(
+        "ModernBERT", "bert", "", MODERN, _modern, None, MODERN_KEYS, required=MODERN_REQUIRED, exported=False
     ),
 }

@@ -1,29 +1,49 @@
 """Decoders with a mixture of experts, as the library transformers saves them: Mixtral and Qwen3-MoE, which are
-LLaMA-like except for the feed-forward.
+LLaMA-like except for the feed-forward, and DeepSeek-V2 and V3, which also have latent attention, plain feed-forwards in
+the first layers, and a shared expert beside the experts that a token chooses.
 
-Files hold a matrix of each expert, transformers in memory one tensor of all; both are read.
+Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from kinformer.interop.architecture import Decoder
-from kinformer.interop.key_map import GATED, Blocks, ConfigData, ConfigView, Key, KeyMap, Layout, Product, key
-from kinformer.interop.llama import MISTRAL, QWEN, keys, like_llama, write_llama, write_qwen
-from kinformer.interop.settings import FULL, WINDOW, Settings
+import torch
+from torch import Tensor
+
+from kinformer.interop.architecture import Decoder, decoder_of
+from kinformer.interop.key_map import (
+    GATED,
+    Blocks,
+    ConfigData,
+    ConfigView,
+    Key,
+    KeyMap,
+    Layout,
+    Product,
+    ends_of_model,
+    key,
+)
+from kinformer.interop.llama import LLAMA, MISTRAL, QWEN, keys, like_llama, write_mistral, write_qwen
+from kinformer.interop.settings import (
+    FULL,
+    WINDOW,
+    At,
+    Settings,
+    Table,
+    rope,
+    rope_parameters,
+    rope_table,
+    yarn_magnitude,
+)
 from kinformer.runtime.parsing import JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-# The tensors and sizes of mixtures of experts, as the library transformers names them.
-#
-# Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
-
+# The tensors and sizes of mixtures of experts.
 
 MOST = 4096
 """More experts than any model has; a config that names more is damaged."""
@@ -37,8 +57,6 @@ class ByExpert(Layout):
     parts: int
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
-        import torch
-
         experts = [torch.cat(list(tensors[first : first + self.parts])) for first in range(0, len(tensors), self.parts)]
         return [torch.stack(experts).mT.contiguous()]
 
@@ -98,15 +116,9 @@ def feed_forward_keys(config: ConfigView, shared: str = "mlp.shared_expert") -> 
     return tuple(mixture)
 
 
-def experts_of(full: Settings, count: str, width: str) -> ConfigData:
-    """Return the config, as data, of a mixture: ``count`` and ``width`` name the settings of experts and of one's
-    hidden layer."""
-    return {
-        "kind": "experts",
-        "num_experts": full.integer(count, maximum=MOST),
-        "topk": full.integer("num_experts_per_tok"),
-        "hidden_dim": full.integer(width),
-    }
+def experts_in(full: Settings, name: str) -> int:
+    """Return the number of experts that the setting ``name`` gives."""
+    return full.integer(name, maximum=MOST)
 
 
 def sparse_layers(full: Settings) -> list[bool]:
@@ -117,34 +129,35 @@ def sparse_layers(full: Settings) -> list[bool]:
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(full["num_hidden_layers"])]
 
 
-MIXTRAL: Mapping[str, object] = {
-    **MISTRAL,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": None,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "router_aux_loss_coef": 0.001,
-    "router_jitter_noise": 0.0,
-    "rope_theta": 1e6,
-}
-QWEN_MOE: Mapping[str, object] = {
-    **QWEN,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
-}
-"""The values that transformers has for missing settings."""
+QWEN_EXPERTS = Table(
+    num_experts=At(128, "num_experts", experts_in),
+    num_experts_per_tok=At(8, "topk"),
+    moe_intermediate_size=At(768, "hidden_dim"),
+    norm_topk_prob=At(False, "normalise"),
+    router_aux_loss_coef=At(0.001, "balance"),
+)
+"""The settings of one mixture in Qwen's models."""
+MIXTRAL_EXPERTS = Table(
+    intermediate_size=At(14336, "hidden_dim"),
+    num_local_experts=At(8, "num_experts", experts_in),
+    num_experts_per_tok=At(2, "topk"),
+    router_aux_loss_coef=At(0.001, "balance"),
+)
+MIXTRAL = MISTRAL.changed(
+    rms_norm_eps=1e-5, sliding_window=None, router_jitter_noise=0.0, rope_theta=1e6, **MIXTRAL_EXPERTS
+)
+QWEN_MOE = QWEN.changed(
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_key_value_heads=4,
+    decoder_sparse_step=1,
+    mlp_only_layers=None,
+    **QWEN_EXPERTS,
+)
 
 
-def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
+def _mixtral_keys(model: ConfigView) -> KeyMap:
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
     names = "w1", "w3", "w2"
     return keys(
@@ -153,7 +166,7 @@ def _mixtral_keys(model: Mapping[str, object]) -> KeyMap:
     )
 
 
-def _qwen_keys(model: Mapping[str, object]) -> KeyMap:
+def _qwen_keys(model: ConfigView) -> KeyMap:
     return keys(model, feed_forward=feed_forward_keys)
 
 
@@ -161,8 +174,7 @@ def _mixtral(full: Settings) -> ConfigData:
     windowed = full["sliding_window"] is not None
     kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
     model = like_llama(full, kinds, biases=(False, False))
-    experts = experts_of(full, "num_local_experts", "intermediate_size")
-    experts["balance"] = full.number("router_aux_loss_coef")
+    experts = MIXTRAL_EXPERTS.fill({"kind": "experts"}, full)
     return model | {"layers": [layer | {"feed_forward": experts} for layer in model["layers"]]}
 
 
@@ -170,11 +182,7 @@ def _qwen3_moe(full: Settings) -> ConfigData:
     windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
     kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
     model = like_llama(full, kinds, normed=True)
-    experts = experts_of(full, "num_experts", "moe_intermediate_size")
-    experts |= {
-        "normalise": full.switch("norm_topk_prob"),
-        "balance": full.number("router_aux_loss_coef"),
-    }
+    experts = QWEN_EXPERTS.fill({"kind": "experts"}, full)
     layers = [
         layer | {"feed_forward": experts} if sparse else layer
         for layer, sparse in zip(model["layers"], sparse_layers(full), strict=True)
@@ -197,16 +205,8 @@ def mixture_of(model: ConfigView) -> tuple[ConfigView, list[int]]:
 def write_mixture(model: ConfigView) -> JsonObject:
     """Return the settings of a mixture that Qwen's models share."""
     experts, dense = mixture_of(model)
-    return {
-        "intermediate_size": dense_width(model),
-        "num_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["topk"],
-        "moe_intermediate_size": experts["hidden_dim"],
-        "norm_topk_prob": experts["normalise"],
-        "router_aux_loss_coef": experts["balance"],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
-    }
+    sizes = {"intermediate_size": dense_width(model), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+    return QWEN_EXPERTS.written(experts) | sizes
 
 
 def dense_width(model: ConfigView) -> int:
@@ -218,40 +218,226 @@ def dense_width(model: ConfigView) -> int:
 
 def _write_mixtral(model: ConfigView) -> JsonObject:
     experts, _ = mixture_of(model)
-    return write_llama(model, "mlp_bias", "attention_bias", "layer_types") | {
-        "intermediate_size": experts["hidden_dim"],
-        "num_local_experts": experts["num_experts"],
-        "num_experts_per_tok": experts["topk"],
-        "router_aux_loss_coef": experts["balance"],
-        "router_jitter_noise": 0.0,
-    }
+    settings = write_mistral(model) | {"router_jitter_noise": 0.0}
+    return settings | MIXTRAL_EXPERTS.written(experts)
 
 
 def _write_qwen3_moe(model: ConfigView) -> JsonObject:
     return write_qwen(model, "layer_types") | write_mixture(model)
 
 
+# DeepSeek-V2 and V3.
+
+DEEPSEEK = Table(
+    LLAMA,
+    kv_lora_rank=At(512, "layers.mixer.latent_dim"),
+    q_lora_rank=At(1536, "layers.mixer.query_latent_dim", Settings.optional),
+    qk_nope_head_dim=At(128, "layers.mixer.head_dim"),
+    qk_rope_head_dim=At(64, "layers.mixer.rotary_dim", Settings.several),
+    v_head_dim=At(128, "layers.mixer.value_dim"),
+    n_group=None,
+    topk_group=None,
+)
+DEEPSEEK_EXPERTS = Table(
+    n_routed_experts=At(64, "num_experts", experts_in),
+    num_experts_per_tok=At(None, "topk", Settings.integer),
+    moe_intermediate_size=At(1407, "hidden_dim"),
+    routed_scaling_factor=At(1.0, "scale", Settings.positive),
+)
+DEEPSEEK_V2 = Table(
+    DEEPSEEK.changed(vocab_size=102400),
+    **DEEPSEEK_EXPERTS,
+    first_k_dense_replace=0,
+    n_shared_experts=2,
+    topk_method="greedy",
+    norm_topk_prob=False,
+)
+DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    n_shared_experts=1,
+    n_routed_experts=256,
+    routed_scaling_factor=2.5,
+    n_group=8,
+    topk_group=4,
+    num_experts_per_tok=8,
+    first_k_dense_replace=3,
+    norm_topk_prob=True,
+    max_position_embeddings=4096,
+    rope_interleave=True,
+)
+
+
+def _deepseek_keys(model: ConfigView) -> KeyMap:
+    ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
+    queries = {
+        "mixer.query_down": "self_attn.q_a_proj",
+        "mixer.query_norm": "self_attn.q_a_layernorm",
+        "mixer.query": "self_attn.q_b_proj",
+    }
+    names = queries if ranked else {"mixer.query": "self_attn.q_proj"}
+    names |= {
+        "mixer.down": "self_attn.kv_a_proj_with_mqa",
+        "mixer.norm": "self_attn.kv_a_layernorm",
+        "mixer.up": "self_attn.kv_b_proj",
+        "mixer.out": "self_attn.o_proj",
+        "mixer_residual.norm": "input_layernorm",
+        "feed_forward_residual.norm": "post_attention_layernorm",
+    }
+    attention = tuple(key(ours, theirs) for ours, theirs in names.items())
+    return KeyMap(
+        model=ends_of_model("embed_tokens", "norm"),
+        layer=lambda layer: (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts")),
+    )
+
+
+def _deepseek(full: Settings, **mixture: object) -> ConfigData:
+    """Return the model config, as data, of a DeepSeek; ``mixture``: further settings of a mixture."""
+    full.choice("hidden_act", "silu")
+    if full.get("num_key_value_heads") is not None:
+        full.require({"num_key_value_heads": full.integer("num_attention_heads")})
+    experts = DEEPSEEK_EXPERTS.fill({"kind": "experts", "balance": 0.0, **mixture}, full)
+    experts["shared_dim"] = full.count("n_shared_experts") * experts["hidden_dim"]
+    mixer = {
+        "kind": "latent",
+        "position": rope(full) | {"layout": "interleaved" if full.get("rope_interleave", True) else "half"},
+        "score": {"kind": "scaled_dot", "scale": _scale(full)},
+    }
+    layer = {
+        "kind": "decoder",
+        "mixer": mixer,
+        "feed_forward": {"kind": "swiglu", "bias": full.switch("mlp_bias")},
+        "norm": {"kind": "rms_norm"},
+        "residual": "pre",
+    }
+    model, dense = decoder_of(full, DEEPSEEK, layer), full.count("first_k_dense_replace")
+    model["layers"][dense:] = [layer | {"feed_forward": experts}] * len(model["layers"][dense:])
+    return model
+
+
+def _scale(full: Settings) -> float | None:
+    """Return what scores are multiplied by where it is not usual: with YaRN, mscale_all_dim makes it larger."""
+    settings = Settings(rope_table(full), full.place)
+    if not settings.get("mscale_all_dim"):
+        return None
+    scale = (full.integer("qk_nope_head_dim") + full.integer("qk_rope_head_dim")) ** -0.5
+    return scale * yarn_magnitude(settings, "mscale_all_dim", settings.positive("factor")) ** 2
+
+
+def _deepseek_v2(full: Settings) -> ConfigData:
+    full.choice("topk_method", "greedy")
+    return _deepseek(full, normalise=False)
+
+
+def _deepseek_v3(full: Settings) -> ConfigData:
+    if full["n_group"] not in (None, 1):
+        raise full.error(
+            f"n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be imported."
+        )
+    if full.get("head_dim") is not None:
+        full.require({"head_dim": full["qk_rope_head_dim"]})
+    return _deepseek(full, router="sigmoid", normalise=full.switch("norm_topk_prob"), bias_rate=0.001)
+
+
+def _rope_parameters(mixer: ConfigView) -> JsonObject:
+    """Return the rotary settings of latent attention, with the ``mscale_all_dim`` that its scores are multiplied by."""
+    settings, scale = Settings(rope_parameters(mixer["position"]), Path()), mixer["score"]["scale"]
+    if scale is None:
+        return settings
+    if settings["rope_type"] != "yarn":
+        raise KeyError("scale")
+    factor = settings["factor"]
+    plain = (mixer["head_dim"] + mixer["rotary_dim"]) ** -0.5
+    exact = (math.sqrt(scale / plain) - 1) / (0.1 * math.log(factor))
+    for digits in range(1, 17):  # the shortest number that gives the same scale, as files have it
+        settings["mscale_all_dim"] = round(exact, digits)
+        if plain * yarn_magnitude(settings, "mscale_all_dim", factor) ** 2 == scale:
+            break
+    return settings
+
+
+ABSENT = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True}
+"""The settings that files give for a mixture of experts that no layer has."""
+
+
+def _write_deepseek(model: ConfigView) -> JsonObject:
+    layers, mixer = model["layers"], model["layers"][0]["mixer"]
+    width = dense_width(model)
+    mixtures = [layer["feed_forward"] for layer in layers if layer["feed_forward"]["kind"] == "experts"]
+    experts = mixtures[0] if mixtures else ABSENT | {"hidden_dim": width, "shared_dim": width}
+    return {
+        **DEEPSEEK.written(model),
+        **DEEPSEEK_EXPERTS.written(experts),
+        "intermediate_size": width,
+        "num_key_value_heads": mixer["num_heads"],
+        "hidden_act": "silu",
+        "rope_parameters": _rope_parameters(mixer),
+        "attention_bias": False,
+        "first_k_dense_replace": len(layers) - len(mixtures),
+        "n_shared_experts": max(1, experts["shared_dim"] // experts["hidden_dim"]),
+        "norm_topk_prob": experts["normalise"],
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+
+def _write_deepseek_v2(model: ConfigView) -> JsonObject:
+    return _write_deepseek(model) | {"mlp_bias": False, "topk_method": "greedy"}
+
+
+def _write_deepseek_v3(model: ConfigView) -> JsonObject:
+    interleaved = model["layers"][0]["mixer"]["position"]["layout"] == "interleaved"
+    return _write_deepseek(model) | {"rope_interleave": interleaved}
+
+
+NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 ARCHITECTURES = {
     "mixtral": Decoder(
         title="Mixtral",
         member="mixtral",
-        defaults=MIXTRAL,
-        required={"router_jitter_noise": 0.0, "layer_types": None},
-        names={"num_experts": "num_local_experts"},
         model_class="MixtralForCausalLM",
+        defaults=MIXTRAL,
         read=_mixtral,
         write=_write_mixtral,
         keys=_mixtral_keys,
+        required={"router_jitter_noise": 0.0, "layer_types": None},
+        names={"num_experts": "num_local_experts"},
     ),
     "qwen3_moe": Decoder(
         title="Qwen3-MoE",
         member="mixtral",
-        defaults=QWEN_MOE,
-        required={"layer_types": None},
-        names={"num_local_experts": "num_experts"},
         model_class="Qwen3MoeForCausalLM",
+        defaults=QWEN_MOE,
         read=_qwen3_moe,
         write=_write_qwen3_moe,
         keys=_qwen_keys,
+        required={"layer_types": None},
+        names={"num_local_experts": "num_experts"},
+    ),
+    "deepseek_v2": Decoder(
+        title="DeepSeek-V2",
+        member="mla",
+        model_class="DeepseekV2ForCausalLM",
+        defaults=DEEPSEEK_V2,
+        read=_deepseek_v2,
+        write=_write_deepseek_v2,
+        keys=_deepseek_keys,
+        required=NO_BIAS,
+        names={"num_experts": "n_routed_experts"},
+    ),
+    "deepseek_v3": Decoder(
+        title="DeepSeek-V3",
+        member="mla",
+        model_class="DeepseekV3ForCausalLM",
+        defaults=DEEPSEEK_V3,
+        read=_deepseek_v3,
+        write=_write_deepseek_v3,
+        keys=_deepseek_keys,
+        required=NO_BIAS,
+        names={"num_local_experts": "n_routed_experts"},
     ),
 }

@@ -1,17 +1,24 @@
-"""GPT-2 and the other decoders with LayerNorm of the library transformers: OPT, GPT-NeoX (Pythia), BLOOM and MPT.
+"""GPT-2 and the other decoders with LayerNorm of the library transformers: OPT, GPT-NeoX (Pythia), BLOOM and MPT, and
+Decision Transformer (Chen et al. 2021), which is GPT-2 over returns, states and actions.
 
 GPT-2 and OPT have learned positions. The products of GPT-2 are stored as [in, out]; two rows of OPT's table of
 positions belong to no token. GPT-NeoX turns a share of each head by its position, and adds attention and feed-forward
 side by side. BLOOM and MPT have ALiBi; BLOOM leaves out a constant per query, which changes no softmax. MPT has no
-biases.
+biases. Decision Transformer adds the first row of a table of positions to every position there, which is a bias behind
+the norm of the input here; its outputs of states and returns are left out, as nothing trains them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from kinformer.interop.architecture import ACTIVATION_NAMES, ACTIVATIONS, Decoder, decoder_of
+import torch
+from torch import Tensor
+
+from kinformer.interop.architecture import ACTIVATIONS, MASKS, Architecture, Decoder, Padding, Tensors, decoder_of
 from kinformer.interop.key_map import (
     BY_HEAD,
     QKV,
@@ -23,78 +30,92 @@ from kinformer.interop.key_map import (
     Key,
     KeyMap,
     Layout,
+    ends_of_model,
     key,
 )
-from kinformer.interop.settings import Settings, rope, rope_parameters
+from kinformer.interop.settings import (
+    At,
+    Settings,
+    Table,
+    rope,
+    rope_parameters,
+)
+from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
-GPT2: Mapping[str, object] = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
-NEOX: Mapping[str, object] = {
-    "vocab_size": 50432,
-    "hidden_size": 6144,
-    "num_hidden_layers": 44,
-    "num_attention_heads": 64,
-    "intermediate_size": 24576,
-    "hidden_act": "gelu",
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "max_position_embeddings": 2048,
-    "layer_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "use_parallel_residual": True,
-    "attention_bias": True,
-    "rotary_emb_base": 10_000.0,
-    "rotary_pct": 0.25,
-}
-OPT: Mapping[str, object] = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "activation_function": "relu",
-    "dropout": 0.1,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
-}
-BLOOM: Mapping[str, object] = {
-    "vocab_size": 250880,
-    "hidden_size": 64,
-    "n_layer": 2,
-    "n_head": 8,
-    "layer_norm_epsilon": 1e-5,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": True,
-    "slow_but_exact": False,
-    "pretraining_tp": 1,
-}
-MPT: Mapping[str, object] = {
-    "vocab_size": 50368,
-    "d_model": 2048,
-    "n_layers": 24,
-    "n_heads": 16,
-    "expansion_ratio": 4,
-    "resid_pdrop": 0.0,
-    "emb_pdrop": 0.0,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
-"""The values that transformers has for missing settings."""
+GPT2 = Table(
+    vocab_size=At(50257, "input.vocab_size"),
+    n_positions=At(1024, "position.max_length"),
+    n_embd=At(768, "dim"),
+    n_layer=At(12, "depth"),
+    n_head=At(12, "layers.mixer.num_heads"),
+    n_inner=At(None, "layers.feed_forward.hidden_dim", Settings.integer),
+    activation_function=At("gelu_new", "layers.feed_forward.activation", ACTIVATIONS),
+    resid_pdrop=At(0.1, "layers.dropout"),
+    embd_pdrop=At(0.1, "dropout"),
+    attn_pdrop=At(0.1, "layers.mixer.dropout"),
+    layer_norm_epsilon=At(1e-5, "layers.norm.eps"),
+    tie_word_embeddings=At(True, "head.tied"),
+)
+DECISION = Table(
+    GPT2.changed(vocab_size=1, n_layer=3, n_head=1, activation_function="relu"),
+    hidden_size=At(128, "dim"),
+    state_dim=At(17, "input.state_dim"),
+    act_dim=At(4, "input.action_dim head.action_dim"),
+    max_ep_len=At(4096, "input.timesteps"),
+)
+NEOX = Table(
+    vocab_size=At(50432, "input.vocab_size"),
+    hidden_size=At(6144, "dim"),
+    num_hidden_layers=At(44, "depth"),
+    num_attention_heads=At(64, "layers.mixer.num_heads"),
+    intermediate_size=At(24576, "layers.feed_forward.hidden_dim"),
+    hidden_act=At("gelu", "layers.feed_forward.activation", ACTIVATIONS),
+    attention_dropout=At(0.0, "layers.mixer.dropout"),
+    hidden_dropout=At(0.0, "layers.dropout dropout"),
+    max_position_embeddings=2048,
+    layer_norm_eps=At(1e-5, "layers.norm.eps"),
+    tie_word_embeddings=At(False, "head.tied"),
+    use_parallel_residual=True,
+    attention_bias=At(True, "layers.mixer.bias layers.mixer.projection.bias"),
+    rotary_emb_base=10_000.0,
+    rotary_pct=0.25,
+)
+OPT = Table(
+    vocab_size=At(50272, "input.vocab_size"),
+    hidden_size=At(768, "dim"),
+    num_hidden_layers=At(12, "depth"),
+    num_attention_heads=At(12, "layers.mixer.num_heads"),
+    ffn_dim=At(3072, "layers.feed_forward.hidden_dim"),
+    max_position_embeddings=At(2048, "position.max_length"),
+    activation_function=At("relu", "layers.feed_forward.activation", ACTIVATIONS),
+    dropout=At(0.1, "layers.dropout dropout"),
+    attention_dropout=At(0.0, "layers.mixer.dropout"),
+    tie_word_embeddings=At(True, "head.tied"),
+)
+BLOOM = Table(
+    vocab_size=At(250880, "input.vocab_size"),
+    hidden_size=At(64, "dim"),
+    n_layer=At(2, "depth"),
+    n_head=At(8, "layers.mixer.num_heads"),
+    layer_norm_epsilon=At(1e-5, "layers.norm.eps"),
+    hidden_dropout=At(0.0, "layers.dropout"),
+    attention_dropout=At(0.0, "layers.mixer.dropout"),
+    tie_word_embeddings=At(True, "head.tied"),
+    slow_but_exact=False,
+    pretraining_tp=1,
+)
+MPT = Table(
+    vocab_size=At(50368, "input.vocab_size"),
+    d_model=At(2048, "dim"),
+    n_layers=At(24, "depth"),
+    n_heads=At(16, "layers.mixer.num_heads"),
+    expansion_ratio=4,
+    resid_pdrop=At(0.0, "layers.dropout"),
+    emb_pdrop=At(0.0, "dropout"),
+    layer_norm_epsilon=At(1e-5, "layers.norm.eps"),
+    tie_word_embeddings=At(True, "head.tied"),
+)
 REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 """The only values with which our attention computes the same.
 
@@ -126,12 +147,7 @@ GPT2_LAYER = _layer_keys(
     "ln_1", _qkv("attn.c_attn", layout=TRANSPOSED), "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj", TRANSPOSED
 )
 GPT2_KEYS = KeyMap(
-    model=(
-        key("input.embedding", "wte"),
-        key("position.table", "wpe.weight", tensors=("",)),
-        key("norm", "ln_f"),
-        key("head.output", "lm_head"),
-    ),
+    model=(*ends_of_model("wte", "ln_f"), key("position.table", "wpe.weight", tensors=("",))),
     layer=GPT2_LAYER,
     layers="h",
     prefix="transformer.",
@@ -139,9 +155,7 @@ GPT2_KEYS = KeyMap(
 )
 NEOX_KEYS = KeyMap(
     model=(
-        key("input.embedding", "embed_in"),
-        key("norm", "final_layer_norm"),
-        key("head.output", "embed_out"),
+        *ends_of_model("embed_in", "final_layer_norm", "embed_out"),
         key("head.output", "lm_head"),  # in files of other versions
     ),
     layer=_layer_keys(
@@ -157,9 +171,7 @@ NEOX_KEYS = KeyMap(
 )
 OPT_KEYS = KeyMap(
     model=(
-        key("input.embedding", "embed_tokens"),
-        key("norm", "final_layer_norm"),
-        key("head.output", "lm_head"),
+        *ends_of_model("embed_tokens", "final_layer_norm"),
         key("position.table", "embed_positions.weight", layout=Behind(2), tensors=("",)),
     ),
     layer=_layer_keys(
@@ -174,12 +186,7 @@ OPT_KEYS = KeyMap(
     left_out=UNUSED,
 )
 BLOOM_KEYS = KeyMap(
-    model=(
-        key("input.embedding", "word_embeddings"),
-        key("embedding_norm", "word_embeddings_layernorm"),
-        key("norm", "ln_f"),
-        key("head.output", "lm_head"),
-    ),
+    model=(*ends_of_model("word_embeddings", "ln_f"), key("embedding_norm", "word_embeddings_layernorm")),
     layer=_layer_keys(
         "input_layernorm",
         _qkv("self_attention.query_key_value", layout=BY_HEAD),
@@ -193,7 +200,7 @@ BLOOM_KEYS = KeyMap(
     left_out=UNUSED,
 )
 MPT_KEYS = KeyMap(
-    model=(key("input.embedding", "wte"), key("norm", "norm_f"), key("head.output", "lm_head")),
+    model=ends_of_model("wte", "norm_f"),
     layer=_layer_keys("norm_1", _qkv("attn.Wqkv"), "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
     layers="blocks",
     prefix="transformer.",
@@ -203,64 +210,44 @@ MPT_KEYS = KeyMap(
 # From settings to our model.
 
 
-def read_gpt2(full: Settings) -> ConfigData:
+def _layer(
+    mixer: ConfigView | None = None, feed_forward: ConfigView | None = None, norm: ConfigView | None = None
+) -> ConfigData:
+    """Return a layer with LayerNorm before its sublayers, without the settings of a table."""
+    return {
+        "kind": "decoder",
+        "mixer": {"kind": "softmax", "projection": {"kind": "multi_head"}, **(mixer or {})},
+        "feed_forward": {"kind": "mlp", **(feed_forward or {})},
+        "norm": {"kind": "layer_norm", **(norm or {})},
+        "residual": "pre",
+    }
+
+
+def _gpt2(full: Settings) -> ConfigData:
     if full.get("pruned_heads"):
         raise full.error("heads are pruned; import the checkpoint before pruning.")
-    dim = full.integer("n_embd")
-    norm = {"kind": "layer_norm", "eps": full.number("layer_norm_epsilon"), "bias": True}
-    layer = {
-        "kind": "decoder",
-        "mixer": {
-            "kind": "softmax",
-            "num_heads": full.integer("n_head"),
-            "dropout": full.number("attn_pdrop"),
-        },
-        "feed_forward": {
-            "kind": "mlp",
-            "hidden_dim": 4 * dim if full["n_inner"] is None else full.integer("n_inner"),
-            "activation": full.named("activation_function", ACTIVATIONS),
-        },
-        "norm": norm,
-        "dropout": full.number("resid_pdrop"),
-    }
-    position = {"kind": "learned", "max_length": full.integer("n_positions")}
-    model = decoder_of(full, dim, [layer] * full["n_layer"], norm)
-    return model | {"position": position, "dropout": full.number("embd_pdrop")}
+    if full["n_inner"] is None:
+        full = full.changed(n_inner=4 * full.integer("n_embd"))
+    return decoder_of(full, GPT2, _layer(), position={"kind": "learned"})
+
+
+def _decision(full: Settings) -> ConfigData:
+    model = _gpt2(full.changed(n_embd=full["hidden_size"]))
+    model |= {"input": {"kind": "steps"}, "position": "none", "head": {"kind": "continuous_actions"}}
+    return OF_STEPS.fill(model, full)
 
 
 def _neox(full: Settings) -> ConfigData:
-    biased, dim = full.switch("attention_bias"), full.integer("hidden_size")
     outside = {"rope_theta": full["rotary_emb_base"], "partial_rotary_factor": full["rotary_pct"]}
-    mixer = {
-        "kind": "softmax",
-        "num_heads": full.integer("num_attention_heads"),
-        "projection": {"kind": "multi_head", "bias": biased},
-        "position": rope(full.changed(**outside), partial=True),
-        "bias": biased,
-        "dropout": full.number("attention_dropout"),
-    }
-    norm = {"kind": "layer_norm", "eps": full.number("layer_norm_eps")}
-    layer = _layer(mixer, _mlp(full, "intermediate_size", "hidden_act"), norm, full.number("hidden_dropout"))
+    layer = _layer({"position": rope(full.changed(**outside), partial=True)})
     layer["kind"] = "parallel" if full.switch("use_parallel_residual") else "decoder"
-    depth = full["num_hidden_layers"]
-    return decoder_of(full, dim, [layer] * depth, norm) | {"dropout": full.number("hidden_dropout")}
+    return decoder_of(full, NEOX, layer)
 
 
 def _opt(full: Settings) -> ConfigData:
-    dim = full.integer("hidden_size")
-    if full.get("word_embed_proj_dim") not in (None, dim):
+    if full.get("word_embed_proj_dim") not in (None, full.integer("hidden_size")):
         raise full.error("word_embed_proj_dim is not hidden_size; only one width can be imported.")
-    mixer = {
-        "kind": "softmax",
-        "num_heads": full.integer("num_attention_heads"),
-        "projection": {"kind": "multi_head"},
-        "dropout": full.number("attention_dropout"),
-    }
-    feed_forward = _mlp(full, "ffn_dim", "activation_function")
-    layer = _layer(mixer, feed_forward, {"kind": "layer_norm", "eps": 1e-5}, full.number("dropout"))
-    length = full.integer("max_position_embeddings")
-    model = decoder_of(full, dim, [layer] * full["num_hidden_layers"], layer["norm"])
-    return model | {"position": {"kind": "learned", "max_length": length}, "dropout": layer["dropout"]}
+    return decoder_of(full, OPT, _layer(norm={"eps": 1e-5}), position={"kind": "learned"})
 
 
 def _bloom(full: Settings) -> ConfigData:
@@ -269,12 +256,9 @@ def _bloom(full: Settings) -> ConfigData:
             f"slow_but_exact is true with a pretraining_tp of {full['pretraining_tp']}, where transformers "
             "leaves out biases; only a pretraining_tp of 1, or slow_but_exact false, can be imported."
         )
-    dim = full.integer("hidden_size")
-    mixer = _alibi(full.integer("n_head"), True, full.number("attention_dropout"))
-    norm = {"kind": "layer_norm", "eps": full.number("layer_norm_epsilon")}
-    feed_forward = {"kind": "mlp", "hidden_dim": 4 * dim, "activation": "gelu_tanh"}
-    layer = _layer(mixer, feed_forward, norm, full.number("hidden_dropout"))
-    return decoder_of(full, dim, [layer] * full["n_layer"], layer["norm"]) | {"embedding_norm": norm}
+    feed_forward = {"hidden_dim": 4 * full.integer("hidden_size"), "activation": "gelu_tanh"}
+    layer = _layer({"position": "alibi"}, feed_forward)
+    return decoder_of(full, BLOOM, layer, embedding_norm=layer["norm"])
 
 
 def _mpt(full: Settings) -> ConfigData:
@@ -284,131 +268,147 @@ def _mpt(full: Settings) -> ConfigData:
     heads = full.integer("n_heads")
     if heads & (heads - 1):
         raise full.error(f"n_heads is {heads}, for which MPT has other slopes; only powers of 2 can be imported.")
-    dim = full.integer("d_model")
-    mixer = _alibi(heads, False, settings.number("attn_pdrop"))
-    norm = {"kind": "layer_norm", "eps": full.number("layer_norm_epsilon"), "bias": False}
-    hidden_dim = dim * full.integer("expansion_ratio")
-    feed_forward = {"kind": "mlp", "hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
-    layer = _layer(mixer, feed_forward, norm, full.number("resid_pdrop"))
-    dropout = full.number("emb_pdrop")
-    return decoder_of(full, dim, [layer] * full["n_layers"], layer["norm"]) | {"dropout": dropout}
-
-
-def _layer(
-    mixer: dict[str, object], feed_forward: dict[str, object], norm: dict[str, object], dropout: float
-) -> ConfigData:
-    """Return a layer with norms before its sublayers."""
-    parts = {"mixer": mixer, "feed_forward": feed_forward, "norm": norm, "dropout": dropout}
-    return {"kind": "decoder", "residual": "pre", **parts}
-
-
-def _mlp(full: Settings, width: str, activation: str) -> ConfigData:
-    return {
-        "kind": "mlp",
-        "hidden_dim": full.integer(width),
-        "activation": full.named(activation, ACTIVATIONS),
-    }
-
-
-def _alibi(heads: int, bias: bool, dropout: float) -> ConfigData:
-    """Return softmax attention with ALiBi."""
-    projection = {"kind": "multi_head", "bias": bias}
-    mixer = {"kind": "softmax", "num_heads": heads, "projection": projection, "position": "alibi"}
-    return mixer | {"bias": bias, "dropout": dropout}
+    mixer = {"projection": {"kind": "multi_head", "bias": False}, "position": "alibi", "bias": False}
+    hidden_dim = full.integer("d_model") * full.integer("expansion_ratio")
+    feed_forward = {"hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
+    layer = _layer(mixer | {"dropout": settings.number("attn_pdrop")}, feed_forward, {"bias": False})
+    return decoder_of(full, MPT, layer)
 
 
 # From our model to settings.
 
 
-def write_gpt2(model: ConfigView) -> JsonObject:
-    """Return the settings of GPT-2."""
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "n_embd": model["dim"],
-        "n_layer": len(model["layers"]),
-        "n_head": layer["mixer"]["num_heads"],
-        "n_inner": layer["feed_forward"]["hidden_dim"],
-        "n_positions": model["position"]["max_length"],
-        "activation_function": ACTIVATION_NAMES[layer["feed_forward"]["activation"]],
-        "attn_pdrop": layer["mixer"]["dropout"],
-        "resid_pdrop": layer["dropout"],
-        "embd_pdrop": model["dropout"],
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
 def _write_neox(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
-    mixer = layer["mixer"]
-    share = mixer["position"]["fraction"]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": mixer["num_heads"],
-        "intermediate_size": layer["feed_forward"]["hidden_dim"],
-        "hidden_act": ACTIVATION_NAMES[layer["feed_forward"]["activation"]],
-        "attention_dropout": mixer["dropout"],
-        "hidden_dropout": layer["dropout"],
-        "layer_norm_eps": layer["norm"]["eps"],
+    position = layer["mixer"]["position"]
+    share = {"partial_rotary_factor": position["fraction"]}
+    return NEOX.written(model) | {
         "use_parallel_residual": layer["kind"] == "parallel",
-        "attention_bias": mixer["bias"],
-        "tie_word_embeddings": model["head"]["tied"],
-        "rotary_pct": share,
-        "rope_parameters": rope_parameters(mixer["position"]) | {"partial_rotary_factor": share},
+        "rotary_pct": position["fraction"],
+        "rope_parameters": rope_parameters(position) | share,
     }
 
 
 def _write_opt(model: ConfigView) -> JsonObject:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "word_embed_proj_dim": model["dim"],
-        "num_hidden_layers": len(model["layers"]),
-        "num_attention_heads": layer["mixer"]["num_heads"],
-        "ffn_dim": layer["feed_forward"]["hidden_dim"],
-        "max_position_embeddings": model["position"]["max_length"],
-        "activation_function": {"relu": "relu"}[layer["feed_forward"]["activation"]],
-        "dropout": layer["dropout"],
-        "attention_dropout": layer["mixer"]["dropout"],
-        "do_layer_norm_before": True,
-        "tie_word_embeddings": model["head"]["tied"],
-    }
-
-
-def _write_bloom(model: ConfigView) -> JsonObject:
-    layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "n_layer": len(model["layers"]),
-        "n_head": layer["mixer"]["num_heads"],
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "hidden_dropout": layer["dropout"],
-        "attention_dropout": layer["mixer"]["dropout"],
-        "tie_word_embeddings": model["head"]["tied"],
-    }
+    settings = OPT.written(model)
+    if settings["activation_function"] != "relu":
+        raise KeyError("activation_function")
+    return settings | {"word_embed_proj_dim": model["dim"], "do_layer_norm_before": True}
 
 
 def _write_mpt(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
-    return {
-        "vocab_size": model["input"]["vocab_size"],
-        "d_model": model["dim"],
-        "n_layers": len(model["layers"]),
-        "n_heads": layer["mixer"]["num_heads"],
+    return MPT.written(model) | {
         "expansion_ratio": layer["feed_forward"]["hidden_dim"] // model["dim"],
         "max_seq_len": 2048,
-        "layer_norm_epsilon": layer["norm"]["eps"],
-        "resid_pdrop": layer["dropout"],
-        "emb_pdrop": model["dropout"],
         "no_bias": True,
         "attn_config": {"alibi": True, "attn_pdrop": layer["mixer"]["dropout"] or 0},
-        "tie_word_embeddings": model["head"]["tied"],
     }
+
+
+# Decision Transformer.
+
+POSITIONS = "encoder.wpe.weight"
+UNTRAINED = re.compile(r"predict_(state|return)\.(weight|bias)")
+NO_TOKENS = r"wte\.weight"
+"""The table of ids, which a model of numbers does not read."""
+OF_STEPS = Table({name: DECISION[name] for name in ("hidden_size", "state_dim", "act_dim", "max_ep_len")})
+"""The settings of Decision Transformer that GPT-2 does not have."""
+DECISION_KEYS = KeyMap(
+    model=(
+        key("input.returns", "embed_return"),
+        key("input.states", "embed_state"),
+        key("input.actions", "embed_action"),
+        key("input.timesteps", "embed_timestep"),
+        key("input.norm", "embed_ln"),
+        key("norm", "ln_f"),
+        key("head.output", "predict_action.0"),
+    ),
+    layer=GPT2_LAYER,
+    layers="h",
+    prefix="encoder.",
+    beside=("embed_return", "embed_state", "embed_action", "embed_timestep", "embed_ln", "predict_action"),
+    left_out=re.compile(f"{NO_TOKENS}|{UNTRAINED.pattern}"),
+)
+
+
+NORMALISED = {"return_scale": 1.0, "state_mean": [], "state_std": []}
+"""The settings of an input that takes plain values."""
+
+
+def _normalisation(model: ConfigView) -> tuple[float, tuple[float, ...], tuple[float, ...]]:
+    steps = model["input"]
+    return steps["return_scale"], tuple(steps["state_mean"]), tuple(steps["state_std"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionTransformer(Architecture):
+    """Decision Transformer, which takes plain returns and states and gives actions from -1 to 1."""
+
+    reads: str = "steps"
+    of = ""
+    reordered = "the normalisation of returns and states is part of its products, so that it takes plain values"
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        others = {name: tensor for name, tensor in tensors.items() if name != POSITIONS}
+        weights = super().read_tensors(others, model, folder, config)
+        bias, table = weights.get("input.norm.bias"), tensors.get(POSITIONS)
+        if bias is None or table is None or table.shape[1:] != bias.shape or not len(table):
+            raise KinformerError(
+                f"{folder}: lacks embed_ln.bias or {POSITIONS}, or they are not as wide as config.json says; restore "
+                "both from a copy."
+            )
+        weights["input.norm.bias"] = bias + table[0]
+        return weights
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        out = sorted(name for name in tensors if UNTRAINED.fullmatch(name))
+        scale = (
+            "it does not say how returns and states are normalised: give `set` input.return_scale, input.state_mean "
+            "and input.state_std, or normalised values"
+        )
+        return (f"{', '.join(out)} left out: nothing trains them", scale) if out else (scale,)
+
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        positions = {"max_length": max(1024, length or 0)}
+        gpt2 = GPT2.written({**model, "input": {"vocab_size": 1}, "position": positions, "head": {"tied": True}})
+        del gpt2["n_embd"], gpt2["tie_word_embeddings"]
+        ends = {"bos_token_id": None, "eos_token_id": None}
+        return gpt2 | OF_STEPS.written(model) | {"action_tanh": True} | ends
+
+    def write_tensors(self, weights: Tensors, model: ConfigView, settings: JsonObject) -> dict[str, Tensor]:
+        """Return the ``weights`` of our ``model`` under their names; what our model does not have is zero."""
+        tensors = super().write_tensors(weights, model, settings)
+        steps, dim, zeros = model["input"], model["dim"], weights["norm.weight"].new_zeros
+        tensors |= {POSITIONS: zeros(settings["n_positions"], dim), "encoder.wte.weight": zeros(1, dim)}
+        for name, size in {"state": steps["state_dim"], "return": 1}.items():
+            tensors |= {f"predict_{name}.weight": zeros(size, dim), f"predict_{name}.bias": zeros(size)}
+        return tensors
+
+    def order(self, model: ConfigView) -> ConfigView:
+        steps, head = dict(model["input"]) | NORMALISED, dict(model["head"])
+        if all(abs(value) == 1 for value in (*head.get("low", ()), *head.get("high", ()))):
+            head |= {name: [] for name in ("low", "high") if name in head}  # low lies below high
+        plain = {**model, "input": steps, "head": head}
+        return model if _normalisation(model) == _normalisation(plain) and head == model["head"] else plain
+
+    def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
+        """Return ``weights`` whose products take plain returns and states."""
+        scale, mean, std = _normalisation(model)
+        changed = dict(weights)
+        returns, states = (weights[f"input.{name}.weight"].double() for name in ("returns", "states"))
+        states = states / torch.tensor(std or 1.0, dtype=torch.float64)
+        changed["input.returns.weight"] = (returns / scale).to(weights["input.returns.weight"])
+        changed["input.states.weight"] = states.to(weights["input.states.weight"])
+        if mean:
+            bias = weights["input.states.bias"]
+            changed["input.states.bias"] = (bias.double() - states @ torch.tensor(mean, dtype=torch.float64)).to(bias)
+        return changed
+
+    def differences(self, model: ConfigView) -> list[str]:
+        return ["its outputs of states and returns are zero, as nothing trained them"]
 
 
 ARCHITECTURES = {
@@ -418,21 +418,23 @@ ARCHITECTURES = {
         member="gpt",
         model_class="OPTForCausalLM",
         defaults=OPT,
+        read=_opt,
+        write=_write_opt,
+        keys=OPT_KEYS,
         required={
             "do_layer_norm_before": True,
             "_remove_final_layer_norm": False,
             "enable_bias": True,
             "layer_norm_elementwise_affine": True,
         },
-        read=_opt,
-        write=_write_opt,
-        keys=OPT_KEYS,
     ),
     "gpt2": Decoder(
         title="GPT-2",
         member="gpt",
         model_class="GPT2LMHeadModel",
         defaults=GPT2,
+        read=_gpt2,
+        keys=GPT2_KEYS,
         required=REQUIRED,
         names={
             "hidden_size": "n_embd",
@@ -440,40 +442,41 @@ ARCHITECTURES = {
             "num_attention_heads": "n_head",
             "max_position_embeddings": "n_positions",
         },
-        read=read_gpt2,
-        write=write_gpt2,
-        keys=GPT2_KEYS,
     ),
     "gpt_neox": Decoder(
-        title="GPT-NeoX",
-        member="rope",
-        model_class="GPTNeoXForCausalLM",
-        defaults=NEOX,
-        required={"head_dim": None},
-        read=_neox,
-        write=_write_neox,
-        keys=NEOX_KEYS,
+        "GPT-NeoX", "rope", "GPTNeoXForCausalLM", NEOX, _neox, _write_neox, NEOX_KEYS, required={"head_dim": None}
     ),
     "bloom": Decoder(
         title="BLOOM",
         member="alibi",
         model_class="BloomForCausalLM",
         defaults=BLOOM,
+        read=_bloom,
+        keys=BLOOM_KEYS,
         required={"apply_residual_connection_post_layernorm": False},
         names={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-        read=_bloom,
-        write=_write_bloom,
-        keys=BLOOM_KEYS,
     ),
     "mpt": Decoder(
         title="MPT",
         member="alibi",
         model_class="MptForCausalLM",
         defaults=MPT,
-        required={"no_bias": True},
-        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
         read=_mpt,
         write=_write_mpt,
         keys=MPT_KEYS,
+        required={"no_bias": True},
+        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+    ),
+    "decision_transformer": DecisionTransformer(
+        title="Decision Transformer",
+        member="decision",
+        model_class="DecisionTransformerModel",
+        defaults=DECISION,
+        read=_decision,
+        keys=DECISION_KEYS,
+        auto_class="AutoModel",
+        required={**REQUIRED, "action_tanh": True},
+        names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        buffers=MASKS,
     ),
 }

@@ -34,6 +34,7 @@ from kinformer.core.config import Config, field_types
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import BATCH, PAST, Leaf, leaves_of, map_tensors, named_leaves, unflattened
+from kinformer.interop.proof import gap as relative_gap
 from kinformer.runtime.compiling import Operator, substituting
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
@@ -370,31 +371,22 @@ class OnnxModel:
         return logits, after
 
 
+@torch.no_grad()
 def gap(model: CausalModel, path: Path, leaves: Sequence[Leaf]) -> float:
     """Return the largest difference of logits and of constant leaves between the file at ``path`` and ``model``,
     relative to the largest number: with a prompt and steps, and with steps before a longer chunk."""
-    graph = OnnxModel(path, leaves)
-    return max(_gap(model, graph, 2, (7, 1, 1, 3, 1)), _gap(model, graph, 1, (1, 1, 9)))
-
-
-@torch.no_grad()
-def _gap(model: CausalModel, graph: OnnxModel, batch: int, times: Sequence[int]) -> float:
-    past, state, worst = graph.begin(batch), model.initial_state(batch), 0.0
-    numbers = np.random.default_rng(0)
-    for time in times:
-        tokens = numbers.integers(model.vocab_size, size=(batch, time))
-        logits, state = model(torch.from_numpy(tokens), state)
-        theirs, past = graph(tokens, past)
-        worst = max(worst, _relative(torch.from_numpy(theirs), logits))
-    for (_, ours), item in zip(named_leaves(state), past, strict=True):
-        if ours.shape == item.shape and ours.numel():
-            worst = max(worst, _relative(torch.from_numpy(item), ours))
+    graph, worst = OnnxModel(path, leaves), 0.0
+    for batch, times in ((2, (7, 1, 1, 3, 1)), (1, (1, 1, 9))):
+        past, state, numbers = graph.begin(batch), model.initial_state(batch), np.random.default_rng(0)
+        for time in times:
+            tokens = numbers.integers(model.vocab_size, size=(batch, time))
+            logits, state = model(torch.from_numpy(tokens), state)
+            theirs, past = graph(tokens, past)
+            worst = max(worst, relative_gap(torch.from_numpy(theirs), logits))
+        for (_, ours), item in zip(named_leaves(state), past, strict=True):
+            if ours.shape == item.shape and ours.numel():
+                worst = max(worst, relative_gap(torch.from_numpy(item), ours))
     return worst
-
-
-def _relative(one: Tensor, other: Tensor) -> float:
-    difference = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1)
-    return float(difference.nan_to_num(nan=torch.inf))
 
 
 def _running_maximum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

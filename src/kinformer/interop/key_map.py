@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
 
 from kinformer.runtime.errors import KinformerError, plural
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Layouts of tensors elsewhere beside ours, each read in both directions.
 
@@ -80,8 +80,6 @@ class Behind(Layout):
         return tensor[self.rows :]
 
     def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        import torch
-
         return torch.cat([tensor.new_zeros(self.rows, tensor.shape[1]), tensor])
 
 
@@ -116,8 +114,6 @@ class Blocks(Layout):
     def _moved(
         self, tensors: Sequence[Tensor], source: Sequence[Product], target: Sequence[Product], layer: ConfigView
     ) -> list[Tensor]:
-        import torch
-
         heads, rows = self.sizes(layer)
         blocks: dict[str, Tensor] = {}
         for tensor, product in zip(tensors, source, strict=True):
@@ -147,8 +143,6 @@ class Taps(Blocks):
     """
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
-        import torch
-
         heads, rows = self.sizes(layer)
         counts = [sum(rows[block] for block in product.blocks) for product in self.there]
         joined = super().read(torch.cat(list(tensors)).squeeze(1).split(counts), layer)
@@ -244,6 +238,11 @@ def key(
 ) -> Key:
     """Return the key of our module ``ours`` and ``theirs``, by default with a weight and a bias, laid out alike."""
     return Key((ours,) if isinstance(ours, str) else ours, theirs, layout, tensors)
+
+
+def ends_of_model(embedding: str, norm: str, head: str = "lm_head", layout: Layout = SAME) -> tuple[Key, ...]:
+    """Return the keys of a decoder outside its layers; ``layout``: the layout of the weights of the norm."""
+    return key("input.embedding", embedding), key("norm", norm, layout=layout), key("head.output", head)
 
 
 GATED = (

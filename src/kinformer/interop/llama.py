@@ -11,75 +11,84 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kinformer.interop.architecture import Decoder, decoder_of
-from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import FULL, WINDOW, Settings, rope, rope_parameters
+from kinformer.interop.key_map import (
+    GATED,
+    ONE_PLUS,
+    QKV,
+    SAME,
+    ConfigData,
+    ConfigView,
+    Key,
+    KeyMap,
+    Layout,
+    key,
+)
+from kinformer.interop.settings import (
+    FULL,
+    WINDOW,
+    At,
+    Settings,
+    Table,
+    rope,
+    rope_parameters,
+)
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
 """Gemma's activation."""
-DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-}
-MISTRAL: Mapping[str, object] = {
-    **DEFAULTS,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-    "layer_types": None,
-}
-QWEN: Mapping[str, object] = {
-    **DEFAULTS,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-GEMMA: Mapping[str, object] = {
-    **DEFAULTS,
-    "vocab_size": 256000,
-    "hidden_size": 3072,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "hidden_act": TANH,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-GEMMA2: Mapping[str, object] = {
-    **GEMMA,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_activation": TANH,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-GEMMA3: Mapping[str, object] = {
-    **GEMMA2,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-}
+LLAMA = Table(
+    vocab_size=At(32000, "input.vocab_size"),
+    hidden_size=At(4096, "dim"),
+    intermediate_size=At(11008, "layers.feed_forward.hidden_dim"),
+    num_hidden_layers=At(32, "depth"),
+    num_attention_heads=At(32, "layers.mixer.num_heads"),
+    hidden_act="silu",
+    rms_norm_eps=At(1e-6, "layers.norm.eps"),
+    max_position_embeddings=2048,
+    tie_word_embeddings=At(False, "head.tied"),
+    attention_bias=False,
+    attention_dropout=At(0.0, "layers.mixer.dropout"),
+    mlp_bias=False,
+)
+MISTRAL = LLAMA.changed(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096, layer_types=None)
+QWEN = LLAMA.changed(
+    vocab_size=151936,
+    intermediate_size=22016,
+    use_sliding_window=False,
+    sliding_window=4096,
+    max_window_layers=28,
+    layer_types=None,
+)
+GEMMA = LLAMA.changed(
+    vocab_size=256000,
+    hidden_size=3072,
+    intermediate_size=24576,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    head_dim=256,
+    hidden_act=TANH,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+GEMMA2 = GEMMA.changed(
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    hidden_activation=TANH,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+    layer_types=None,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)
+GEMMA3 = GEMMA2.changed(
+    vocab_size=262208,
+    max_position_embeddings=131072,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+)
 
 
 def keys(
@@ -206,30 +215,25 @@ def like_llama(
     activation and its only value.
     """
     full.choice(*activation)
-    biases = (full.switch("attention_bias"),) * 2 if biases is None else biases
-    depth, dim = full["num_hidden_layers"], full.integer("hidden_size")
-    norm = {"kind": "rms_norm", "eps": full.number("rms_norm_eps")}
-    mixer = attention(full, dim, biases) | ({} if positions else {"position": rope(full)})
+    mixer = attention(full, full.integer("hidden_size"), biases or (full.switch("attention_bias"),) * 2)
     if normed:
-        mixer["projection"] = {"kind": "normalised", "inner": mixer["projection"], "eps": norm["eps"]}
+        eps = full.number("rms_norm_eps")
+        mixer["projection"] = {"kind": "normalised", "inner": mixer["projection"], "eps": eps}
     layer = {
         "kind": "decoder",
-        "feed_forward": {
-            "kind": "swiglu",
-            "hidden_dim": full.integer("intermediate_size"),
-            "bias": full.switch("mlp_bias"),
-        },
-        "norm": norm,
+        "mixer": mixer,
+        "feed_forward": {"kind": "swiglu", "bias": full.switch("mlp_bias")},
+        "norm": {"kind": "rms_norm"},
         "residual": "pre",
     }
-    mixers: dict[str, ConfigData] = {FULL: mixer | {"pattern": {"kind": "causal"}}}
-    if kinds is not None and WINDOW in kinds:
-        mixers[WINDOW] = mixer | {"pattern": {"kind": "local", "window": full.integer("sliding_window")}}
-    for kind, position in (positions or {}).items():
-        if kind in mixers:
-            mixers[kind]["position"] = position
-    layers = [layer | {"mixer": dict(mixers[kind])} for kind in kinds or [FULL] * depth]
-    return decoder_of(full, dim, layers, norm)
+    model = decoder_of(full, LLAMA, layer)
+    kinds = kinds or [FULL] * len(model["layers"])
+    positions = positions or dict.fromkeys((FULL, WINDOW), rope(full))
+    patterns: dict[str, ConfigView] = {FULL: {"kind": "causal"}}
+    if WINDOW in kinds:
+        patterns[WINDOW] = {"kind": "local", "window": full.integer("sliding_window")}
+    mixers = {kind: mixer | {"pattern": patterns[kind], "position": positions[kind]} for kind in patterns}
+    return model | {"layers": [layer | {"mixer": dict(mixers[kind])} for kind in kinds]}
 
 
 def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData:
@@ -237,14 +241,13 @@ def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData
     heads = full.integer("num_attention_heads")
     shared = full.get("num_key_value_heads")
     kv_heads = heads if shared is None else full.integer("num_key_value_heads")
-    width = dim // heads if full.get("head_dim") is None else full.integer("head_dim")
     projection: ConfigData = {"kind": "multi_head", "bias": biases[0]}
     if kv_heads != heads:
         projection |= {"kind": "grouped", "num_kv_heads": kv_heads}
     return {
         "kind": "softmax",
         "num_heads": heads,
-        "head_dim": width,
+        "head_dim": dim // heads if full.get("head_dim") is None else full.integer("head_dim"),
         "projection": projection,
         "bias": biases[1],
         "dropout": full.number("attention_dropout"),
@@ -256,27 +259,18 @@ def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData
 
 def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObject:
     """Return the settings of a LLaMA-like model, without the ``left_out`` settings and with the ``added`` ones."""
-    layers, layer = model["layers"], model["layers"][0]
-    mixer, feed_forward = layer["mixer"], layer["feed_forward"]
+    layers, mixer = model["layers"], model["layers"][0]["mixer"]
     projection = mixer["projection"].get("inner", mixer["projection"])
-    kinds = [WINDOW if one["mixer"]["pattern"]["kind"] == "local" else FULL for one in layers]
-    windows = {one["mixer"]["pattern"]["window"] for one in layers if one["mixer"]["pattern"]["kind"] == "local"}
-    settings = {
-        "vocab_size": model["input"]["vocab_size"],
-        "hidden_size": model["dim"],
-        "intermediate_size": feed_forward["hidden_dim"],
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": mixer["num_heads"],
+    patterns = [layer["mixer"]["pattern"] for layer in layers]
+    windows = {pattern["window"] for pattern in patterns if pattern["kind"] == "local"}
+    settings = LLAMA.written(model) | {
         "num_key_value_heads": projection.get("num_kv_heads", mixer["num_heads"]),
         "head_dim": mixer["head_dim"] or model["dim"] // mixer["num_heads"],
         "hidden_act": "silu",
-        "rms_norm_eps": layer["norm"]["eps"],
         "rope_parameters": rope_parameters(mixer["position"]),
         "attention_bias": projection["bias"],
-        "attention_dropout": mixer["dropout"],
-        "mlp_bias": feed_forward.get("bias", False),
-        "tie_word_embeddings": model["head"]["tied"],
-        "layer_types": kinds,
+        "mlp_bias": layers[0]["feed_forward"].get("bias", False),
+        "layer_types": [WINDOW if pattern["kind"] == "local" else FULL for pattern in patterns],
         "sliding_window": windows.pop() if len(windows) == 1 else None,
     }
     return {name: value for name, value in settings.items() if name not in left_out} | added
@@ -312,55 +306,28 @@ def _write_later_gemma(model: ConfigView) -> JsonObject:
     }
 
 
+def _write_llama(model: ConfigView) -> JsonObject:
+    return write_llama(model, "layer_types", "sliding_window")
+
+
+def write_mistral(model: ConfigView) -> JsonObject:
+    """Return the settings of Mistral."""
+    return write_llama(model, "mlp_bias", "attention_bias", "layer_types")
+
+
+def _write_qwen2(model: ConfigView) -> JsonObject:
+    return write_qwen(model, "attention_bias")
+
+
+ONE_WAY = {"use_bidirectional_attention": False}
 ARCHITECTURES = {
-    "llama": Decoder(
-        title="LLaMA",
-        member="rope",
-        model_class="LlamaForCausalLM",
-        defaults=DEFAULTS,
-        read=like_llama,
-        write=lambda model: write_llama(model, "layer_types", "sliding_window"),
-        keys=keys,
-    ),
-    "mistral": Decoder(
-        title="Mistral",
-        member="rope",
-        model_class="MistralForCausalLM",
-        defaults=MISTRAL,
-        read=_mistral,
-        write=lambda model: write_llama(model, "mlp_bias", "attention_bias", "layer_types"),
-        keys=keys,
-    ),
-    "qwen2": Decoder(
-        title="Qwen2",
-        member="rope",
-        model_class="Qwen2ForCausalLM",
-        defaults=QWEN,
-        read=_qwen2,
-        write=lambda model: write_qwen(model, "attention_bias"),
-        keys=keys,
-    ),
-    "qwen3": Decoder(
-        title="Qwen3",
-        member="rope",
-        model_class="Qwen3ForCausalLM",
-        defaults={**QWEN, "head_dim": 128},
-        read=_qwen3,
-        write=write_qwen,
-        keys=keys,
-    ),
+    "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
+    "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, _mistral, write_mistral, keys),
+    "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
+    "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
     **{
-        kind: Decoder(
-            title=title,
-            member="rope",
-            model_class=model_class,
-            defaults=defaults,
-            required={"use_bidirectional_attention": False},
-            read=read,
-            write=write,
-            keys=partial(keys, norm=ONE_PLUS),
-        )
-        for kind, title, model_class, defaults, read, write in (
+        kind: Decoder(title, "rope", model_class, table, read, write, partial(keys, norm=ONE_PLUS), required=ONE_WAY)
+        for kind, title, model_class, table, read, write in (
             ("gemma", "Gemma", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma),
             ("gemma2", "Gemma 2", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma),
             ("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma),

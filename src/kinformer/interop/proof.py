@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -206,11 +207,6 @@ def padding(model: Subject, tokens: Tensor, on_left: bool = True) -> Cases:
         yield f"{name}, the step after", last[row : row + 1], after
 
 
-def padding_right(model: Subject, tokens: Tensor) -> Cases:
-    """Yield what :func:`padding` does, with the padding behind the tokens."""
-    return padding(model, tokens, on_left=False)
-
-
 def packing(model: Subject, tokens: Tensor) -> Cases:
     """Yield the logits of two texts in one row, and the logits of each alone."""
     start = tokens.shape[1] // 2
@@ -234,7 +230,7 @@ LAWS: Mapping[str, Callable[[Subject, Tensor], Cases]] = {
     "causality": causality,
     "cache": cache,
     "padding left": padding,
-    "padding right": padding_right,
+    "padding right": partial(padding, on_left=False),
     "packing": packing,
     "batch": batch,
     "permutation": permutation,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import Any
+from typing import Any, NamedTuple
 
 from kinformer.interop.key_map import ConfigData, ConfigView
 from kinformer.runtime.errors import KinformerError
@@ -22,18 +22,6 @@ TOKENIZER, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safete
 """The names of the files in a folder of transformers."""
 DEPTH = 10_000
 """The largest number of layers; a config with more layers is damaged."""
-EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
-CAUSAL: Mapping[str, object] = {
-    "is_causal": True,
-    "layer_types": None,
-    "sliding_window": None,
-    "attention_chunk_size": None,
-    "kv_sharing_modes": None,
-}
-"""Settings that transformers reads in every architecture, and in every causal architecture.
-
-An architecture that does not read such a setting is imported with this value only.
-"""
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """The kinds of layers in the setting ``layer_types``."""
 
@@ -60,6 +48,18 @@ class Settings(dict[str, Any]):
             raise self.error(f"{name} is {excerpt(value)}, but must be a whole number from {minimum} to {maximum}.")
         return value
 
+    def count(self, name: str) -> int:
+        """Return a whole number of 0 or more."""
+        return self.integer(name, minimum=0)
+
+    def several(self, name: str) -> int:
+        """Return a whole number of 2 or more."""
+        return self.integer(name, minimum=2)
+
+    def optional(self, name: str) -> int | None:
+        """Return a whole number above 0; None for a missing setting and for null."""
+        return None if self.get(name) is None else self.integer(name)
+
     def number(self, name: str) -> float:
         """Return a number of at least 0 and below 1."""
         value = self.get(name)
@@ -80,6 +80,10 @@ class Settings(dict[str, Any]):
         if not isinstance(value, bool):
             raise self.error(f"{name} is {excerpt(value)}, but must be true or false.")
         return value
+
+    def truth(self, name: str) -> bool:
+        """Return whether a setting is true, or a value that counts as true."""
+        return bool(self.get(name))
 
     def choice(self, name: str, *names: str) -> str:
         """Return the setting ``name``, which must be one of ``names``."""
@@ -119,25 +123,78 @@ class Settings(dict[str, Any]):
         return value
 
 
-def complete(
-    config: Mapping[str, object],
-    place: Path,
-    defaults: Mapping[str, object],
-    required: Mapping[str, object] | None = None,
-    names: Mapping[str, str] | None = None,
-    causal: bool = True,
-) -> Settings:
-    """Return the settings of the ``config.json`` at ``place``, with ``defaults`` for missing settings.
+# Tables of settings, which are read in both directions.
 
-    Every setting that transformers reads must be in ``defaults``, or must have its only value in ``required``.
-    ``names``: further names of settings to their names in ``defaults``; transformers prefers the further names.
-    ``causal``: whether the model is causal.
+
+class At(NamedTuple):
+    """A setting whose value our config has, too: its ``default`` in transformers, and the ``paths`` of the value here.
+
+    Spaces separate the paths, dots their parts. A path through ``layers`` or ``further_mixers`` leads to the first; the
+    path "depth" stands for the number of layers. ``kind``: our values by theirs, or the function that reads the
+    setting; by default the type of ``default`` says it.
     """
-    full = Settings({**defaults, **config}, place)
-    full |= {ours: config[theirs] for theirs, ours in (names or {}).items() if config.get(theirs) is not None}
-    shared = {**EVERYWHERE, **(CAUSAL if causal else {})}
-    full.require({name: value for name, value in shared.items() if name not in defaults} | dict(required or {}))
-    return full
+
+    default: object
+    paths: str
+    kind: Mapping[str, str] | Callable[[Settings, str], object] | None = None
+
+
+class Table(dict[str, object]):
+    """Settings by name: an ``At``, or the default of a setting that an architecture reads by itself."""
+
+    def changed(self, **defaults: object) -> Table:
+        """Return the table with other or further settings; a plain value replaces the default of a setting."""
+        changed = Table(self | defaults)
+        for name, default in defaults.items():
+            if isinstance(old := self.get(name), At) and not isinstance(default, At):
+                changed[name] = old._replace(default=default)
+        return changed
+
+    def defaults(self) -> dict[str, object]:
+        """Return the default of every setting."""
+        return {name: one.default if isinstance(one, At) else one for name, one in self.items()}
+
+    def depth(self) -> str:
+        """Return the name of the number of layers."""
+        return next(name for name, one in self._places() if one.paths == "depth")
+
+    def fill(self, model: ConfigData, full: Settings) -> ConfigData:
+        """Put the settings ``full`` into our ``model``, which has one layer; return the model."""
+        for name, one in self._places():
+            kind = one.kind or _BY_TYPE[type(one.default)]
+            value = kind(full, name) if callable(kind) else full.named(name, kind)
+            for path in one.paths.split() if one.paths != "depth" else ():
+                *way, last = path.split(".")
+                _walk(model, way)[last] = value
+        return model
+
+    def written(self, model: ConfigView) -> JsonObject:
+        """Return the settings that our ``model`` has: the inverse of :meth:`fill`.
+
+        Errors: ``KeyError`` and ``TypeError`` for a model without them.
+        """
+        settings: JsonObject = {}
+        for name, one in self._places():
+            path = one.paths.split()[0]
+            value = len(model["layers"]) if path == "depth" else _walk(model, path.split("."))
+            settings[name] = {b: a for a, b in one.kind.items()}[value] if isinstance(one.kind, Mapping) else value
+        return settings
+
+    def _places(self) -> list[tuple[str, At]]:
+        return [(name, one) for name, one in self.items() if isinstance(one, At)]
+
+
+_BY_TYPE: dict[type, Callable[[Settings, str], object]] = {
+    bool: Settings.switch,
+    int: Settings.integer,
+    float: Settings.number,
+}
+
+
+def _walk(node: Any, way: Iterable[str]) -> Any:
+    for step in way:
+        node = node[step][0] if step in ("layers", "further_mixers") else node[step]
+    return node
 
 
 def read_table(path: Path) -> JsonObject:

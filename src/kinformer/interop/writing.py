@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from kinformer.core.config import find, from_dict, to_dict
 from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
 from kinformer.core.stack import ModelConfig
 from kinformer.interop.architecture import Architecture, Padding, Tensors
 from kinformer.interop.checkpoint import ARCHITECTURES, OURS
+from kinformer.interop.images import preprocessor
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.settings import CONFIG, GENERATION, INDEX, PREPROCESSOR, WEIGHTS, labels
-from kinformer.interop.vit import preprocessor
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import partial_of, require_utf8, save_tensors, write_json
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # The uses that transformers has classes for. A use ends the name of a class: "CausalLM" ends ``AutoModelForCausalLM``
 # and our ``KinformerForCausalLM``.
@@ -351,8 +351,6 @@ def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
 
     Errors: ``KinformerError`` for weights that it cannot hold.
     """
-    import torch
-
     kind = getattr(torch, dtype)
     changed = {name: one.to(kind) if one.dtype == torch.float32 else one for name, one in tensors.items()}
     for name, one in changed.items():

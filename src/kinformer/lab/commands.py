@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kinformer.lab.comparison.bench import Bench
     from kinformer.lab.comparison.record import Comparison
     from kinformer.lab.data.packed import Packed
-    from kinformer.lab.drawing.command import Drawing
+    from kinformer.lab.drawing.subject import Drawing
     from kinformer.lab.runs.describe import Description, MemberEstimate
     from kinformer.lab.runs.exporting import Exported, ExportedGraph
     from kinformer.lab.runs.importing import ImportedRun, Proof
@@ -182,10 +182,10 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     run: the run's folder.
     set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.lab.runs.run import STORES
+    from kinformer.lab.datastore.attach import attach_store
 
     opened = open_run(run)
-    model: Decoder | Encoder = STORES.attach(opened, opened.model(set))
+    model: Decoder | Encoder = attach_store(opened, opened.model(set), open_run)
     return model
 
 
@@ -264,8 +264,8 @@ def draw(subject: str | Path, **options: object) -> Drawing:
 
     Errors: ``KinformerError`` for a subject that cannot be drawn, and for options that do not go together.
     """
-    from kinformer.lab.drawing.command import draw
     from kinformer.lab.drawing.options import DrawOptions
+    from kinformer.lab.drawing.subject import draw
 
     return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
 
@@ -394,11 +394,11 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 def serve(run: str | Path, **options: object) -> None:
     """Answer HTTP requests for completions and chats by a trained run of next-token, until Ctrl-C, SIGTERM or SIGHUP.
 
-    options: see ``lab.serving.options.ServeOptions``; ``quiet`` is True.
+    options: see ``lab.runs.options.ServeOptions``; ``quiet`` is True.
 
     Errors: ``KinformerError`` for a run that cannot continue a text, a used address, and missing packages.
     """
-    from kinformer.lab.serving.options import ServeOptions
+    from kinformer.lab.runs.options import ServeOptions
     from kinformer.lab.serving.server import serve
 
     serve(run, request(ServeOptions, {"quiet": True, **options}, "serve"))
@@ -453,13 +453,13 @@ def trace(run: str | Path, text: str, **options: object) -> Trace:
         ``source`` covers the encoder.
     text: the text to trace; ``[MASK]`` stands for the mask token of a model with such a token.
     options: ``layers``, ``heads`` (numbers from 1; all), ``max_tokens`` (256), ``target``, ``set``, ``seed``,
-        ``device``, ``threads``; see ``lab.runs.trace_options.TraceOptions``.
+        ``device``, ``threads``; see ``lab.runs.options.TraceOptions``.
 
     Errors: ``KinformerError`` for a run that does not read text, for an empty text, and for numbers of missing layers
     or heads.
     """
+    from kinformer.lab.runs.options import TraceOptions
     from kinformer.lab.runs.trace import trace
-    from kinformer.lab.runs.trace_options import TraceOptions
 
     require_kind("text", text, str)
     return trace(run, text, request(TraceOptions, options, "trace"))

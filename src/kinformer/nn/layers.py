@@ -544,25 +544,25 @@ def _directed(config: Any, causal: bool) -> Any:
     return _in_kind(config, table["encoder_layer"][_COUNTERPARTS.get(config.kind, config.kind)], mixer=both)
 
 
-def _in_kind(config: Any, kind: type[Config], **given: object) -> Any:
-    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for those ``given``.
+def _in_kind(config: Any, kind: type[Config], **settings: object) -> Any:
+    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for these ``settings``.
 
     Errors: ``KinformerError`` for a setting that has no bidirectional form.
     """
-    known = field_types(kind)
+    fields = field_types(kind)
     default = {field.name: field.default for field in dataclasses.fields(config)}
     for name in field_types(type(config)):
         value = getattr(config, name)
-        if name in given or name == "impl":
+        if name in settings or name == "impl":
             continue
-        if name in known:
-            given[name] = _both_sides(value) if isinstance(value, Config) else value
+        if name in fields:
+            settings[name] = _both_sides(value) if isinstance(value, Config) else value
         elif value != default[name]:
             raise KinformerError(
                 f"causal is False, but {describe(config)} with {name} = {_short(value)} has no bidirectional form; "
-                f"the settings with one are {', '.join(known)}."
+                f"the settings with one are {', '.join(fields)}."
             )
-    return kind(**given)
+    return kind(**settings)
 
 
 def _both_sides(part: Any) -> Any:
@@ -689,7 +689,6 @@ _OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern",
 
 
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-<<<<<<< HEAD
     """Return ``settings`` by their paths in ``config``: its fields, those of its mixer, or those of any part inside.
 
     Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have.
@@ -748,15 +747,6 @@ def _summary(config: Config) -> list[str]:
         if value != getattr(default, name) or (name in _SHOWN and value is not None)
         for inner in [", ".join(_summary(value)) if isinstance(value, Config) else ""]
     ]
-=======
-    """Return ``settings`` by their paths in ``config``: its fields or, in a layer, the fields of its mixer."""
-    outer, mixer = field_types(type(config)), _mixer_config(config)
-    deeper = field_types(type(mixer)) if mixer is not config else {}
-    for name in settings:
-        if name not in outer and name not in deeper:
-            raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, [*outer, *deeper])}")
-    return {name if name in outer else f"{config.main_field}.{name}": value for name, value in settings.items()}
->>>>>>> msgs
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:

@@ -6,7 +6,9 @@ A file ``queue.py`` of the current folder would then replace Python's own module
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,3 +31,15 @@ def safe_path() -> Iterator[None]:
             os.environ.pop(_SAFE_PATH, None)
         else:
             os.environ[_SAFE_PATH] = before
+
+
+def end_with_parent() -> None:
+    """End this process of multiprocessing when its parent ends. The workers of a killed pool would wait for ever."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    if parent is not None:
+        threading.Thread(target=wait, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import parse_json
+from kinformer.runtime.parsing import parse_json, with_finite_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -131,8 +132,8 @@ def require_utf8(path: Path) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write ``data`` as indented JSON, atomically."""
-    text = json.dumps(data, indent=2) + "\n"
+    """Write ``data`` as indented JSON, atomically, with null in place of NaN and infinity."""
+    text = json.dumps(with_finite_numbers(data), indent=2) + "\n"
     write_atomic(path, lambda target: target.write_text(text, encoding="utf-8"))
 
 
@@ -144,7 +145,8 @@ def read_json(path: Path) -> Any:
 
 
 def signed(data: Mapping[str, object]) -> dict[str, object]:
-    """Return ``data`` with one more key, the checksum of all other keys."""
+    """Return ``data`` with one more key, the checksum of all other keys as :func:`write_json` writes them."""
+    data = with_finite_numbers(data)
     return {**data, CHECKSUM: json_digest(data)}
 
 
@@ -203,7 +205,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         try:
             save_file(tensors, target, extra)
         except SafetensorError as error:
-            raise OSError(0, str(error)) from error
+            raise OSError(0 if target.parent.exists() else errno.ENOENT, str(error)) from error
 
     write_atomic(path, write)
     return extra[DIGEST]

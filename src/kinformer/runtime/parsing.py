@@ -10,6 +10,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -58,19 +59,22 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
         raise KinformerError(f"{path}, line {number}: is not JSON ({error}); {remedy}.") from None
 
 
-def dump_json(data: object, indent: int | None = None) -> str:
-    """Return ``data`` as JSON text, with null in place of NaN and infinity, which JSON lacks."""
+def dump_json(data: object, indent: int | None = None, compact: bool = False) -> str:
+    """Return ``data`` as JSON text, with null in place of NaN and infinity, which JSON lacks; ``compact``: without
+    blanks."""
+    separators = (",", ":") if compact else None
     try:
-        return json.dumps(data, indent=indent, ensure_ascii=False, allow_nan=False)
+        return json.dumps(data, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return json.dumps(_with_finite_numbers(data), indent=indent, ensure_ascii=False)
+        return json.dumps(with_finite_numbers(data), indent=indent, separators=separators, ensure_ascii=False)
 
 
-def _with_finite_numbers(data: object) -> object:
-    if isinstance(data, dict):
-        return {name: _with_finite_numbers(value) for name, value in data.items()}
+def with_finite_numbers(data: Any) -> Any:
+    """Return ``data``, of lists and dicts, with None in place of NaN and infinity."""
+    if isinstance(data, Mapping):
+        return {name: with_finite_numbers(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_with_finite_numbers(value) for value in data]
+        return [with_finite_numbers(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import math
 import os
 import zipfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from kinformer.runtime.errors import KinformerError, marked, plural
+from kinformer.runtime.fields import Checked
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import dump_json
 
@@ -31,7 +31,7 @@ WriteRow = Callable[[Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionTable:
+class PredictionTable(Checked):
     """The option of an evaluation that also writes the prediction for every item."""
 
     predictions: str | None = None
@@ -41,6 +41,7 @@ class PredictionTable:
     def __post_init__(self) -> None:
         if self.predictions is not None:
             check_table("predictions", self.predictions)
+        super().__post_init__()
 
     def write_predictions(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write ``rows``, numbered from 1 as ``item``, if a file for the table was given."""
@@ -130,7 +131,7 @@ def flattened(row: Mapping[str, object]) -> dict[str, object]:
             for number, item in enumerate(value, start=1):
                 cells |= {key if number == 1 else f"{key}_{number}": inner for key, inner in item.items()}
         else:
-            cells[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list | Mapping) else value
+            cells[name] = dump_json(value) if isinstance(value, list | Mapping) else value
     return cells
 
 

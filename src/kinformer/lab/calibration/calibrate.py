@@ -17,9 +17,9 @@ from kinformer.generation.packed import pack
 from kinformer.lab.calibration.options import CalibrateOptions
 from kinformer.lab.calibration.risk import Samples, Tested, chosen, fixed_sequence, grid
 from kinformer.lab.calibration.search import Draw, outlook
+from kinformer.lab.data.files import spooled
 from kinformer.lab.evaluation.bits import Windows, measure
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved, with_rule
-from kinformer.lab.runs.files import spooled
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import EvaluationSettings, TextTable
 from kinformer.lab.tasks.texts import HeldOut, held_out, main_windows

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kinformer.lab.cli.options import CommonOptions, Printing, RunFolder
+from kinformer.lab.cli.form import CommonOptions, Printing, RunFolder
 from kinformer.lab.cli.output import print_json
 from kinformer.lab.runs.options import require_proof
 from kinformer.lab.training.logging import size

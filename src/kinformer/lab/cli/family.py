@@ -1,4 +1,7 @@
-"""The commands that describe the family: list (the members, the tasks or the kinds of parts) and show (one member).
+"""The commands that describe the family.
+
+list: the members, the tasks or the kinds of parts. show: one member. draw: attention patterns and encodings of
+positions as a picture.
 
 ``list`` does not import PyTorch for members and tasks.
 """
@@ -18,8 +21,9 @@ import tyro
 
 from kinformer.family.record import Member
 from kinformer.family.table import FAMILY, member, members
-from kinformer.lab.cli.options import CommonOptions
+from kinformer.lab.cli.form import CommonOptions
 from kinformer.lab.cli.output import print_json, print_table, runs
+from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.estimation.options import SubjectOptions
 from kinformer.lab.tasks.table import tasks
 from kinformer.lab.training.logging import size
@@ -325,3 +329,19 @@ def _rows(config: Config, indent: str, brief: bool) -> Iterator[tuple[str, str]]
                 yield from _rows(item, f"{indent}  ", brief)
         else:
             yield f"{indent}{name} = {to_dict(value)}", text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw(DrawOptions, CommonOptions):
+    """Draw who sees whom, and where things are: heads and layers side by side where they differ, once where not."""
+
+    def run(self) -> int:
+        """Draw the picture, print its file name, and return the exit status."""
+        from kinformer.lab.drawing.command import draw
+
+        drawing = draw(self)
+        if self.json:
+            print_json(drawing.facts)
+        else:
+            print(f"{drawing.out}: {drawing.title}", *drawing.lines, sep="\n  ")
+        return 0

@@ -1,4 +1,5 @@
-"""The form of a command: its options as the parser and the help see them, and the parsing of arguments into them."""
+"""The form of a command: its options as the parser, the help and the shell's completion see them, and the parsing of
+arguments into them."""
 
 from __future__ import annotations
 
@@ -7,19 +8,20 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.family.table import FAMILY
+from kinformer.lab.cli.output import print_json
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import RARE, KinformerError, nearest, spelled
-from kinformer.runtime.fields import field_docs
+from kinformer.runtime.errors import RARE, KinformerError, nearest, require_seed, spelled
+from kinformer.runtime.fields import Checked, field_docs
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_count, parse_toml
 
@@ -28,6 +30,41 @@ if TYPE_CHECKING:
 
 
 O = TypeVar("O")
+
+# The options that commands share.
+
+RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+Hidden = Annotated[Any, tyro.conf.Suppress]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Printing(Checked):
+    """The options of printing, which every command takes."""
+
+    json: bool = False
+    """Print one JSON object instead of text."""
+    quiet: bool = False
+    """Print only the result, without progress or notes."""
+    verbose: bool = False
+    """Print more: versions, device and threads at first, time and memory at the end, and after an error its traceback
+    and, with several processes, PyTorch's messages."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.toml")] = None
+    """Read options by name from this file, as in: batch_size = 16. Options on the command line take precedence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions(Printing):
+    """The options that every command with random numbers takes."""
+
+    seed: int = 0
+    """The seed of all random numbers."""
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        super().__post_init__()
+
+
+# The order of options in the help.
 
 FIRST = (
     "member", "folder", "folders", "inputs", "subject", "data", "split", "out", "prompt", "prompt_file",
@@ -94,9 +131,9 @@ def form_of(
     needed = [name for name in rest if not _has_default(by_name[name].default)]
     ordered = [by_name[name] for name in dict.fromkeys(flat + needed + rest)]
     groups = [
-        _group(title, [by_name[name] for name in names if name in by_name and name in named])
+        _group(title, [by_name[name] for name in names if name in named])
         for title, names in GROUPS.items()
-        if any(name in named and name in by_name for name in names)
+        if named & {*names}
     ]
     task_groups = [] if kind is None else list(_task_groups(kind, set(by_name), only))
     return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
@@ -286,20 +323,18 @@ def _number(text: str) -> float:
         raise ValueError(f"{text!r} is not a number, such as 3, 0.5 or 1e-3") from None
 
 
-_COUNT = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="N",
-    instance_from_str=lambda texts: parse_count(texts[0]),
-    is_instance=lambda value: value is None or isinstance(value, int),
-    str_from_instance=lambda value: [str(value)],
-)
-_NUMBER = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="X",
-    instance_from_str=lambda texts: _number(texts[0]),
-    is_instance=lambda value: value is None or isinstance(value, int | float),
-    str_from_instance=lambda value: [str(value)],
-)
+def _spec(metavar: str, parse: Callable[[str], object], kinds: tuple[type, ...]) -> PrimitiveConstructorSpec[Any]:
+    """Return the parser of one value of ``kinds``."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda texts: parse(texts[0]),
+        is_instance=lambda value: value is None or isinstance(value, kinds),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+_COUNT, _NUMBER = _spec("N", parse_count, (int,)), _spec("X", _number, (int, float))
 
 
 def option_docs(options: type) -> dict[str, str]:
@@ -338,7 +373,7 @@ def parse(
     shape = form_of(options, kind)
     written_options = list(arguments)
     before_dashes = written_options[: written_options.index("--")] if "--" in written_options else written_options
-    if (path := _config(before_dashes)) is not None:
+    if (path := _value_of("--config", before_dashes)) is not None:
         defaults, written = read(path, flags(shape))
         shape, written_options = form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
@@ -367,11 +402,8 @@ def named_tasks(arguments: Sequence[str]) -> list[str]:
 
     This does not import PyTorch.
     """
-    for index, argument in enumerate(arguments):
-        if argument == "--task" and index + 1 < len(arguments):
-            return [arguments[index + 1]]
-        if argument.startswith("--task="):
-            return [argument.removeprefix("--task=")]
+    if (task := _value_of("--task", arguments)) is not None:
+        return [task]
     for argument in arguments:
         if argument in FAMILY:
             return [FAMILY[argument].usual_task]
@@ -380,13 +412,13 @@ def named_tasks(arguments: Sequence[str]) -> list[str]:
     return []
 
 
-def _config(arguments: Sequence[str]) -> str | None:
-    """Return the file that ``--config`` names; None without the option."""
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """Return the value of an option in ``arguments``; None without the option."""
     for index, argument in enumerate(arguments):
-        if argument == "--config" and index + 1 < len(arguments):
+        if argument == flag and index + 1 < len(arguments):
             return arguments[index + 1]
-        if argument.startswith("--config="):
-            return argument.removeprefix("--config=")
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
     return None
 
 
@@ -449,27 +481,19 @@ def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object
             values = [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
             positional[flag.replace("-", "_")] = tuple(values) if hint == tuple[str, ...] else " ".join(values)
         elif hint is bool:
-            arguments += _switch(place, flag, value)
+            if not isinstance(value, bool):
+                raise KinformerError(f"{place} is {value!r} but must be true or false.")
+            arguments += [f"--{flag}"] * value
         else:
             arguments += [f"--{flag}={text}" for text in _texts(place, value)]
     return positional, arguments
 
 
-def _switch(place: str, flag: str, value: object) -> list[str]:
-    if not isinstance(value, bool):
-        raise KinformerError(f"{place} is {value!r} but must be true or false.")
-    return [f"--{flag}"] if value else []
-
-
 def _texts(place: str, value: object) -> list[str]:
     """Return an option's value as texts of the command line; a list or a table gives one text for each item."""
     if isinstance(value, dict):
-        return [f"{path}={_setting(item)}" for path, item in value.items()]
+        return [f"{path}={item if isinstance(item, str) else json.dumps(item)}" for path, item in value.items()]
     return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
-
-
-def _setting(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _text(place: str, value: object) -> str:
@@ -481,73 +505,49 @@ def _text(place: str, value: object) -> str:
 # Names of options in other tools: the error for such a name recommends the option of this command.
 
 OPTIONS = {
-    "learning-rate": "lr",
-    "batch": "batch-size",
-    "bs": "batch-size",
-    "max-steps": "steps",
-    "num-steps": "steps",
-    "iterations": "steps",
-    "iters": "steps",
-    "max-iters": "steps",
-    "max-tokens": "max-new-tokens",
-    "num-tokens": "max-new-tokens",
-    "max-length": "length",
-    "seq-len": "length",
-    "sequence-length": "length",
-    "block-size": "length",
-    "context-length": "length",
-    "context": "length",
-    "output": "out",
-    "output-dir": "out",
-    "save-dir": "out",
-    "dataset": "data",
-    "input": "data",
-    "wd": "weight-decay",
-    "warmup-steps": "warmup",
-    "optim": "optimizer",
-    "grad-clip": "clip",
-    "dtype": "precision",
-    "gpus": "devices",
-    "eval-every": "validate-every",
-    "save-every": "checkpoint-every",
-    "text": "prompt",
-    "temp": "temperature",
-    "num-samples": "samples",
-    "images": "max-items",
-    "limit": "max-items",
-    "max-samples": "max-items",
-    "sentences": "batch-size",
-    "rows": "batch-size",
+    theirs: ours
+    for ours, names in {
+        "lr": "learning-rate",
+        "batch-size": "batch bs sentences rows",
+        "steps": "max-steps num-steps iterations iters max-iters",
+        "max-new-tokens": "max-tokens num-tokens",
+        "length": "max-length seq-len sequence-length block-size context-length context",
+        "out": "output output-dir save-dir",
+        "data": "dataset input",
+        "weight-decay": "wd",
+        "warmup": "warmup-steps",
+        "optimizer": "optim",
+        "clip": "grad-clip",
+        "precision": "dtype",
+        "devices": "gpus",
+        "validate-every": "eval-every",
+        "checkpoint-every": "save-every",
+        "prompt": "text",
+        "temperature": "temp",
+        "samples": "num-samples",
+        "max-items": "images limit max-samples",
+    }.items()
+    for theirs in names.split()
 }
 """A name in another tool -> the option here. The suggestion is made if the command has this option."""
 
 MODEL = {
-    "dim": "dim",
-    "d-model": "dim",
-    "hidden-size": "dim",
-    "embed-dim": "dim",
-    "n-embd": "dim",
-    "dropout": "dropout",
-    "layers": "layers",
-    "num-layers": "layers",
-    "n-layers": "layers",
-    "n-layer": "layers",
-    "depth": "layers",
-    "heads": "layers.*.mixer.num_heads",
-    "num-heads": "layers.*.mixer.num_heads",
-    "n-heads": "layers.*.mixer.num_heads",
-    "n-head": "layers.*.mixer.num_heads",
-    "vocab-size": "input.vocab_size",
+    theirs: ours
+    for ours, names in {
+        "dim": "dim d-model hidden-size embed-dim n-embd",
+        "dropout": "dropout",
+        "layers": "layers num-layers n-layers n-layer depth",
+        "layers.*.mixer.num_heads": "heads num-heads n-heads n-head",
+        "input.vocab_size": "vocab-size",
+    }.items()
+    for theirs in names.split()
 }
 """A name in another tool -> the path in a member's config. The suggestion is made if the command takes ``--set``."""
 
 SENTENCES = {
-    "epochs": ("steps", "training does not count epochs; give --steps N or --minutes N."),
-    "epoch": ("steps", "training does not count epochs; give --steps N or --minutes N."),
-    "bf16": ("precision", "give --precision bf16-mixed."),
-    "fp16": ("precision", "give --precision bf16-mixed."),
-    "gpu": ("device", "give --device cuda."),
-    "cuda": ("device", "give --device cuda."),
+    **dict.fromkeys(("epochs", "epoch"), ("steps", "training does not count epochs; give --steps N or --minutes N.")),
+    **dict.fromkeys(("bf16", "fp16"), ("precision", "give --precision bf16-mixed.")),
+    **dict.fromkeys(("gpu", "cuda"), ("device", "give --device cuda.")),
     "cpu": ("device", "give --device cpu."),
 }
 """A name in another tool -> an option, and a sentence. The sentence is shown if the command has this option."""
@@ -576,3 +576,50 @@ def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | 
         if name in MODEL and "set" in valid_names:
             return f"{flag_text}: is not an option but part of the model; give --set {MODEL[name]}={value or 'VALUE'}."
     return None
+
+
+# ``kinformer completion bash|zsh``: a script for the shell; ``eval "$(kinformer completion bash)"`` loads it.
+
+_SCRIPT = """_kinformer() {{
+  local words
+  case "${{COMP_WORDS[1]}}" in
+{cases}
+    *) words="{commands}" ;;
+  esac
+  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _kinformer kinformer
+"""
+_ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(CommonOptions):
+    """Print a script that completes commands, members and options."""
+
+    shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]
+    """The shell that reads the script."""
+
+    def run(self) -> int:
+        """Print the completion script, or with ``--json`` the words of each command, and return 0."""
+        words_by_command = completions()
+        if self.json:
+            print_json(words_by_command)
+            return 0
+        cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
+        script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
+        print(_ZSH + script if self.shell == "zsh" else script, end="")
+        return 0
+
+
+def completions() -> dict[str, list[str]]:
+    """Return the words that may follow each command: its options, and the members if the command takes a member."""
+    from kinformer.lab.cli.main import COMMANDS
+
+    words_by_command = {}
+    for name, command in COMMANDS.items():
+        hints = flags(form_of(command.options(), command.tasks))
+        first = list(FAMILY) if "member" in hints else []
+        words_by_command[name] = first + [f"--{flag}" for flag, hint in hints.items() if not is_positional(hint)]
+    return words_by_command

@@ -72,7 +72,7 @@ COMMANDS = {
         computes=True,
     ),
     "launch": Command(
-        "launch:Options",
+        "train:Launch",
         "Print the command or script that starts a training on many machines, by torchrun or a scheduler.",
         "kinformer launch --to slurm --nodes 2 --processes 8 -- train gpt --config many.toml",
     ),
@@ -116,13 +116,13 @@ COMMANDS = {
         computes=True,
     ),
     "trace": Command(
-        "trace:Trace",
+        "using:Trace",
         "Show the attention of a trained run to a text, as an interactive page.",
         'kinformer trace runs/book "It was the best of times" --out trace.html',
         computes=True,
     ),
     "calibrate": Command(
-        "calibrate:Calibrate",
+        "using:Calibrate",
         "Find how early tokens may leave a run's layers at a bounded risk.",
         "kinformer calibrate runs/book --risk 0.05 --confidence 0.95",
         computes=True,
@@ -146,7 +146,7 @@ COMMANDS = {
         computes=True,
     ),
     "draw": Command(
-        "draw:Draw",
+        "family:Draw",
         "Draw attention patterns and position encodings as a picture.",
         "kinformer draw longformer --out longformer.png",
     ),
@@ -177,7 +177,7 @@ COMMANDS = {
         "kinformer verify runs/book",
     ),
     "completion": Command(
-        "completion:Completion",
+        "form:Completion",
         "Print a script that completes commands and options in your shell.",
         'eval "$(kinformer completion bash)"',
     ),

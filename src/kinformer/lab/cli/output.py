@@ -25,7 +25,7 @@ from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
 
 if TYPE_CHECKING:
-    from kinformer.lab.cli.options import Printing
+    from kinformer.lab.cli.form import Printing
 
 
 T = TypeVar("T")
@@ -162,6 +162,10 @@ def started(is_command: bool) -> Iterator[None]:
         yield
     finally:
         gc.enable()
+        if "triton" in sys.modules:
+            # Triton 3.9 prints a page of leaks at exit for each of its objects that Python does not collect, which it
+            # does not do with frozen objects. Without Triton the search would cost a short command its time.
+            gc.unfreeze()
 
 
 def set_up(computes: bool, is_command: bool, fast_products: bool = True) -> AbstractContextManager[None]:

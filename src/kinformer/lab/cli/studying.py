@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kinformer.lab.cli.options import CommonOptions
+from kinformer.lab.cli.form import CommonOptions
 from kinformer.lab.cli.output import print_blocks, print_json, print_table
 from kinformer.lab.comparison.options import BenchOptions, CompareOptions
 from kinformer.lab.estimation.options import EstimateOptions

@@ -1,8 +1,7 @@
-"""The commands that use a trained run: evaluate, generate, chat, predict, embed, serve and index."""
+"""The commands that use a trained run: evaluate, generate, chat, predict, embed, serve, index, trace and calibrate."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,10 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from kinformer.lab.cli.options import CommonOptions, Hidden, Printing, RunFolder
+from kinformer.lab.calibration.options import CalibrateOptions
+from kinformer.lab.cli.form import CommonOptions, Hidden, Printing, RunFolder
 from kinformer.lab.cli.output import print_blocks, print_json, printable
-from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, IndexOptions, PredictOptions
-from kinformer.lab.serving.options import ServeOptions
+from kinformer.lab.runs.options import (
+    EmbedOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    IndexOptions,
+    PredictOptions,
+    ServeOptions,
+    TraceOptions,
+)
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import absolute
@@ -149,15 +156,17 @@ AGAIN, END = "/new", "/quit"
 class Chat(GenerateOptions, Printing):
     """Continue a text in turns; the state is carried from turn to turn.
 
-    A line /new begins a new text; /quit, or the end of the input, ends the chat.
+    A model that was imported with a chat template answers messages instead. A line /new begins a new text; /quit, or
+    the end of the input, ends the chat.
     """
 
     folder: RunFolder
     """The run folder."""
-    before: str = ""
-    """The text before every line of yours; a backslash and n are a new line."""
-    after: str = "\\n"
-    """The text after every line of yours, which the run then continues; a backslash and n are a new line."""
+    before: str | None = None
+    """The text before every line of yours, in place of a chat template; a backslash and n are a new line."""
+    after: str | None = None
+    """The text after every line of yours, which the run then continues (a new line if not given), in place of a chat
+    template; a backslash and n are a new line."""
     samples: Hidden = 1
     json: bool = False
     """Print a JSON object for every turn, one on a line, instead of text at once."""
@@ -165,9 +174,14 @@ class Chat(GenerateOptions, Printing):
     def run(self) -> int:
         """Read lines and stream the continuation of each line, until the input ends."""
         from kinformer.lab.runs.inference import converse
+        from kinformer.lab.serving.fields import ChatTemplate
 
         stop = tuple(text.replace("\\n", "\n") for text in self.stop)
         conversation = converse(self.folder, replace(self, stop=stop))
+        run, template, messages = conversation.subject.run, None, list[dict[str, str]]()
+        if run.chat_template is not None and self.before is None and self.after is None:
+            template = ChatTemplate(run.chat_template, (), run.prompts.get("special_tokens"))
+        before, after = self.before or "", "\\n" if self.after is None else self.after
         asks = sys.stdout.isatty()
         while True:
             if asks:
@@ -180,12 +194,18 @@ class Chat(GenerateOptions, Printing):
                 return 0
             if line.strip() == AGAIN:
                 conversation.session = None
+                messages.clear()
                 continue
             line = line.rstrip("\r\n")
             try:
-                pieces = conversation.turn((self.before + line + self.after).replace("\\n", "\n"))
+                if template is None:
+                    pieces = conversation.turn((before + line + after).replace("\\n", "\n"))
+                else:
+                    messages.append({"role": "user", "content": line})
+                    messages.append({"role": "assistant", "content": ""})
+                    pieces = _noted(conversation.answer(template.prompt(messages[:-1])), messages[-1])
                 if self.json:
-                    print(json.dumps({"line": line, "text": "".join(pieces)}, ensure_ascii=False), end="")
+                    print(dump_json({"line": line, "text": "".join(pieces)}), end="")
                 else:
                     for piece in pieces:
                         print(piece, end="", flush=True)
@@ -194,8 +214,16 @@ class Chat(GenerateOptions, Printing):
             except KinformerError as error:
                 if not asks:
                     raise
+                del messages[-2:]
                 print(f"kinformer: {error} {AGAIN} begins a new text.", file=sys.stderr)
             print(flush=True)
+
+
+def _noted(pieces: Iterator[str], message: dict[str, str]) -> Iterator[str]:
+    """Yield ``pieces``, and add them to the content of ``message``."""
+    for piece in pieces:
+        message["content"] += piece
+        yield piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +279,7 @@ class Embed(EmbedOptions, Printing):
 
     def run(self) -> int:
         """Embed the items, and write every vector without delay."""
-        from kinformer.lab.runs.files import check_vectors, writing_vectors
-        from kinformer.lab.runs.inference import embeddings
+        from kinformer.lab.runs.inference import check_vectors, embeddings, writing_vectors
 
         _refuse_terminal(self.inputs)
         if self.out is not None:
@@ -324,4 +351,71 @@ class Index(IndexOptions, CommonOptions):
                 f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
                 "otherwise"
             )
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(TraceOptions, Printing):
+    """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
+
+    folder: RunFolder
+    """The run folder."""
+    text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = None
+    """The text; - reads standard input."""
+    file: str | None = None
+    """A file with the text."""
+    out: str | None = None
+    """The file to write: .html, an interactive page, or .npz, all tensors; if not given, RUN.html in this folder, or
+    no file with --json."""
+
+    def run(self) -> int:
+        """Trace the text, write the page or the arrays, and print a line about each mixer."""
+        from kinformer.lab.runs.trace import check, facts_of, lines_of, trace, write
+
+        default = None if self.json else f"{Path(self.folder).name}.html"
+        out = self.out or default
+        if out is not None:
+            check(Path(out))
+        traced = trace(self.folder, self._text(), self)
+        if out is not None:
+            write(traced, Path(out))
+        if self.json:
+            print_json({"out": out} | facts_of(traced))
+        else:
+            print(f"{out}: {traced.title}", *lines_of(traced), sep="\n  ")
+        return 0
+
+    def _text(self) -> str:
+        if (self.text is None) == (self.file is None):
+            raise KinformerError("there must be one text to trace; give TEXT, - for standard input, or --file PATH.")
+        if self.file is not None:
+            from kinformer.lab.data.files import plain_bytes, reading_corpus
+
+            with reading_corpus(self.file):
+                return plain_bytes(Path(self.file)).decode("utf-8")
+        return sys.stdin.read() if self.text == "-" else str(self.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(CalibrateOptions, Printing):
+    """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
+
+    A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
+    0 and 1: the difference between the text with early exits and the text of all layers (textual), or how much worse
+    the text with early exits is (risk).
+    With --search, thresholds of every exit are found by their cost in bits per byte instead.
+    """
+
+    folder: RunFolder
+    """The run folder."""
+
+    def run(self) -> int:
+        """Calibrate the run, print the result, and return the exit status."""
+        from kinformer.lab.calibration.calibrate import calibrate
+
+        result = calibrate(self.folder, self, quiet=self.json or self.quiet)
+        if self.json:
+            print_json(result.facts)
+        else:
+            print_blocks(result.text)
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from kinformer.lab.comparison import words
 from kinformer.lab.comparison.record import Comparison, EntrantRecord, MachineFacts, Point, mean_of
 from kinformer.lab.comparison.speed import described
 from kinformer.lab.comparison.words import RESOLUTION, Measure, resolution, shown, unit_of
-from kinformer.lab.drawing.style import figure
+from kinformer.lab.drawing.plots import figure
 from kinformer.lab.drawing.text import SEEN
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
+from kinformer.runtime.parsing import dump_json
 
 # Curves as SVG made by matplotlib, in the page's colours, with a label at every point.
 
@@ -402,7 +402,7 @@ def page(comparison: Comparison) -> str:
         sheets=[(entrant, entrant.facts or {}, _facts(entrant)) for entrant in ordered(comparison)],
         verdicts=VERDICTS,
         command=comparison.command,
-        json=lambda data: json.dumps(data, indent=1, ensure_ascii=False),
+        json=lambda data: dump_json(data, indent=1),
         machine=machine,
         style=Markup((ASSETS / "style.css").read_text(encoding="utf-8")),
         script=Markup((ASSETS / "script.js").read_text(encoding="utf-8")),

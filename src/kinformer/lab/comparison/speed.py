@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer import __version__
 from kinformer.lab.comparison import works
-from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
-from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds
+from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds, key_of
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
-from kinformer.runtime.children import safe_path
+from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.processor import processor
 from kinformer.runtime.progress import note
@@ -146,6 +146,7 @@ def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.
 def _begin(threads: int) -> None:
     from kinformer.runtime.process import begin_process
 
+    end_with_parent()
     begin_process()
     torch.set_num_threads(threads)
 
@@ -325,7 +326,7 @@ def _measured(
     if not missing:
         return
     chosen = missing if subjects[0] in missing else [subjects[0], *missing]
-    models: dict[str, works.Timed] = {}
+    models: dict[str, nn.Module] = {}
     for contestant in chosen:
         with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 import sysconfig
+import tempfile
 import time
 from array import array
 from bisect import bisect_right
@@ -345,13 +347,17 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink()
 
 
-def remove_abandoned(folder: Path) -> None:
-    """Remove the files and folders that processes left in ``folder`` when they died while writing them."""
+def remove_abandoned(folder: Path, seconds: float = _SECONDS_TO_LOCK) -> None:
+    """Remove the files and folders that processes left in ``folder`` when they died while writing them.
+
+    A file that is younger than ``seconds`` stays, because its process may be about to lock it; a caller that has locked
+    the folder gives 0.
+    """
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                if time.time() - os.fstat(handle).st_mtime > _SECONDS_TO_LOCK and take(handle):
+                if time.time() - os.fstat(handle).st_mtime >= seconds and take(handle):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             finally:
                 os.close(handle)
@@ -368,6 +374,16 @@ def spool(stream: BinaryIO, folder: Path) -> Path:
     if not path.stat().st_size:
         raise KinformerError("standard input is empty; pipe in text or bytes.")
     return path
+
+
+@contextmanager
+def spooled(data: str | None) -> Iterator[str | None]:
+    """Yield ``data``, or for "-" the path of a temporary file that holds all of standard input."""
+    if data != "-":
+        yield data
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(spool(sys.stdin.buffer, Path(folder)))
 
 
 def single_file(path: Path) -> SourceFile:

@@ -17,12 +17,13 @@ import struct
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -86,6 +87,26 @@ def hash_order(keys: Sequence[bytes]) -> np.ndarray:
     """Return indices in the order of the keys' hashes, int64: the same shuffle on every machine."""
     hashes = [blake2b(key, digest_size=16).digest() for key in keys]
     return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)
+
+
+def hold_out(present: Collection[str], train: np.ndarray, share: float, once: bool) -> dict[str, np.ndarray]:
+    """Return the indices of the splits that are not ``present``, in the training data, and of the rest of these data.
+
+    ``train``: the indices of the training data, of which each missing split takes the next ``share``. ``once``: one
+    share is both validation and test.
+    """
+    count, rows = math.ceil(share * len(train)), dict[str, np.ndarray]()
+    for name in ("test", "validation"):
+        if once and name == "validation" and "test" not in present and name not in present:
+            rows[name] = rows["test"]
+        elif name not in present:
+            rows[name], train = train[:count], train[count:]
+    return rows | {"train": train}
+
+
+def ordered(labels: Collection[str]) -> list[str]:
+    """Return labels by number where all are numbers, else by letter."""
+    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
 # Files in the IDX format, in which MNIST and its relatives come, plain or compressed by gzip.
@@ -470,30 +491,23 @@ def write_png(path: Path, pixels: np.ndarray) -> None:
         picture.save(file, "PNG")
 
 
-class _decoding:  # noqa: N801 (used as a function)
+@contextmanager
+def _decoding(path: Path) -> Iterator[None]:
     """Report Pillow's errors about a damaged file as one sentence, or name the content of a file without a picture.
-    Pillow's warnings of size are errors."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.reading = reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it")
-        self.caught = warnings.catch_warnings()
+    Pillow's warnings of size are errors.
+    """
+    from PIL import UnidentifiedImageError
 
-    def __enter__(self) -> None:
-        self.reading.__enter__()
-        self.caught.__enter__()
+    with reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*decompression bomb.*")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        from PIL import UnidentifiedImageError
-
-        self.caught.__exit__(kind, error, trace)
-        if isinstance(error, UnidentifiedImageError) and (what := content_of(self.path)) not in (None, *_PICTURES):
-            raise KinformerError(f"{self.path}: is {what}, not a picture; give a PNG or JPEG.") from None
-        return self.reading.__exit__(kind, error, trace)
+        try:
+            yield
+        except UnidentifiedImageError:
+            if (what := content_of(path)) in (None, *_PICTURES):
+                raise
+            raise KinformerError(f"{path}: is {what}, not a picture; give a PNG or JPEG.") from None
 
 
 def _keys(files: Sequence[SourceFile]) -> list[bytes]:
@@ -749,7 +763,7 @@ def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | Non
 
     def fill(folder: Path) -> dict[str, object]:
         images = _find(path, files, size)
-        classes = _ordered({label for part in images.parts.values() for label in part.labels or ()})
+        classes = ordered({label for part in images.parts.values() for label in part.labels or ()})
         for split, (part, order) in _held_out(images.parts, holdout, str(path)).items():
             _write(folder, split, part, order, images.shape, classes)
         return {"classes": classes, "notes": images.notes}
@@ -800,25 +814,15 @@ def _write(
         np.save(folder / f"{split}.labels.npy", np.array([numbers[part.labels[index]] for index in order], np.int64))
 
 
-def _ordered(labels: set[str]) -> list[str]:
-    """Return labels by number where all are numbers, else by letter."""
-    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
-
-
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
-    """Return for each split the part that holds its images, and their indices in it; missing splits come out of the
-    training images."""
+    """Return for each split the part that holds its images, and their indices in it."""
     train = hash_order(parts["train"].keys())
-    usual = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW
-    count = math.ceil((usual if holdout is None else holdout) * len(train))
-    held_out: dict[str, tuple[Part, np.ndarray]] = {}
-    for name in ("test", "validation"):
-        if name in parts:
-            held_out[name] = parts[name], np.arange(len(parts[name]))
-        elif holdout is not None and name == "validation" and "test" not in parts:
-            held_out[name] = held_out["test"]
-        else:
-            held_out[name], train = (parts["train"], train[:count]), train[count:]
-    if not len(train):
+    if holdout is None:
+        share, once = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW, False
+    else:
+        share, once = holdout, True
+    rows = hold_out(parts, train, share, once)
+    if not len(rows["train"]):
         raise KinformerError(f"{place}: too few images ({len(parts['train'])}) to hold some out; give more.")
-    return {"train": (parts["train"], train), **held_out}
+    whole = {name: (part, np.arange(len(part))) for name, part in parts.items()}
+    return whole | {name: (parts["train"], indices) for name, indices in rows.items()}

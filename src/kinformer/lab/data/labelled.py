@@ -11,8 +11,8 @@ hash of the text.
 
 from __future__ import annotations
 
+import codecs
 import csv
-import math
 import re
 import sys
 from array import array
@@ -38,7 +38,7 @@ from kinformer.lab.data.files import (
     single_file,
     stored,
 )
-from kinformer.lab.data.images import SPLITS
+from kinformer.lab.data.images import SPLITS, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.fields import require_path
@@ -144,7 +144,7 @@ _SPLITS = ("train", "validation", "test")
 
 TEXT_NAMES, LABEL_NAMES = ("text", "sentence"), ("label",)
 TableFormat = Literal["tsv", "csv", "jsonl"]
-BOM = b"\xef\xbb\xbf"
+BOM, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _LOOKED_AT, _MOST_BYTES, _FEWEST_ROWS = 1000, 1 << 22, 8
 """How many rows are looked at to find out whether the first line is a header, and how many it takes to tell."""
 _NAME = re.compile(r"(?!\d)\w[\w.()/#-]*( [\w.()/#-]+){0,2}")
@@ -189,7 +189,9 @@ def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns
     """
     if format == "jsonl":
         return _objects(lines_of(stream, place), place, columns)
-    return _cells(read_cells(stream, place, format), place, columns, _seekable(stream))
+    # Rows of a pipe come one by one and are answered at once, so they are not read ahead.
+    ahead = bool(getattr(stream, "seekable", lambda: True)())
+    return _cells(read_cells(stream, place, format), place, columns, ahead)
 
 
 def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
@@ -209,23 +211,28 @@ def columns_taken(path: Path, format: TableFormat, columns: Columns) -> str:
 
 
 def lines_of(stream: Iterable[bytes], place: str = "") -> Iterator[bytes]:
-    """Yield the lines without their ends and without a byte order mark; a carriage return alone also ends a line.
-    ``place`` names the stream where it is refused because it is UTF-16."""
-    for number, line in enumerate(stream):
-        if not number:
-            line = _without_mark(line, place)
+    """Yield the lines of UTF-8, or of UTF-16 that begins with a byte order mark, as UTF-8 without their ends and
+    without the mark; a carriage return alone also ends a line. ``place`` names the stream in messages."""
+    for line in _utf8(stream, place):
         yield from line.splitlines()
 
 
-def _without_mark(line: bytes, place: str) -> bytes:
-    if place and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise KinformerError(f"{place}: is UTF-16 text; convert it first, as with iconv -f UTF-16 -t UTF-8.")
-    return line.removeprefix(BOM)
-
-
-def _seekable(stream: Iterable[bytes]) -> bool:
-    """Return whether rows can be read ahead: the rows of a pipe come one by one, and each is answered at once."""
-    return bool(getattr(stream, "seekable", lambda: True)())
+def _utf8(stream: Iterable[bytes], place: str) -> Iterator[bytes]:
+    """Yield the lines of ``stream`` with their ends, in UTF-8 and without a byte order mark."""
+    parts = iter(stream)
+    first = next(parts, b"")
+    if not first.startswith(UTF16_MARKS):
+        yield from chain([first.removeprefix(BOM)] if first else [], parts)
+        return
+    decoder, rest = codecs.getincrementaldecoder("utf-16")(), ""
+    try:
+        for part in chain([first], parts, [b""]):
+            *lines, rest = (rest + decoder.decode(part, final=not part)).split("\n")
+            yield from (f"{line}\n".encode() for line in lines)
+    except UnicodeDecodeError as error:
+        raise KinformerError(f"{place}: begins as UTF-16 but is not ({error.reason}); convert it to UTF-8.") from None
+    if rest:
+        yield rest.encode()
 
 
 def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[bytes]]]:
@@ -247,16 +254,32 @@ def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iter
 def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     for number, line in enumerate(lines_of(stream, place), start=1):
         if line:
-            yield number, line.split(b"\t")
+            yield number, cells_of(line)
+
+
+def cells_of(line: bytes) -> list[bytes]:
+    """Return the cells of a line of TSV. Quotes are text, unless they quote as in CSV: around a tab, around quotes that
+    are doubled, or around every cell."""
+    cells = line.split(b"\t")
+    if not any(cell.startswith(b'"') for cell in cells):
+        return cells
+    limit = csv.field_size_limit(_LONGEST_CELL)
+    try:
+        row = next(csv.reader([line.decode("utf-8", "surrogateescape")], delimiter="\t", strict=True))
+    except csv.Error:
+        return cells
+    finally:
+        csv.field_size_limit(limit)
+    quoted = [len(cell) > 1 and cell.startswith(b'"') and cell.endswith(b'"') for cell in cells]
+    doubled = any(one and b'""' in cell[1:-1] for one, cell in zip(quoted, cells, strict=True))
+    if len(row) == len(cells) and not doubled and not all(quoted):
+        return cells
+    return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
 
 def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the rows of CSV, whose quoted cells may hold line ends; bytes outside UTF-8 pass unchanged."""
-    lines = (
-        (line if number else _without_mark(line, place)).decode("utf-8", "surrogateescape")
-        for number, line in enumerate(stream)
-    )
-    rows = csv.reader(lines, strict=True)
+    rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in _utf8(stream, place)), strict=True)
     while True:
         number = rows.line_num + 1
         limit = csv.field_size_limit(_LONGEST_CELL)  # the usual limit of 131,072 characters is less than a document
@@ -540,8 +563,8 @@ def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -
 
 def _file(path: str) -> TextItem:
     refuse_packed(Path(path))
-    with reading_corpus(path):
-        return TextItem(path, _decoded(Path(path).read_bytes().removeprefix(BOM), path).strip())
+    with reading_corpus(path), open(path, "rb") as file:
+        return TextItem(path, _decoded(b"".join(_utf8(file, path)), path).strip())
 
 
 def _decoded(text: bytes, place: str) -> str:
@@ -667,7 +690,7 @@ def open_labelled(
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
     names = examples_of["train"].names  # of all splits
-    classes = _ordered(set(names))
+    classes = ordered(set(names))
     if len(classes) < 2:
         raise KinformerError(
             f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
@@ -683,11 +706,6 @@ def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[li
             yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
 
     return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
-
-
-def _ordered(labels: set[str]) -> list[str]:
-    """Return labels by number where all are numbers, else by letter."""
-    return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
 
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
@@ -724,25 +742,17 @@ def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
         raise KinformerError(
             f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
         )
-    with reading_corpus(file.path):
-        return Example(Path(file.path).read_bytes().removeprefix(BOM), label)
+    with reading_corpus(file.path), open(file.path, "rb") as lines:
+        return Example(b"".join(_utf8(lines, file.path)), label)
 
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
     """Return the splits, missing ones taken from the rest of the data in the order of the texts' hashes."""
-    train = parts["train"].by_hash()
-    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(train))
-    held_out: BySplit = {}
-    for name in ("test", "validation"):
-        if name in parts:
-            held_out[name] = parts[name]
-        elif holdout is not None and name == "validation" and "test" not in parts:
-            held_out[name] = held_out["test"]
-        else:
-            held_out[name], train = parts["train"].taken(train[:count]), train[count:]
-    if not len(train):
+    share = HELD_OUT if holdout is None else holdout
+    rows = hold_out(parts, parts["train"].by_hash(), share, holdout is not None)
+    if not len(rows["train"]):
         raise KinformerError(f"{place}: too few examples ({len(parts['train'])}) to hold some out; give more data.")
-    return {"train": parts["train"].taken(train), "validation": held_out["validation"], "test": held_out["test"]}
+    return {name: parts["train"].taken(rows[name]) if name in rows else parts[name] for name in _SPLITS}
 
 
 def _table(path: Path, columns: Columns) -> Iterator[Example]:

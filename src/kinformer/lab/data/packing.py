@@ -41,9 +41,10 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES, TOKENIZER_FILE, UNFINISHED, Packed
 from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, text_pieces
-from kinformer.runtime.children import safe_path
+from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, nearest, plural, require, require_share
 from kinformer.runtime.files import (
+    CHECKSUM,
     absolute,
     locked,
     read_json,
@@ -450,7 +451,8 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
     data = fingerprint_of(files)
     plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "pieces": len(pieces)}
     plan["tokenizer"] = tokenizer.fingerprint
-    _begin(out, plan, tokenizer)
+    if (manifest := _begin(out, plan, tokenizer)) is not None:
+        return manifest
     waiting = [number for number in range(len(pieces)) if not _done(out, number)]
     progress(len(pieces) - len(waiting), len(pieces))
     jobs = [(out, number, pieces[number], packing) for number in waiting]
@@ -517,15 +519,16 @@ def _line_end(extent: Extent, position: int) -> int:
     return position + min(inside, 3)
 
 
-def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
-    """Begin or continue to pack into ``out``; refuse a folder that holds something else."""
-    if (out / MANIFEST).exists():
+def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> dict[str, object] | None:
+    """Begin or continue to pack into ``out``, which the caller has locked; refuse a folder that holds something else.
+    Return the manifest of a packing that only has to be cleaned up."""
+    place = out / UNFINISHED
+    if (out / MANIFEST).exists() and not place.exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
     if out.exists() and not out.is_dir():
         raise KinformerError(f"`out` {out}: is a file; give a new folder.")
     out.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(out)
-    place = out / UNFINISHED
+    remove_abandoned(out, 0.0)
     if place.exists():
         started = read_json(place)
         require_signature(started, place, required=True)
@@ -536,9 +539,16 @@ def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> None:
             )
     elif any(out.iterdir()):
         raise KinformerError(f"`out` {out}: is not empty; give a new folder.")
+    if (out / MANIFEST).exists():
+        manifest: dict[str, object] = read_json(out / MANIFEST)
+        require_signature(manifest, out / MANIFEST, required=True)
+        del manifest[CHECKSUM]
+        _remove_records(out)
+        return manifest
+    write_json(place, signed(plan))
     if isinstance(tokenizer, FileTokenizer):
         tokenizer.save(out / TOKENIZER_FILE)
-    write_json(place, signed(plan))
+    return None
 
 
 def _done(out: Path, number: int) -> bool:
@@ -577,7 +587,8 @@ def _worked(jobs: Sequence[tuple[Path, int, Piece, Packing]], workers: int) -> I
 
 
 def _begin_worker() -> None:
-    """Let a tokenizer use one thread in this process, which is one of several."""
+    """Let a tokenizer use one thread in this process, which is one of several and ends with its parent."""
+    end_with_parent()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -602,11 +613,16 @@ def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, toke
     if packing.holdout is not None:
         splits["test"] = splits["validation"]
     write_json(out / MANIFEST, signed(manifest))
-    for path in [*out.glob("piece-*.json"), *out.glob("*-[0-9]*.*.npy"), out / UNFINISHED]:
-        path.unlink()
+    _remove_records(out)
     if not sum(record["train"]["tokens"] for record in records if "train" in record):
         raise KinformerError(f"{packing.data}: does not hold text to train on; give more data.")
     return manifest
+
+
+def _remove_records(out: Path) -> None:
+    """Remove the files that only packing needed, the plan as the last one."""
+    for path in [*out.glob("piece-*.json"), *out.glob("*-[0-9]*.*.npy"), out / UNFINISHED]:
+        path.unlink()
 
 
 def _joined(out: Path, split: str, numbers: Sequence[int], shards: Sequence[JsonObject]) -> dict[str, object]:
@@ -683,7 +699,8 @@ def pack_stream(
     tokenizer = tokenizer_of(packing)
     data = documents.fingerprint(packing.text_field)
     plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "tokenizer": tokenizer.fingerprint}
-    _begin(out, plan, tokenizer)
+    if (manifest := _begin(out, plan, tokenizer)) is not None:
+        return manifest
     number = next(number for number in itertools.count() if not _done(out, number))
     documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})
     while texts := documents.piece(packing):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.labelled import UTF16_MARKS, cells_of
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import parse_json_line
@@ -126,7 +127,7 @@ def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, lis
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        cells = line.split("\t")
+        cells = [cell.decode() for cell in cells_of(line.encode())]
         if len(cells) != 2:
             raise KinformerError(
                 f"{path}, line {number}: has {plural(len(cells), 'column')} where 2 are expected, a source and its "
@@ -365,7 +366,7 @@ def _text(path: Path) -> str:
     """Return the text of a file, unpacked and decoded."""
     data = read_unpacked(path)
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-16" if data.startswith(UTF16_MARKS) else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise KinformerError(

@@ -34,9 +34,6 @@ from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note, note_once
 from kinformer.runtime.tables import check_ratio
 
-# Sound as samples: files, sampling rates, and the tones of telephone keys.
-
-
 # Another sampling rate by a windowed sinc, for sound at once or piece by piece (Smith 2002, Digital Audio Resampling).
 #
 #     y(m) = sum over n of x(n) h(m from/to - n),   h(t) = c sinc(c t) cos^2(pi c t / 2 Z)   for |c t| < Z
@@ -125,7 +122,9 @@ def sound_info(path: str | Path) -> SoundInfo:
         _require_length(Path(path))
         try:
             with wave.open(str(path), "rb") as file:
-                info = _info(file)
+                if not 1 <= file.getsampwidth() <= 4:
+                    raise wave.Error(f"samples of {plural(file.getsampwidth(), 'byte')}")
+                info = SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
         except (wave.Error, EOFError) as error:
             about = _by_soundfile(path, error, "info")
             info = SoundInfo(about.samplerate, about.frames, about.channels)
@@ -159,12 +158,6 @@ def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
         bad = int(np.flatnonzero(~np.isfinite(samples))[0])
         raise KinformerError(f"{path}: sample {bad} is {samples[bad]}, but all must be finite; record it again.")
     return samples, info.rate
-
-
-def _info(file: wave.Wave_read) -> SoundInfo:
-    if not 1 <= file.getsampwidth() <= 4:
-        raise wave.Error(f"samples of {plural(file.getsampwidth(), 'byte')}")
-    return SoundInfo(file.getframerate(), file.getnframes(), file.getnchannels())
 
 
 def _require_length(path: Path) -> None:
@@ -631,7 +624,8 @@ def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str
     for name in ("test", "validation"):
         if by_split[name]:
             continue
-        if name == "validation" and holdout.share is not None and not chosen and not _has_split(clips, "test"):
+        has_test = bool(chosen) or any(clip.split == "test" for clip in clips)
+        if name == "validation" and holdout.share is not None and not has_test:
             by_split[name] = by_split["test"]
         else:
             by_split[name], order = order[:count], order[count:]
@@ -640,10 +634,6 @@ def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str
     if not train:
         raise KinformerError(f"{place}: too few clips ({len(clips)}) to hold some out; give more data.")
     return {"train": train, "validation": by_split["validation"], "test": by_split["test"]}
-
-
-def _has_split(clips: Sequence[Clip], split: str) -> bool:
-    return any(clip.split == split for clip in clips)
 
 
 def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
@@ -817,11 +807,8 @@ def _tones(options: SoundOptions) -> Sound:
     splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
     least, most = Calls.keys(options.join)
     name = f"{DTMF}-{least}-{most}"
-    return Sound(DTMF, "1", name, RATE, options.units or LABELS, _with_space(KEYS, options.units), splits)
-
-
-def _with_space(symbols: Sequence[str], unit: str | None) -> tuple[str, ...]:
-    return (*([" "] if unit == CHARACTERS else []), *symbols)
+    symbols = (" ", *KEYS) if options.units == CHARACTERS else KEYS
+    return Sound(DTMF, "1", name, RATE, options.units or LABELS, symbols, splits)
 
 
 def _tell_resampled(name: str, rates: Sequence[int], rate: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -91,9 +93,10 @@ def _is_bounded(steps: list[_Replacement], first: int) -> bool:
 
 
 PIECE, MOST_TOKENS = 1 << 16, 1 << 24
-_MOST_BYTES, _NEIGHBOURS = 4, 8
-"""The most bytes of a character in UTF-8, and how many ids before a token are decoded with the token."""
+_NEIGHBOURS = 8
+"""How many ids before a token are decoded with the token."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
 
@@ -211,6 +214,8 @@ class FileTokenizer:
         with _library_errors(path, "is not a tokenizer.json", "give one made by tokenizers"):
             self._tokenizer = library.Tokenizer.from_buffer(self.source)
         require_bounded(path, self._tokenizer)
+        decoder = b"" if self._tokenizer.decoder is None else self._tokenizer.decoder.__getstate__()
+        self._byte_level, self._fallback = b'"ByteLevel"' in decoder, b'"ByteFallback"' in decoder
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
@@ -242,9 +247,28 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``."""
+        """Return the text of ``tokens``, with U+FFFD in place of invalid text."""
+        ids = [int(token) for token in tokens]
+        text = self.library_text(ids)
+        if not (self._fallback and _REPLACEMENT in text):
+            return text
+        # The library replaces the valid bytes beside an invalid byte too, which a stream has already shown.
+        stream = self.stream()
+        return "".join([*map(stream.feed, ids), stream.finish()])
+
+    def library_text(self, ids: list[int]) -> str:
+        """Return the text of ``ids`` by the library ``tokenizers``."""
         with _library_errors("the tokenizer", "cannot decode these tokens", "give another one"):
-            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token that may hold a part of a character; None for a token of whole characters."""
+        spelled = self._tokenizer.id_to_token(token) or ""
+        if self._byte_level:
+            values = [_byte_values().get(sign) for sign in spelled]
+            return bytes(value for value in values if value is not None) if None not in values else spelled.encode()
+        match = _FALLBACK.fullmatch(spelled) if self._fallback else None
+        return None if match is None else bytes.fromhex(match[1])
 
     def spelled(self) -> tuple[list[str], bool]:
         """Return how each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks a
@@ -280,49 +304,46 @@ def file_fingerprint(source: bytes) -> str:
     return "sha256:" + sha256(source).hexdigest()
 
 
+@lru_cache(maxsize=1)
+def _byte_values() -> dict[str, int]:
+    """Return the byte of each sign of byte-level vocabularies: GPT-2 spells printable bytes as their Latin-1
+    characters, and the other bytes, in order, as the characters from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
 class FileStream:
-    """A decoder of the newest ids beside the last ones before them, since a token's text depends on its neighbours:
-    WordPiece joins words, and the decoders of LLaMA 2 and Mistral drop the blank at the beginning of a text.
+    """A decoder that passes the bytes of tokens to a decoder of UTF-8, which shows U+FFFD as soon as bytes cannot
+    become a character. Tokens without bytes are decoded beside the ids before them, since their text depends on their
+    neighbours: WordPiece joins words, and the decoders of LLaMA 2 and Mistral drop the blank at the beginning of a
+    text.
 
     ``before``: ids that stand before the first one, such as the prompt's.
     """
 
     def __init__(self, tokenizer: FileTokenizer, before: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._before, self._waiting = self._tail([int(token) for token in before]), list[int]()
+        self._tokenizer, self._utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
+        self._before = [int(token) for token in before[-_NEIGHBOURS:]]
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, or nothing while a character is incomplete."""
-        self._waiting.append(token)
-        text = self._text(self._waiting)
-        if not text.endswith(_REPLACEMENT):
-            return self._shown(len(self._waiting), text)
-        # A character has at most 4 bytes, and a token at least one, so the oldest token that waits is complete.
-        return "" if len(self._waiting) < _MOST_BYTES else self._shown(1, self._text(self._waiting[:1]))
-
-    def finish(self) -> str:
-        """Return the text of the ids that were waiting."""
-        return self._shown(len(self._waiting), self._text(self._waiting))
-
-    def _text(self, tokens: list[int]) -> str:
-        """Return the text of ``tokens`` behind the ids before them."""
-        before, text = self._tokenizer.decode(self._before), self._tokenizer.decode(self._before + tokens)
-        # An invalid byte makes the decoder replace the whole run of bytes, also the part that was shown.
-        return text[len(before) :] if text.startswith(before) else self._tokenizer.decode(tokens)
-
-    def _shown(self, count: int, text: str) -> str:
-        """Return ``text``, which belongs to the first ``count`` waiting ids, and count these ids as shown."""
-        shown, self._waiting = self._waiting[:count], self._waiting[count:]
-        if shown:
-            self._before = shown if text else (self._before + shown)[-_NEIGHBOURS:]
+        data = self._tokenizer.bytes_of(token)
+        if data is None or (not self._before and data.isascii()):  # the library may drop a blank at the beginning
+            text = self.finish() + self._text(token)
+        else:
+            text = self._utf8.decode(data)
+        self._before = [token] if text else [*self._before, token][-_NEIGHBOURS:]
         return text
 
-    def _tail(self, before: list[int]) -> list[int]:
-        """Return the last ids of ``before``, from the beginning of a character."""
-        start = max(0, len(before) - _NEIGHBOURS)
-        starts = range(start, max(-1, start - _MOST_BYTES), -1)
-        whole = (start for start in starts if not self._tokenizer.decode(before[start:]).startswith(_REPLACEMENT))
-        return before[next(whole, start) :]
+    def finish(self) -> str:
+        """Return U+FFFD if a character was left incomplete."""
+        return self._utf8.decode(b"", final=True)
+
+    def _text(self, token: int) -> str:
+        """Return the text of ``token`` behind the ids before it."""
+        before, text = (self._tokenizer.library_text(ids) for ids in (self._before, [*self._before, token]))
+        return text[len(before) :] if text.startswith(before) else self._tokenizer.library_text([token])
 
 
 def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int = 256 << 20) -> FileTokenizer:

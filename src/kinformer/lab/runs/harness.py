@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,9 +31,16 @@ from kinformer.lab.evaluation.continuations import Continuation, ContinuationSco
 from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import EvaluateOptions, Machine
 from kinformer.lab.runs.run import Run, open_run
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.serving.fields import ChatTemplate
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    evaluated,
+)
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.texts import CARRIED, check_positions, main_windows, short_names, tell_untrained
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require
@@ -243,6 +250,30 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         """Return the fingerprint of the run's tokenizer, by which the harness caches requests."""
         return self.tokenizer_of_run.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the text of the run's chat template, which the harness writes beside its results; "" if none is to be
+        used."""
+        return self._template.source if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the prompt that the run's chat template makes of messages. Without ``add_generation_prompt`` the
+        prompt ends with the text of the last message, which the model continues."""
+        text = self._template.prompt(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        begun = chat_history[-1]["content"].strip()
+        return text[: text.rindex(begun) + len(begun)]
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        path = self.run.chat_template
+        if path is None:
+            raise KinformerError(
+                f"{self.run.folder}: comes without a chat template; import a model that has one, or leave "
+                "apply_chat_template out."
+            )
+        return ChatTemplate(path, (), self.run.prompts.get("special_tokens"))
 
     def get_model_info(self) -> dict[str, object]:
         """Return the facts about the model that the harness writes beside its results."""

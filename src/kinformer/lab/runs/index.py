@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kinformer.lab.data.files import spooled
 from kinformer.lab.datastore.attach import keyed, origin_of
 from kinformer.lab.datastore.search import InvertedLists, build, has_lists
 from kinformer.lab.datastore.store import Datastore, IndexedText, Writer, entries_of, open_source
-from kinformer.lab.runs.files import spooled
 from kinformer.lab.runs.options import IndexOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, plural

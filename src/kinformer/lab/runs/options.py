@@ -349,3 +349,66 @@ class PredictOptions(OfTask, PredictionSettings, RunOptions):
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(EmbeddingSettings, RunOptions):
     """The options of making vectors of texts, images or sounds with a trained run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions(RunOptions):
+    """The options of tracing a trained run on a text."""
+
+    layers: str | None = None
+    """Only these layers, counted from 1, as in 1,4; all if not given."""
+    heads: str | None = None
+    """Only these heads, counted from 1, as in 1,2; all if not given."""
+    target: str | None = None
+    """Of a run of the task translate: the translation to trace; the run's own translation if not given."""
+    max_tokens: int = 256
+    """Trace the first N tokens of the text only: weights take N x N numbers for every head."""
+    seed: int = 0
+    """Decides all random numbers, such as the hashes of a member with hashing."""
+
+    def __post_init__(self) -> None:
+        require("max_tokens", self.max_tokens, 1)
+        require_seed(self.seed)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(RunOptions):
+    """The options of a server for a trained run."""
+
+    host: str = "127.0.0.1"
+    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks. The server is without a password."""
+    port: int = 8000
+    """The port; 0 takes a free one."""
+    name: str | None = None
+    """What clients call the model; the folder's name if not given."""
+    max_streams: int = 64
+    """Sequences to continue at a time, as one batch."""
+    max_state_bytes: int | None = None
+    """Bytes that the state of all sequences together may come to hold; no bound if not given."""
+    max_waiting: int = 64
+    """Requests that may wait for their turn; further ones are refused (429)."""
+    chunk: int = 256
+    """Tokens of prompts to absorb between two steps."""
+    chat_template: str | None = None
+    """A Jinja template that turns the messages of a chat into a prompt; an imported model's own if not given."""
+    chat_stop: tuple[str, ...] = ()
+    """End the answer of a chat before this text; may be given again."""
+    seed: int | None = None
+    """The seed of requests that name none; a new one for each if not given."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in memory."""
+    quiet: bool = False
+    """Print nothing but errors."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_streams", "max_state_bytes", "chunk"):
+            require(name, getattr(self, name), 1)
+        for name in ("port", "max_waiting"):
+            require(name, getattr(self, name), 0)
+        require_seed(self.seed)
+        if self.port > 65535:
+            raise KinformerError(f"`port` is {self.port} but must be at most 65535.")
+        if not all(self.chat_stop):
+            raise KinformerError("`chat_stop` is empty; give one character or more, or leave it out.")
+        super().__post_init__()

@@ -32,14 +32,15 @@ from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.datastore.attach import attach_store
 from kinformer.lab.evaluation.depths import early_exit_stack
-from kinformer.lab.runs.options import PredictOptions
-from kinformer.lab.runs.run import STORES, Run, open_run
-from kinformer.lab.runs.trace_options import TraceOptions, numbers_in
+from kinformer.lab.runs.options import PredictOptions, TraceOptions
+from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.models.encoder_decoder import EncoderDecoder
-from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.files import write_atomic
+from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
 from kinformer.stacks.universal import Universal
 
@@ -233,7 +234,7 @@ def trace(folder: str | Path, text: str, options: TraceOptions) -> Trace:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text to trace.")
     if not text:
         raise KinformerError("the text to trace is empty; give one of a token or more.")
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     check_sequence(model)
     title = f"{run.folder.name} ({run.member})"
     if run.config.protocol is SourceModel:
@@ -397,6 +398,23 @@ def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTr
     )
 
 
+def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
+    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None.
+
+    Errors: ``KinformerError`` for any other part of the text.
+    """
+    if text is None:
+        return tuple(range(1, highest + 1))
+    parts = [part.strip() for part in text.split(",")]
+    valid = [str(number) for number in range(1, highest + 1)]
+    for part in parts:
+        if part not in valid:
+            raise KinformerError(
+                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
+            )
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
     """Return the buckets of the heads ``index``, -1 for heads without buckets; heads with buckets are the last
     heads."""
@@ -515,7 +533,8 @@ def _page(traced: Trace) -> str:
     }
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
     # A token such as "</script>" would end the script, so "<" is escaped.
-    embedded = Markup(json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))  # noqa: S704
+    text = json.dumps(with_finite_numbers(data), ensure_ascii=True, separators=(",", ":"))
+    embedded = Markup(text.replace("<", "\\u003c"))  # noqa: S704
     style, script = (Markup((ASSETS / f"trace.{name}").read_text(encoding="utf-8")) for name in ("css", "js"))  # noqa: S704
     template = environment.get_template("trace.html")
     return template.render(title=traced.title, style=style, script=script, data=embedded)

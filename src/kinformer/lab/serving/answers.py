@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from kinformer.lab.data import Tokenizer
 from kinformer.lab.serving.engine import TokenScore
 from kinformer.lab.serving.fields import Body
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.parsing import dump_json
 
 # Tokens of a request on their way to a client: as text that never ends in half a character or in a stop string.
 
@@ -131,7 +131,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def encoded(data: object) -> bytes:
     """Return ``data`` as JSON in UTF-8. Halves of surrogate pairs stay escaped: UTF-8 cannot encode them."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return dump_json(data, compact=True).encode("utf-8", "backslashreplace")
 
 
 def event(data: object) -> bytes:

@@ -37,7 +37,7 @@ from kinformer.core.state import (
 )
 from kinformer.generation.recording import logits_after
 from kinformer.generation.sampling import Sampling, UniformStreams, draw
-from kinformer.generation.session import Steps, require_continuing, require_ids, require_positions
+from kinformer.generation.session import Steps, require_continuing, require_ids
 from kinformer.runtime.errors import KinformerError, plural, require, require_finite
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.matmul import FEW, few_rows
@@ -432,7 +432,12 @@ class Engine:
         if len(request.tokens) == 0:
             raise KinformerError("the prompt is empty; give one token or more.")
         require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
-        require_positions(self.model, max(len(request.tokens), request.length - 1))
+        needed, limit = max(len(request.tokens), request.length - 1), self.model.max_length
+        if limit is not None and needed > limit:
+            raise KinformerError(
+                f"prompt and max_tokens need {plural(needed, 'position')}, but this model's positions end at "
+                f"max_length = {limit}; shorten the prompt, or lower max_tokens."
+            )
         self._admission.require_possible(request)
 
     def cancel(self, request: Request) -> None:

@@ -36,7 +36,7 @@ NEUTRAL: Mapping[str, object] = {
 }  # fmt: skip
 """Unsupported fields, each with the one value that requests nothing and is accepted."""
 SHARED = (
-    "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stream", "stream_options", "stop", "seed",
+    "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stream", "stream_options", "stop", "seed",
     "return_token_ids",
 )  # fmt: skip
 COMPLETION = (*SHARED, "prompt", "echo", "logprobs")
@@ -98,7 +98,7 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
         if name in supported or name in IGNORED:
             continue
         if name not in NEUTRAL:
-            raise FieldError(f"{short(name)} is not a field of this request; {nearest(name, supported)}", short(name))
+            raise FieldError(f"{short(name)} is not a field of this request; {nearest(name, supported)}", name[:40])
         if value != NEUTRAL[name]:
             raise FieldError(f"{name} is {short(value)}, but this server does not support it; leave it out.", name)
     if "model" not in values:
@@ -159,10 +159,12 @@ def _message(item: object, place: int) -> dict[str, str]:
 
 
 def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
+    top_k = _value(values, "top_k", int, None)
     return Sampling(
         temperature=_number(values, "temperature", 1.0),
-        top_k=_value(values, "top_k", int, None),
+        top_k=None if top_k in (0, -1) else top_k,  # as clients of other servers switch it off
         top_p=_number(values, "top_p", 1.0) if "top_p" in values else None,
+        min_p=_number(values, "min_p", 0.0) or None,
         seed=_count(values, "seed", 0, secrets.randbits(48) if seed is None else seed, LARGEST - 1),
     )
 
@@ -253,7 +255,7 @@ class ChatTemplate:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
         with reading_corpus(path):
-            source = Path(path).read_text(encoding="utf-8")
+            self.source = source = Path(path).read_text(encoding="utf-8")
         environment = _environment()
         try:
             self._template = environment.from_string(source)

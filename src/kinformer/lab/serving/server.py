@@ -32,15 +32,15 @@ from starlette.types import Receive, Scope, Send
 from kinformer.generation.packed import pack
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.runs.inference import require_continuing
+from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.serving import answers, fields
 from kinformer.lab.serving.answers import Answer, ChatAnswer, Piece
 from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
-from kinformer.lab.serving.options import ServeOptions
 from kinformer.lab.training.checkpoint import place_of_best
-from kinformer.lab.training.interrupt import heeded
+from kinformer.lab.training.distributed import heeded
 from kinformer.runtime.errors import KinformerError, as_flags
 from kinformer.runtime.progress import note
 

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from kinformer.runtime.files import (
     sync_folder,
     write_json,
 )
-from kinformer.runtime.parsing import JsonObject, parse_json
+from kinformer.runtime.parsing import JsonObject, dump_json, parse_json, with_finite_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 SCHEMA, SHARDED_SCHEMA = 1, 2
 CHECKPOINTS, PLAN = "checkpoints", "plan.json"
+CONFIG = "config.json"
+"""The file of a run folder with the run's config."""
 _NEEDED = frozenset({"model", "optimizer"})
 _GROUPS = {"model", "average", "optimizer", "objective", "carried", "rows", "workers", "outer"}
 _PREFIX, _PARTIAL = "step-", ".partial"
@@ -129,8 +131,7 @@ class Checkpoints:
         partial = self._partial(checkpoint.step)
         try:
             with self.reporting_failure(self.path(checkpoint.step)):
-                self.clean()
-                partial.mkdir(parents=True)
+                self._make(partial)
                 self._commit(partial, checkpoint)
         except KinformerError:
             shutil.rmtree(partial, ignore_errors=True)
@@ -145,8 +146,7 @@ class Checkpoints:
 
         def begin() -> None:
             with self.reporting_failure(place):
-                self.clean()
-                partial.mkdir(parents=True)
+                self._make(partial)
 
         def fill() -> dict[str, str]:
             with self.reporting_failure(place):
@@ -164,6 +164,12 @@ class Checkpoints:
             group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
         group.on_first(self.tidy)
+
+    def _make(self, partial: Path) -> None:
+        """Create the folder ``partial``, but not the run folder, which may have been removed during training."""
+        self.folder.mkdir(exist_ok=True)
+        self.clean()
+        partial.mkdir()
 
     def _partial(self, step: int) -> Path:
         return self.folder / f".{_PREFIX}{step:08d}{_PARTIAL}"
@@ -205,10 +211,21 @@ class Checkpoints:
                 raise KinformerError(f"{folder / PLAN}: is not of schema {SHARDED_SCHEMA} or before, as it must be")
             if plan.pop("sha256") != _digest(plan):
                 raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
-            shards = _shards(folder, plan)
+            shards = None
+            if plan["schema"] != SCHEMA:
+                from kinformer.lab.training.shards import open_shards
+
+                shards = open_shards(folder, plan["shards"])
             names = plan["files"].keys() | ({path.split("/")[0] for path in shards.forms} if shards else set())
             _check(plan, step, names, required)
-            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+            files = {}
+            for name, digest in plan["files"].items():
+                files[name], metadata = load_tensors(folder / f"{name}.safetensors")
+                if metadata.get(DIGEST) != digest:
+                    raise KinformerError(
+                        f"{folder / f'{name}.safetensors'}: is not the file that the checkpoint's plan names; restore "
+                        "it from a copy."
+                    )
         if shards and group and verified:
             group.on_all(lambda: shards.verify(group.rank, group.world))
         elif shards and verified:
@@ -253,10 +270,20 @@ class Checkpoints:
             yield
         except (KinformerError, OSError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, FileNotFoundError):
+                raise removed(self.folder.parent) from error
             reason = (cause.strerror if isinstance(cause, OSError) else None) or str(error)
             steps = self.steps()
             remedy = f"step {steps[-1]} is kept, so free space and add `resume`" if steps else "free space, start again"
             raise KinformerError(f"{place}: could not be written ({reason.rstrip('.')}); {remedy}.") from error
+
+
+def removed(folder: Path) -> KinformerError:
+    """Return the error of a run folder that was moved or removed during training."""
+    return KinformerError(
+        f"{folder}: was moved or removed during training, so nothing after its last checkpoint is kept; continue it "
+        "in its new place with `resume`, or train again."
+    )
 
 
 def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
@@ -266,19 +293,12 @@ def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
     plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
     if shards is not None:
         plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
+    plan = with_finite_numbers(plan)
     write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
 
 
 def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-
-
-def _shards(folder: Path, plan: JsonObject) -> Shards | None:
-    if plan["schema"] == SCHEMA:
-        return None
-    from kinformer.lab.training.shards import open_shards
-
-    return open_shards(folder, plan["shards"])
 
 
 def _check(plan: Mapping[str, object], step: int, groups: set[str], required: frozenset[str]) -> None:
@@ -295,13 +315,6 @@ def _check(plan: Mapping[str, object], step: int, groups: set[str], required: fr
     for name, kinds in (("total", (int,)), ("seconds", (int, float))):
         if name in numbers and (not isinstance(numbers[name], kinds) or isinstance(numbers[name], bool)):
             raise ValueError(f"its {name} is {numbers[name]!r}, not a number")
-
-
-def _load(path: Path, digest: str) -> dict[str, Tensor]:
-    tensors, metadata = load_tensors(path)
-    if metadata.get(DIGEST) != digest:
-        raise KinformerError(f"{path}: is not the file that the checkpoint's plan names; restore it from a copy.")
-    return tensors
 
 
 def _pause(point: str) -> None:
@@ -387,11 +400,16 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     if place.name == WEIGHTS:
         metadata = load_tensors(place)[1]
         with reading(place):
-            return (dict(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
+            return (_metrics_in(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
     checkpoint = _sharded(place)
     with reading(place):
         metrics = checkpoint.numbers.get(_METRICS)
-        return None if metrics is None else ({str(name): float(value) for name, value in metrics}, checkpoint.step)
+        return None if metrics is None else (_metrics_in(metrics), checkpoint.step)
+
+
+def _metrics_in(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float]:
+    """Return the stored metrics; null is the metric of nothing, such as the accuracy of no pairs."""
+    return {str(name): nan if value is None else float(value) for name, value in pairs}
 
 
 def place_of_best(folder: Path) -> Path:
@@ -461,7 +479,7 @@ class Best:
 
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Write the weights of ``step`` to the file."""
-        noted = {} if self.metrics is None else {_METRICS: json.dumps(list(self.metrics.items()))}
+        noted = {} if self.metrics is None else {_METRICS: dump_json(list(self.metrics.items()))}
         save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 

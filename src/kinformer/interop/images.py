@@ -1,10 +1,12 @@
-"""ViT (Dosovitskiy et al. 2020) and DeiT (Touvron et al. 2020) of the library transformers, and what encoders of images
-share.
+"""Encoders of images, as the library transformers saves them.
+
+ViT (Dosovitskiy et al. 2020), DeiT (Touvron et al. 2020), Swin and Swin V2 (Liu et al. 2021, 2022).
 
 The file ``preprocessor_config.json`` says how an image is prepared. Here the mean and the standard deviation of the
 channels are part of the model's input, which takes pixels from 0 to 1. Positions are resized there by bicubic
 interpolation, on request only; here they are always resized, by the same interpolation. DeiT with a teacher has two
-classifiers, whose mean counts; without a teacher the distillation token is there but not read.
+classifiers, whose mean counts; without a teacher the distillation token is there but not read. The Swin of transformers
+refuses grids of patches below the window that the weights do not fit; ours takes smaller windows there.
 """
 
 from __future__ import annotations
@@ -13,25 +15,30 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors
-from kinformer.interop.encoders import write_sizes, write_sublayers
+import torch
+from torch import Tensor
+
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, model_of
+from kinformer.interop.encoders import ENCODER, PRODUCTS
 from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import DEPTH, PREPROCESSOR, Settings, count_classes, labels, read_table
+from kinformer.interop.settings import (
+    PREPROCESSOR,
+    At,
+    Settings,
+    Table,
+    count_classes,
+    labels,
+    read_table,
+)
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class LeadingTokens(Layout):
     """Their tensors are one token each, [1, 1, dim]; ours are its rows."""
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
-        import torch
-
         return [torch.cat([tensor[0] for tensor in tensors])]
 
     def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
@@ -160,23 +167,17 @@ def preprocessor(patches: ConfigView, kind: str) -> JsonObject:
     return settings | {"image_mean": mean, "image_std": list(patches["std"]) or ones}
 
 
-VIT: Mapping[str, object] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "layer_norm_eps": 1e-12,
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-    "qkv_bias": True,
-    "resize_positions": "bicubic",
-}
-"""The values that transformers has for missing settings; the last is a setting of our exports alone."""
-PRODUCTS = ("query", "key", "value")
+# ViT and DeiT.
+
+VIT = Table(
+    ENCODER.changed(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    image_size=224,
+    patch_size=16,
+    num_channels=3,
+    qkv_bias=At(True, "layers.mixer.projection.bias", Settings.truth),
+    resize_positions="bicubic",
+)
+"""The last is a setting of our exports alone."""
 LAYER = (
     key("mixer_residual.norm", "layernorm_before"),
     key("feed_forward_residual.norm", "layernorm_after"),
@@ -215,39 +216,16 @@ DEIT_HEADS = {
 
 def _encoder(full: Settings, kind: str = "linear_classification", **tokens: object) -> ConfigData:
     """Return our model with the head ``kind``; ``tokens``: further settings of the input."""
-    depth = full.integer("num_hidden_layers", maximum=DEPTH)
-    head = {"kind": kind, "classes": count_classes(full)}
-    activation = full.named("hidden_act", ACTIVATIONS)
-    dropout = full.number("hidden_dropout_prob")
-    norm = {"kind": "layer_norm", "eps": full.number("layer_norm_eps"), "bias": True}
     layer = {
         "kind": "encoder",
-        "mixer": {
-            "kind": "bidirectional",
-            "num_heads": full.integer("num_attention_heads"),
-            "projection": {"kind": "multi_head", "bias": bool(full["qkv_bias"])},
-            "dropout": full.number("attention_probs_dropout_prob"),
-        },
-        "feed_forward": {
-            "kind": "mlp",
-            "hidden_dim": full.integer("intermediate_size"),
-            "activation": activation,
-        },
-        "norm": norm,
+        "mixer": {"kind": "bidirectional", "projection": {"kind": "multi_head"}},
+        "feed_forward": {"kind": "mlp"},
+        "norm": {"kind": "layer_norm", "bias": True},
         "residual": "pre",
-        "dropout": dropout,
     }
-    return {
-        "kind": "encoder",
-        "input": patches(full, resize=full.choice("resize_positions", "bicubic", "bilinear"), **tokens),
-        "dim": full.integer("hidden_size"),
-        "layers": [layer] * depth,
-        "position": "none",
-        "embedding_norm": None,
-        "norm": norm,
-        "head": head,
-        "dropout": dropout,
-    }
+    image = patches(full, resize=full.choice("resize_positions", "bicubic", "bilinear"), **tokens)
+    head = {"kind": kind, "classes": count_classes(full)}
+    return model_of(full, VIT, layer, input=image, embedding_norm=None, head=head)
 
 
 def _deit(full: Settings) -> ConfigData:
@@ -277,9 +255,7 @@ class Vit(ImageEncoder):
         resize = model["input"]["resize"]
         return {
             **write_patches(model),
-            **write_sizes(model),
-            **write_sublayers(model),
-            "qkv_bias": model["layers"][0]["mixer"]["projection"]["bias"],
+            **VIT.written(model),
             "architectures": [self.classes(model)[0]],
             **({} if resize == "bicubic" else {"resize_positions": resize}),
         }
@@ -289,23 +265,168 @@ class Vit(ImageEncoder):
         return self.model_class or named[model["head"]["kind"]], self.auto_class
 
 
+# Swin and Swin V2.
+
+SWIN = Table(
+    embed_dim=At(96, "dim"),
+    depths=[2, 2, 6, 2],
+    num_heads=[3, 6, 12, 24],
+    window_size=At(7, "layers.mixer.window"),
+    mlp_ratio=4.0,
+    qkv_bias=At(True, "layers.mixer.bias", Settings.truth),
+    hidden_act=At("gelu", "layers.feed_forward.activation", ACTIVATIONS),
+    hidden_dropout_prob=At(0.0, "layers.dropout dropout"),
+    attention_probs_dropout_prob=At(0.0, "layers.mixer.dropout"),
+    layer_norm_eps=At(1e-5, "layers.norm.eps"),
+    image_size=224,
+    patch_size=4,
+    num_channels=3,
+)
+SWIN_LAYER = (
+    key("mixer_residual.norm", "layernorm_before"),
+    key("feed_forward_residual.norm", "layernorm_after"),
+    *(key(f"mixer.{name}", f"attention.self.{name}") for name in ("query", "key", "value")),
+    key("mixer.out", "attention.output.dense"),
+    *(key(f"mixer.biases.{n}", f"attention.self.continuous_position_bias_mlp.{n}") for n in (0, 2)),
+    key("mixer.table", "attention.self.relative_position_bias_table", tensors=("",)),
+    key("mixer.heat", "attention.self.logit_scale", tensors=("",)),
+    key("feed_forward.up", "intermediate.dense"),
+    key("feed_forward.down", "output.dense"),
+)
+SWIN_BUFFERS = re.compile(r".*\.(relative_position_index|relative_coords_table)")
+"""Pairs of positions, which old checkpoints keep among the weights."""
+
+
+def _swin_keys(model: ConfigView) -> KeyMap:
+    """Return the key map of a ``model`` config, as data, whose layers are numbered through all stages."""
+    merges = [
+        key(f"stack.merges.{stage}.{name}", f"encoder.layers.{stage}.downsample.{name}")
+        for stage in range(len(model["stack"]["depths"]) - 1)
+        for name in ("norm", "reduction")
+    ]
+    outside = (PROJECTION, key("embedding_norm", "embeddings.norm"), key("norm", "layernorm"))
+    return KeyMap(
+        model=(*outside, *merges, key("head.output", "classifier")),
+        layer=SWIN_LAYER,
+        layers=BLOCKS,
+        prefix="swinv2." if model["layers"][0]["mixer"]["cosine"] else "swin.",
+        left_out=re.compile(r"embeddings\.mask_token"),
+    )
+
+
+BLOCKS = "encoder.blocks"
+"""What stands before a layer's number in names of :func:`_swin_keys`."""
+
+
+def _swin(full: Settings) -> ConfigData:
+    second = full["model_type"] == "swinv2"
+    if any(full.get("pretrained_window_sizes") or ()):
+        raise full.error("pretrained_window_sizes are not 0; biases of one window only can be imported.")
+    depths, heads = (_whole_numbers(full, name) for name in ("depths", "num_heads"))
+    if len(depths) != len(heads):
+        raise full.error(f"depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
+    if full.number("layer_norm_eps") != 1e-5:
+        raise full.error(f"layer_norm_eps is {full['layer_norm_eps']:g}, but only 1e-05 can be imported.")
+    norm = {"kind": "layer_norm"}
+    layer: ConfigData = {
+        "kind": "encoder",
+        "mixer": {"kind": "windows", "cosine": second},
+        "feed_forward": {"kind": "mlp"},
+        "norm": norm,
+        "residual": "res_post" if second else "pre",
+    }
+    model: ConfigData = {
+        "kind": "encoder",
+        "input": patches(full, class_token=False, positions=False),
+        "layers": [layer],
+        "stack": {"kind": "stages", "depths": depths, "norm": "behind" if second else "before"},
+        "position": "none",
+        "embedding_norm": norm,
+        "norm": norm,
+        "head": {"kind": "linear_classification", "classes": count_classes(full), "pooling": "mean"},
+    }
+    SWIN.fill(model, full)
+    model["layers"] = [
+        layer
+        | {
+            "mixer": layer["mixer"] | {"num_heads": heads[stage], "shift": index % 2 == 1},
+            "feed_forward": layer["feed_forward"] | {"hidden_dim": int(full["mlp_ratio"] * (model["dim"] << stage))},
+        }
+        for stage, depth in enumerate(depths)
+        for index in range(depth)
+    ]
+    return model
+
+
+def _whole_numbers(full: Settings, name: str) -> list[int]:
+    values = full[name]
+    if not isinstance(values, list) or not values:
+        raise full.error(f"{name} is {values!r}, but must be a list of whole numbers.")
+    return [full.changed(**{name: value}).integer(name) for value in values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swin(ImageEncoder):
+    """Swin, whose layers are numbered in each stage, and here through all stages."""
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        depths, flat = model["stack"]["depths"], {}
+        for name, tensor in tensors.items():
+            block = re.fullmatch(r"((?:swin|swinv2)\.|)encoder\.layers\.([0-9]{1,5})\.blocks\.([0-9]{1,5})\.(.+)", name)
+            if block is not None and int(block[2]) < len(depths) and int(block[3]) < depths[int(block[2])]:
+                name = f"{block[1]}{BLOCKS}.{sum(depths[: int(block[2])]) + int(block[3])}.{block[4]}"
+            flat[name] = tensor
+        return super().read_tensors(flat, model, folder, config)
+
+    def write_tensors(self, weights: Tensors, model: ConfigView, settings: JsonObject) -> dict[str, Tensor]:
+        places = [
+            f"{stage}.blocks.{index}" for stage, depth in enumerate(model["stack"]["depths"]) for index in range(depth)
+        ]
+        tensors = {}
+        for name, tensor in super().write_tensors(weights, model, settings).items():
+            before, blocks, inner = name.partition(f"{BLOCKS}.")
+            number, _, rest = inner.partition(".")
+            tensors[f"{before}encoder.layers.{places[int(number)]}.{rest}" if blocks else name] = tensor
+        return tensors
+
+    def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
+        layer, depths = model["layers"][0], list(model["stack"]["depths"])
+        first = [sum(depths[:stage]) for stage in range(len(depths))]
+        return {
+            **write_patches(model),
+            **SWIN.written(model),
+            "model_type": "swinv2" if self.title == "Swin V2" else "swin",
+            "depths": depths,
+            "num_heads": [model["layers"][number]["mixer"]["num_heads"] for number in first],
+            "mlp_ratio": layer["feed_forward"]["hidden_dim"] / model["dim"],
+        }
+
+
 ARCHITECTURES = {
-    "vit": Vit(
-        title="ViT",
-        member="vit",
-        model_class="ViTForImageClassification",
-        defaults=VIT,
-        required={"head_dim": None},
-        read=_encoder,
-        keys=VIT_KEYS,
-    ),
+    "vit": Vit("ViT", "vit", "ViTForImageClassification", VIT, _encoder, None, VIT_KEYS, required={"head_dim": None}),
     "deit": Vit(
         title="DeiT",
         member="deit",
         defaults=VIT,
-        required={"head_dim": None},
         read=_deit,
         keys=lambda model: DISTILLED_KEYS if model["head"]["kind"] == "distilled" else DEIT_KEYS,
+        required={"head_dim": None},
         processor="DeiTImageProcessor",
     ),
+    **{
+        kind: Swin(
+            title=title,
+            member="swin",
+            model_class=f"{name}ForImageClassification",
+            defaults=SWIN,
+            read=_swin,
+            keys=_swin_keys,
+            required={"use_absolute_embeddings": False},
+            names={"num_attention_heads": "num_heads"},
+            buffers=SWIN_BUFFERS,
+        )
+        for kind, title, name in (("swin", "Swin", "Swin"), ("swinv2", "Swin V2", "Swinv2"))
+    },
 }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.interop.patching.patch import (
+from kinformer.interop.patching import (
     Layers,
     PatchedAttention,
     PatchedLayer,

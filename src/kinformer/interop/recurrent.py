@@ -1,0 +1,536 @@
+"""Decoders with kernel attention, as transformers and flash-linear-attention save them.
+
+Qwen3-Next, Qwen3.5 (text) and OLMo Hybrid are of transformers. Most of their layers are Gated DeltaNet's, whose key
+heads may each serve several heads of values; every fourth is softmax attention with normed queries and keys. Qwen's
+softmax layers turn a quarter of each head by its position and gate the heads' outputs, and its norms multiply by 1 + w.
+OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
+of Qwen3-Next may be mixtures of experts.
+
+Gated DeltaNet, DeltaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a gated feed-forward,
+and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with rotary positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from reprlib import repr as excerpt
+
+from kinformer.interop.architecture import Decoder, Tensors, decoder_of
+from kinformer.interop.experts import QWEN_EXPERTS, feed_forward_keys, mixture_of, sparse_layers, write_mixture
+from kinformer.interop.key_map import (
+    DELTA,
+    DELTA_FUSED,
+    DELTA_JOINED,
+    GATED,
+    GATED_QKV,
+    KERNEL_QKV,
+    ONE_PLUS,
+    QKV,
+    SAME,
+    TAPS,
+    TAPS_JOINED,
+    ConfigData,
+    ConfigView,
+    Key,
+    KeyMap,
+    Layout,
+    ends_of_model,
+    key,
+)
+from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
+from kinformer.interop.settings import (
+    FULL,
+    LINEAR,
+    At,
+    Settings,
+    Table,
+    rope,
+    rope_table,
+)
+from kinformer.runtime.parsing import JsonObject
+
+Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""A layer's residual to the names of the norms of its mixer and of its feed-forward, in files of any version."""
+GATED_DELTA = Table(
+    linear_conv_kernel_dim=At(4, "convolution", Settings.several),
+    linear_key_head_dim=At(128, "head_dim"),
+    linear_value_head_dim=At(128, "value_dim"),
+    linear_num_key_heads=At(16, "key_heads"),
+    linear_num_value_heads=At(32, "num_heads"),
+)
+"""The settings of Gated DeltaNet."""
+QWEN35 = Table(
+    LLAMA.changed(vocab_size=248320, intermediate_size=12288, num_attention_heads=16),
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    full_attention_interval=4,
+    layer_types=None,
+    **GATED_DELTA,
+)
+SHARED_EXPERT = "shared_expert_intermediate_size"
+QWEN3_NEXT = Table(
+    QWEN35.changed(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48),
+    num_key_value_heads=2,
+    **QWEN_EXPERTS.changed(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True),
+    shared_expert_intermediate_size=512,
+    decoder_sparse_step=1,
+    mlp_only_layers=None,
+)
+OLMO = Table(
+    LLAMA.changed(vocab_size=100352, hidden_size=3840, num_attention_heads=30),
+    max_position_embeddings=65536,
+    layer_types=None,
+    linear_conv_kernel_dim=4,
+    linear_allow_neg_eigval=True,
+)
+OLMO_NORM_EPS = 1e-5
+"""Of the norm of heads behind the delta rule, which no setting of theirs changes."""
+MTP = "mtp."
+"""What the names of weights that predict several tokens at once begin with; transformers leaves them out, too."""
+LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
+
+
+def delta(full: Settings, eps: float) -> ConfigData:
+    """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
+    mixer: ConfigData = {
+        "kind": "linear",
+        "feature_map": {"kind": "unit"},
+        "rule": "delta",
+        "decay": {"kind": "softplus"},
+        "normaliser": "none",
+        "scale": True,
+        "head_norm": "rms",
+        "norm_eps": eps,
+        "gate": True,
+        "bias": False,
+    }
+    GATED_DELTA.fill(mixer, full)
+    heads, key_heads = mixer["num_heads"], mixer["key_heads"]
+    if heads % key_heads:
+        raise full.error(
+            f"linear_num_value_heads is {heads}, but must be a multiple of linear_num_key_heads, {key_heads}, "
+            "as each head of keys serves as many heads of values."
+        )
+    return mixer | {"key_heads": None if key_heads == heads else key_heads}
+
+
+def _kinds(full: Settings, interval: int) -> list[str]:
+    """Return each layer's kind: softmax attention where the number of the layer is a multiple of ``interval``."""
+    if full.get("layer_types") is not None:
+        return full.layer_types(FULL, LINEAR)
+    return [LINEAR if number % interval else FULL for number in range(1, full["num_hidden_layers"] + 1)]
+
+
+def _qwen(full: Settings) -> ConfigData:
+    full.require({"attention_bias": False})
+    kinds = _kinds(full, full.integer("full_attention_interval"))
+    positions = {FULL: rope(full, partial=True)}
+    model = like_llama(full, normed=True, biases=(False, False), positions=positions)
+    linear = delta(full, model["norm"]["eps"])
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == LINEAR:
+            layer["mixer"] = linear
+        else:
+            layer["mixer"]["gate"] = "element"
+    return model
+
+
+def _qwen3_next(full: Settings) -> ConfigData:
+    model = _qwen(full)
+    if not full.count("num_experts"):
+        return model
+    experts = QWEN_EXPERTS.fill({"kind": "experts", "shared_gate": True}, full)
+    experts["shared_dim"] = full.integer(SHARED_EXPERT)
+    for layer, sparse in zip(model["layers"], sparse_layers(full), strict=True):
+        if sparse:
+            layer["feed_forward"] = experts
+    return model
+
+
+def _olmo(full: Settings) -> ConfigData:
+    kinds = _kinds(full, 4)
+    if FULL not in kinds and full.get("layer_types") is None:
+        kinds[-1] = FULL
+    position, full = _olmo_position(full), _olmo_sizes(full)
+    model = like_llama(full, normed=True, positions={FULL: position})
+    linear = delta(full, OLMO_NORM_EPS)
+    linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == LINEAR:
+            layer["mixer"] = linear
+        else:
+            layer["mixer"]["projection"] = layer["mixer"]["projection"] | {"over": "heads"}
+            layer["residual"] = "res_post"
+    return model
+
+
+def _olmo_sizes(full: Settings) -> Settings:
+    """Return the settings other than null, with the sizes that follow from others where a file has none."""
+    heads, place = full.integer("num_attention_heads"), full.place
+    present = {name: value for name, value in full.items() if value is not None}
+    full = Settings({"linear_num_key_heads": heads, "linear_num_value_heads": heads} | present, place)
+    keys = full.integer("linear_num_key_heads")
+    full = Settings({"linear_key_head_dim": int(0.75 * full.integer("hidden_size") / keys)} | full, place)
+    return Settings({"linear_value_head_dim": 2 * full.integer("linear_key_head_dim")} | full, place)
+
+
+def _olmo_position(full: Settings) -> ConfigData:
+    """Return the positions of softmax layers: none where a file gives null as their base."""
+    base = {"rope_theta": 10000.0, **full, **rope_table(full)}["rope_theta"]
+    return {"kind": "none"} if base is None else rope(full)
+
+
+def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names: Norms) -> KeyMap:
+    """Return the key map of a hybrid, of the keys of a ``linear`` mixer and of a ``softmax`` one.
+
+    ``norm``: the layout of the weights of norms outside the linear mixers; ``names``: what these norms are called.
+    """
+
+    def layer(config: ConfigView) -> tuple[Key, ...]:
+        residual = config["residual"]
+        norms = names[residual if isinstance(residual, str) else residual["kind"]]
+        return (
+            *(
+                key(f"{ours}_residual.norm", one, layout=norm)
+                for ours, theirs in zip(("mixer", "feed_forward"), norms, strict=True)
+                for one in theirs
+            ),
+            *feed_forward_keys(config["feed_forward"]),
+            *(linear if config["mixer"]["kind"] == "linear" else softmax),
+        )
+
+    return KeyMap(model=ends_of_model("embed_tokens", "norm", layout=norm), layer=layer, left_out=LEFT_OUT)
+
+
+def _softmax_keys(norm: Layout, gated: bool) -> tuple[Key, ...]:
+    """Return the keys of softmax attention with normed queries and keys, with or without a gate of its outputs."""
+    qkv, theirs = "mixer.projection.inner.qkv", tuple(f"self_attn.{one}_proj" for one in "qkv")
+    return (
+        key((qkv, "mixer.gate.linear"), *theirs, layout=GATED_QKV) if gated else key(qkv, *theirs, layout=QKV),
+        *(key(f"mixer.projection.{one}", f"self_attn.{one}", layout=norm) for one in ("q_norm", "k_norm")),
+        key("mixer.out", "self_attn.o_proj"),
+    )
+
+
+QWEN_NORMS: Norms = {"pre": (("input_layernorm",), ("post_attention_layernorm",))}
+OLMO_NORMS: Norms = {
+    "pre": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+    "res_post": (("post_attention_layernorm", "feedforward_layer_norm"), ("post_feedforward_layernorm",)),
+}
+
+
+def _linear_keys(norm: str, out: str, *others: Key) -> tuple[Key, ...]:
+    """Return the keys of Gated DeltaNet: the ``norm`` of heads, the product ``out``, and ``others``."""
+    return (
+        *others,
+        key("mixer.norm", f"linear_attn.{norm}"),
+        key("mixer.out", f"linear_attn.{out}"),
+        key("mixer.convolution", "linear_attn.conv1d", layout=TAPS_JOINED),
+        key("mixer.decay.log_rate", "linear_attn.A_log", tensors=("",)),
+        key("mixer.decay.step", "linear_attn.dt_bias", tensors=("",)),
+    )
+
+
+PRODUCTS = ("mixer.qkv", "mixer.gate", "mixer.decay.gate")
+FUSED = _linear_keys(
+    "norm", "out_proj", key(PRODUCTS, "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", layout=DELTA_FUSED)
+)
+JOINED = _linear_keys(
+    "norm",
+    "out_proj",
+    key("mixer.qkv", "linear_attn.in_proj_qkv", "linear_attn.in_proj_b", layout=DELTA_JOINED),
+    key("mixer.gate", "linear_attn.in_proj_z"),
+    key("mixer.decay.gate", "linear_attn.in_proj_a"),
+)
+APART = _linear_keys(
+    "o_norm",
+    "o_proj",
+    key("mixer.qkv", *(f"linear_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
+    key("mixer.gate", "linear_attn.g_proj"),
+    key("mixer.decay.gate", "linear_attn.a_proj"),
+    key("mixer.convolution", *(f"linear_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+)
+_qwen_keys = partial(_keys, ONE_PLUS, softmax=_softmax_keys(ONE_PLUS, gated=True), names=QWEN_NORMS)
+
+# From our model to settings.
+
+
+def _write_hybrid(model: ConfigView) -> JsonObject:
+    """Return the settings of a hybrid, which has layers of both kinds."""
+    softmax = [layer for layer in model["layers"] if layer["mixer"]["kind"] == "softmax"]
+    linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
+    if not softmax or not linear:
+        raise KeyError("softmax" if linear else "linear")
+    mixer = {**linear[0], "key_heads": linear[0]["key_heads"] or linear[0]["num_heads"]}
+    return {
+        **write_llama({**model, "layers": softmax}, "mlp_bias", "sliding_window"),
+        **GATED_DELTA.written(mixer),
+        "num_hidden_layers": len(model["layers"]),
+        "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
+    }
+
+
+def _write_qwen35(model: ConfigView) -> JsonObject:
+    """Return the settings of Qwen3.5."""
+    settings = _write_hybrid(model)
+    position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
+    settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
+    return settings
+
+
+def _write_olmo(model: ConfigView) -> JsonObject:
+    settings = _write_hybrid(model)
+    linear = next(layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear")
+    del settings["head_dim"]
+    return settings | {"linear_allow_neg_eigval": linear["negative_eigenvalues"]}
+
+
+def _write_qwen3_next(model: ConfigView) -> JsonObject:
+    experts, _ = mixture_of(model)
+    return _write_qwen35(model) | write_mixture(model) | {SHARED_EXPERT: experts["shared_dim"]}
+
+
+class Hybrid(Decoder):
+    """A hybrid. Its files may hold weights that predict several tokens at once, which transformers also ignores."""
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        if not any(name.startswith(MTP) for name in tensors):
+            return ()
+        return (f"{MTP}* left out: the parts that predict further tokens here are without attention",)
+
+
+# Decoders of flash-linear-attention, which are read only.
+
+FLA = Table(
+    vocab_size=At(32000, "input.vocab_size"),
+    hidden_size=At(2048, "dim"),
+    num_hidden_layers=At(24, "depth"),
+    hidden_ratio=4,
+    intermediate_size=None,
+    hidden_act="swish",
+    norm_eps=At(1e-6, "layers.norm.eps"),
+    max_position_embeddings=2048,
+    tie_word_embeddings=At(False, "head.tied"),
+    attn=None,
+    conv_size=4,
+    expand_k=1.0,
+    num_kv_heads=None,
+)
+GATED_DELTANET = FLA.changed(
+    num_hidden_layers=21,
+    num_heads=6,
+    num_v_heads=None,
+    head_dim=256,
+    expand_v=2.0,
+    use_gate=True,
+    allow_neg_eigval=False,
+    output_gate_activation="swish",
+)
+DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
+GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
+RETNET = FLA.changed(hidden_ratio=2, num_heads=8, expand_v=2.0, use_output_gate=True)
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+UNUSED: Mapping[str, object] = {"attnres_block_size": None}
+"""Attention over the outputs of layers, which no model here computes."""
+SHORT = {"use_short_conv": True, "conv_bias": False}
+SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
+"""The only values of settings with which the mixers here compute the same."""
+
+
+def _mixer(full: Settings, gate: str, **more: object) -> ConfigData:
+    """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
+    heads = full.integer("num_heads")
+    mixer = {
+        "kind": "linear",
+        "num_heads": heads,
+        "normaliser": "none",
+        "scale": True,
+        "head_norm": "rms",
+        "norm_eps": full.number("norm_eps"),
+        "gate": full.switch(gate),
+        "bias": False,
+    }
+    return mixer | more
+
+
+def _widths(full: Settings) -> dict[str, int]:
+    """Return the widths of a head whose keys and values are shares of ``hidden_size``."""
+    dim, heads = full.integer("hidden_size"), full.integer("num_heads")
+    if full["num_kv_heads"] not in (None, heads):
+        raise full.error(
+            f"num_kv_heads is {excerpt(full['num_kv_heads'])}, but only as many as num_heads, {heads}, can be imported."
+        )
+    return {
+        ours: _share(full, theirs, dim, heads) for ours, theirs in (("head_dim", "expand_k"), ("value_dim", "expand_v"))
+    }
+
+
+def _share(full: Settings, name: str, of: int, heads: int = 1) -> int:
+    """Return how wide a head is whose ``heads`` are together the share ``name`` ``of`` a width."""
+    width = of * full.positive(name)
+    if width < heads or round(width) % heads or abs(width - round(width)) > 1e-5 * width:
+        parts = f", a multiple of {heads} heads" if heads > 1 else ""
+        raise full.error(f"{name} is {excerpt(full[name])}, but {of} times it must be a whole number{parts}.")
+    return round(width) // heads
+
+
+def _delta(full: Settings, **more: object) -> ConfigData:
+    """Return kernel attention with the delta rule behind short convolutions."""
+    rule = {
+        "feature_map": {"kind": "unit"},
+        "rule": "delta",
+        "negative_eigenvalues": full.switch("allow_neg_eigval"),
+        "convolution": full.several("conv_size"),
+    }
+    return _mixer(full, "use_gate", **rule, **more)
+
+
+def _gated_deltanet(full: Settings) -> ConfigData:
+    mixer = _delta(full, decay={"kind": "softplus"}, head_dim=full.integer("head_dim"))
+    keys = mixer["num_heads"]
+    heads = keys if full["num_v_heads"] is None else full.integer("num_v_heads")
+    if heads % keys:
+        raise full.error(f"num_v_heads is {heads}, but must be a multiple of num_heads, {keys}.")
+    mixer |= {"num_heads": heads, "key_heads": None if heads == keys else keys}
+    mixer["value_dim"] = _share(full, "expand_v", mixer["head_dim"])
+    if mixer["gate"]:
+        mixer["gate_activation"] = GATES[full.choice("output_gate_activation", *GATES)]
+    return mixer
+
+
+def _delta_net(full: Settings) -> ConfigData:
+    return _delta(full, **_widths(full))
+
+
+def _gla(full: Settings) -> ConfigData:
+    width = full.several("conv_size") if full.switch("use_short_conv") else 0
+    parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "low_rank"}, "convolution": width}
+    return _mixer(full, "use_output_gate", **parts, **_widths(full))
+
+
+def _retnet(full: Settings) -> ConfigData:
+    parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "fixed"}, "position": {"kind": "rope"}}
+    return _mixer(full, "use_output_gate", **parts, **_widths(full))
+
+
+def _model(mixer: Callable[[Settings], ConfigData]) -> Callable[[Settings], ConfigData]:
+    """Return the function to the model config, as data, of decoders with this ``mixer``."""
+
+    def model(full: Settings) -> ConfigData:
+        full.choice("hidden_act", "swish")
+        layer = {
+            "kind": "decoder",
+            "feed_forward": {"kind": "swiglu", "hidden_dim": _hidden_dim(full), "bias": False},
+            "norm": {"kind": "rms_norm"},
+            "residual": "pre",
+        }
+        recurrent, exact = mixer(full), _exact(full)
+        model = decoder_of(full, FLA, layer)
+        return model | {
+            "layers": [one | {"mixer": exact.get(number, recurrent)} for number, one in enumerate(model["layers"])]
+        }
+
+    return model
+
+
+def _hidden_dim(full: Settings) -> int:
+    """Return the feed-forward's width: a share of the model's, up to a multiple of 256, where a file names none."""
+    ratio = 4 if full["hidden_ratio"] is None else full.positive("hidden_ratio")
+    usual = -(-int(full.integer("hidden_size") * ratio * 2 / 3) // 256) * 256
+    return full.optional("intermediate_size") or usual
+
+
+def _exact(full: Settings) -> dict[int, ConfigData]:
+    """Return the softmax attention of layers by the layers' numbers."""
+    groups = full["attn"] if isinstance(full["attn"], list) else [full["attn"]] if full["attn"] is not None else []
+    exact: dict[int, ConfigData] = {}
+    for one in groups:
+        if not isinstance(one, Mapping) or not isinstance(one.get("layers"), list):
+            raise full.error("attn does not name a list of layers with softmax attention; restore the file.")
+        group = Settings({"window_size": None, "rope_theta": 10000.0, "qkv_bias": False, **one}, full.place)
+        heads = {"num_attention_heads": group.get("num_heads"), "num_key_value_heads": group.get("num_kv_heads")}
+        theirs = Settings({**heads, "attention_dropout": 0.0}, full.place)
+        mixer = attention(theirs, full.integer("hidden_size"), (group.switch("qkv_bias"), False))
+        mixer["position"] = {"kind": "rope", "base": group.positive("rope_theta")}
+        if group["window_size"] is not None:
+            mixer["pattern"] = {"kind": "local", "window": group.integer("window_size")}
+        last = full["num_hidden_layers"] - 1
+        for layer in group["layers"]:
+            number = Settings({"layers of attn": layer}, full.place).integer("layers of attn", minimum=0, maximum=last)
+            exact[number] = mixer
+    return exact
+
+
+def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
+    """Return the keys of a layer, whose kernel attention may have any of the parts."""
+    common = (
+        key("mixer_residual.norm", "attn_norm"),
+        key("feed_forward_residual.norm", "mlp_norm"),
+        *GATED,
+        key("mixer.out", "attn.o_proj"),
+    )
+    if layer["mixer"]["kind"] == "softmax":
+        return (*common, key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV))
+    delta = layer["mixer"].get("rule") == "delta"
+    products = (*FLA_PRODUCTS, "attn.b_proj") if delta else FLA_PRODUCTS
+    return (*common, *FLA_KERNEL, key("mixer.qkv", *products, layout=DELTA if delta else KERNEL_QKV))
+
+
+FLA_PRODUCTS = tuple(f"attn.{one}_proj" for one in "qkv")
+FLA_KERNEL = (
+    key("mixer.convolution", *(f"attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+    key("mixer.decay.gate", "attn.a_proj"),
+    key("mixer.decay.log_rate", "attn.A_log", tensors=("",)),
+    key("mixer.decay.step", "attn.dt_bias", tensors=("",)),
+    key("mixer.decay.down", "attn.gk_proj.0"),
+    key("mixer.decay.up", "attn.gk_proj.1"),
+    key("mixer.gate", "attn.g_proj"),
+    *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
+)
+FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
+ARCHITECTURES = {
+    "qwen3_5_text": Hybrid(
+        "Qwen3.5", "gated-deltanet", "Qwen3_5ForCausalLM", QWEN35, _qwen, _write_qwen35, _qwen_keys(linear=JOINED)
+    ),
+    "olmo_hybrid": Hybrid(
+        title="OLMo Hybrid",
+        member="gated-deltanet",
+        model_class="OlmoHybridForCausalLM",
+        defaults=OLMO,
+        read=_olmo,
+        write=_write_olmo,
+        keys=_keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS),
+    ),
+    "qwen3_next": Hybrid(
+        title="Qwen3-Next",
+        member="gated-deltanet",
+        model_class="Qwen3NextForCausalLM",
+        defaults=QWEN3_NEXT,
+        read=_qwen3_next,
+        write=_write_qwen3_next,
+        keys=_qwen_keys(linear=FUSED),
+    ),
+    **{
+        kind: Decoder(
+            title, member, "", defaults, _model(mixer), None, FLA_KEYS, required={**UNUSED, **required}, exported=False
+        )
+        for kind, title, member, defaults, required, mixer in (
+            ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
+            (
+                "delta_net",
+                "DeltaNet",
+                "fast-weights",
+                DELTA_NET,
+                SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"},
+                _delta_net,
+            ),
+            ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
+            ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
+        )
+    },
+}
