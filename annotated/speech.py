@@ -329,20 +329,21 @@ def train():
 
 
 def draw(figure, model):
-    """A recording, the model's probabilities, and the same where only paths that spell the transcript count."""
+    """A recording, the model's probabilities, and the paths that spell its symbols if all classes are equally likely."""
     sound, symbols = utterance()
     frames = log_mel(sound, RATE, MELS)
-    log_p = model(frames[None]).log_softmax(-1)[0].detach().requires_grad_()
+    log_p = model(frames[None]).log_softmax(-1)[0].detach()
     names = ("-", "low", "high", "rising", "falling")
-    picture, heard, aligned = figure.subplots(1, 3)
+    picture, heard, paths = figure.subplots(1, 3)
     picture.imshow(frames.T, origin="lower", aspect="auto")
     picture.set(title="filterbank", xlabel="frame", ylabel="filter")
-    heard.imshow(log_p.detach().exp().T, origin="lower", aspect="auto", vmin=0, vmax=1)
-    heard.set(title="probabilities", xlabel="position", yticks=range(5), yticklabels=names)
+    heard.imshow(log_p.exp().T, origin="lower", aspect="auto", vmin=0, vmax=1)
+    heard.set(title="after training", xlabel="position", yticks=range(5), yticklabels=names)
     # The slope of the loss is minus the share of the transcript's paths that pass through a symbol at a position.
-    shares = -torch.autograd.grad(ctc(log_p, symbols), log_p)[0]
-    aligned.imshow(shares.T, origin="lower", aspect="auto", vmin=0, vmax=1)
-    aligned.set(title="given the transcript", xlabel="position", yticks=range(5), yticklabels=names)
+    equal = torch.full_like(log_p, -math.log(5)).requires_grad_()
+    shares = -torch.autograd.grad(ctc(equal, symbols), equal)[0]
+    paths.imshow(shares.T, origin="lower", aspect="auto", vmin=0, vmax=1)
+    paths.set(title="before training", xlabel="position", yticks=range(5), yticklabels=names)
 
 
 if __name__ == "__main__":
