@@ -206,7 +206,7 @@ def compare_losses():
 
 
 def train():
-    """Train a convolutional teacher, and a DeiT on its answers, on noisy shapes that are moved at random."""
+    """Train a convolutional teacher, and a DeiT on its answers, on noisy shapes at random places."""
     torch.manual_seed(0)
     (images, labels), (others, answers) = proofs.shapes(300), proofs.shapes(400)
     convolutions = [nn.Conv2d(1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU()]
@@ -235,11 +235,11 @@ def train():
 
 
 def draw(figure, model):
-    """Images in patches, and the attention of the class token and the distillation token in the last layer."""
+    """Images in patches, and the largest weights of the class token and the distillation token in the last layer."""
     images, kinds = proofs.shapes(4)
     panels = figure.subplots(3, 4)
     with torch.no_grad():
-        weights = model.layers[1].weights(model.layers[0](model.embed(images)))[0].mean(1)
+        weights = model.layers[1].weights(model.layers[0](model.embed(images)))[0].amax(1)
     for number in range(4):
         panels[0, number].imshow(images[number, 0], cmap="gray")
         panels[0, number].set_title(proofs.SHAPES[kinds[number]])
@@ -247,7 +247,7 @@ def draw(figure, model):
             panels[0, number].axhline(place - 0.5, color="tab:orange", linewidth=0.7)
             panels[0, number].axvline(place - 0.5, color="tab:orange", linewidth=0.7)
         for token in range(2):
-            panels[1 + token, number].imshow(weights[number, token, 2:].view(6, 6), vmin=0)
+            panels[1 + token, number].imshow(weights[number, token, 2:].view(6, 6))
     for axes, name in zip(panels[:, 0], ("patches", "class token", "distillation"), strict=True):
         axes.set_ylabel(name)
     for axes in panels.flat:
