@@ -329,7 +329,7 @@ def train():
 
 
 def draw(figure, model):
-    """A recording, the model's probabilities, and the paths that spell its symbols if all classes are equally likely."""
+    """A recording, the model's probabilities, and all paths that spell its symbols, equally likely."""
     sound, symbols = utterance()
     frames = log_mel(sound, RATE, MELS)
     log_p = model(frames[None]).log_softmax(-1)[0].detach()
