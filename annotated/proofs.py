@@ -133,6 +133,33 @@ def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=Tru
     return model
 
 
+SHAPES = ("disk", "ring", "square", "cross")
+
+
+def shapes(count, size=24):
+    """Return images [count, 1, size, size] of one noisy shape each, and the numbers of their ``SHAPES``."""
+    place, kind = torch.arange(float(size)), torch.arange(count) % 4
+    centre, radius = 6 + (size - 12) * torch.rand(2, count, 1, 1), 3 + 2.5 * torch.rand(count, 1, 1)
+    y, x = (place[:, None] - centre[0]).abs(), (place - centre[1]).abs()
+    far, high = (y**2 + x**2).sqrt(), torch.maximum(x, y)
+    drawn = [far < radius, (far < radius) & (far > radius - 2), high < radius, (high < radius) & ((x < 1) | (y < 1))]
+    images = torch.stack(drawn, 1)[torch.arange(count), kind].float()
+    return (images + 0.1 * torch.randn_like(images))[:, None], kind
+
+
+def fit(model, loss, steps, lr=2e-3):
+    """Train ``model`` on ``loss()``, which draws a batch and returns a number; returns the losses."""
+    optimizer, losses = torch.optim.AdamW(model.train().parameters(), lr=lr), []
+    for _ in range(steps):
+        value = loss()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    model.eval()
+    return losses
+
+
 @torch.no_grad()
 def bits_by_position(model, page, length, rows=16):
     """Return the bits [length] that a trained model needs for the bytes at each position, a mean over ``rows`` texts.
