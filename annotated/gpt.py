@@ -26,8 +26,9 @@ from torch.nn import functional as F
 # entries of $q$ and $k$ have one of 1. Without it, a softmax of wide heads would put all of its weight on one token,
 # and its gradient would vanish.
 #
-# A query at place `start + i` sees the keys 0 to `start + i`. `start` is 0 for a whole sequence, and the number of
-# cached tokens when the sequence continues.
+# A query at place `start + i` sees the keys 0 to `start + i`. Without the mask `future` a token would read the tokens
+# that it has to predict, and the keys and values cached in later layers would be out of date with each new token.
+# `start` is 0 for a whole sequence, and the number of cached tokens when the sequence continues.
 
 
 def attention(q, k, v):

@@ -63,8 +63,8 @@ def pooling(time, width):
 # the summaries sum to 1. But $E$ may have negative entries, so the weight of a single token may be negative.
 #
 # Every summary mixes tokens of the whole text. A mask over the $k$ summaries cannot hide the future from a query, so a
-# causal form does not exist, and the layer cannot generate: nothing can be stored for a next token. Padding must be set
-# to zero before the projection; a mask over tokens cannot be applied later.
+# causal form does not exist. The layer cannot generate and stores nothing: one more token changes all summaries.
+# Padding must be set to zero before the projection; a mask over tokens cannot be applied later.
 
 
 class Linformer(nn.Module):
@@ -94,9 +94,9 @@ class Linformer(nn.Module):
 
 # ## Costs, and when to take it
 #
-# With $k = 256$ a text of 32,768 tokens costs 128 times fewer comparisons than full attention. One matrix for texts of
-# 512 tokens has 131,072 weights. With $k = n$ and $E = F = I$ the layer is exact softmax attention; the proof checks
-# this case too.
+# A token costs $k$ scores a head, and its key and its value enter $k$ summaries. With $k = 256$ a text of 32,768 tokens
+# costs 128 times fewer comparisons than full attention. One matrix for texts of 512 tokens has 131,072 weights. With $k
+# = n$ and $E = F = I$ the layer is exact softmax attention; the proof checks this case too.
 #
 # The paper claims the quality of RoBERTa on four tasks of classification (92.30 with $k = 256$, 92.25 for RoBERTa) and
 # up to 20 times the speed at 65,536 tokens. Our result page "linformer_rank" measures that time grows as $n^{1.03}$ up

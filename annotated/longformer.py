@@ -34,7 +34,8 @@ def window(time, width, dilations):
 
 # ## Attention over a set
 #
-# The softmax normalises over the set $A(i)$. A global token inside the window counts once: the set is a union.
+# The softmax normalises over the set $A(i)$ alone, so that the weights of a token sum to 1 however few it sees. A
+# global token inside the window counts once: the set is a union.
 
 
 def attention(q, k, v, seen):

@@ -64,7 +64,8 @@ def recurrent(C, B, values, log_a, S):
 # ## Second form: attention with a matrix of decays
 #
 # $\log L$ is a difference of cumulative sums, taken before the exponential, so that no product of decays underflows.
-# $L$ is 0 above the diagonal; this is the causal mask. A softmax is missing, so the scores may be negative.
+# $L$ is 0 above the diagonal; this is the causal mask, and the recurrence has it by itself. A softmax is missing, so
+# the scores may be negative, and no sum of them can divide the outputs: a norm behind the heads sets their size.
 
 
 def parallel(C, B, values, log_a, S):
@@ -133,14 +134,14 @@ class Mamba2(nn.Module):
 
 # ## Costs, and when to take it
 #
-# A head stores $128 \times 64 = 8{,}192$ numbers at the paper's sizes, at any length; one more token reads and writes
-# them once. With $A = 0$ and without the convolution the layer is linear attention without a denominator; it reaches
-# softmax attention in no limit. The paper claims a scan 2 to 8 times as fast as Mamba's and the quality of
-# Transformer++ and Mamba up to 2.7 billion parameters. Our result page "modern_lengths" measures a training step at
-# 32,768 tokens at 0.07 of the time of softmax attention, and "delta_rules" 0.55 of the time of Gated DeltaNet. "mqar"
-# measures 99 % of 8 pairs recalled after 900 steps (softmax attention 800). On text, in a minute and a half of one
-# thread, it ends at 2.135 bits per byte where `gpt` has 2.071 ("causal_members"): its layer of width 2 x dim makes
-# fewer steps.
+# A head stores $128 \times 64 = 8{,}192$ numbers at the paper's sizes, and the layer the last three tokens before the
+# convolution, at any length; one more token reads and writes them once. With $A = 0$ and without the convolution the
+# layer is linear attention without a denominator; it reaches softmax attention in no limit. The paper claims a scan 2
+# to 8 times as fast as Mamba's and the quality of Transformer++ and Mamba up to 2.7 billion parameters. Our result page
+# "modern_lengths" measures a training step at 32,768 tokens at 0.07 of the time of softmax attention, and "delta_rules"
+# 0.55 of the time of Gated DeltaNet. "mqar" measures 99 % of 8 pairs recalled after 900 steps (softmax attention 800).
+# On text, in a minute and a half of one thread, it ends at 2.135 bits per byte where `gpt` has 2.071
+# ("causal_members"): its layer of width 2 x dim makes fewer steps.
 #
 # Take it for long signals and cheap training. Do not take it where facts are overwritten (`gated-deltanet` erases).
 

@@ -101,12 +101,13 @@ class Tiny(nn.Module):
         return self.head(self.norms[4](x))
 
 
-def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=True, whole=None):
+def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=True, whole=None, objective=None):
     """Train two of the page's layers on the page's own text; returns the model.
 
     ``layer()`` makes a layer for [batch, time, dim]; ``page`` is the page's ``__file__``. A causal model predicts the
     next byte. Any other model predicts a tenth of the bytes, which are hidden from it. ``positions``: whether the
     model adds learned positions to its tokens. ``whole()`` makes a model of the page's own, bytes to logits, instead.
+    ``objective(model, tokens, targets)`` returns the loss where it is not the cross-entropy of the next byte.
     """
     torch.manual_seed(0)
     text = torch.tensor(list(Path(page).read_bytes()))
@@ -116,7 +117,9 @@ def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=Tru
     for _ in range(steps):
         rows = torch.stack([text[i : i + length + 1] for i in torch.randint(len(text) - length, (8,)).tolist()])
         tokens = rows[:, :-1]
-        if causal:
+        if objective:
+            loss = objective(model, tokens, rows[:, 1:])
+        elif causal:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), rows[:, 1:].flatten())
         else:
             hidden = torch.rand(tokens.shape) < 0.1
@@ -125,7 +128,8 @@ def train(layer, page, dim=64, length=128, steps=100, causal=True, positions=Tru
         loss.backward()
         optimizer.step()
         losses.append(loss.item() / math.log(2))
-    print(f"this page as text: {losses[0]:.2f} bits per byte at first, {losses[-1]:.2f} after {steps} steps")
+    what = "loss in bits" if objective else "bits per byte"
+    print(f"this page as text: {losses[0]:.2f} {what} at first, {losses[-1]:.2f} after {steps} steps")
     return model
 
 

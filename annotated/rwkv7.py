@@ -41,8 +41,9 @@ def low_rank(dim, rank, activation=nn.Identity, bias=True):
 
 # ## First form: a state
 #
-# $\kappa$ reads the state before it decays. The matrix in front of $S_{t-1}$ is not diagonal, and its eigenvalue along
-# $\kappa$ is near $w - a$, which may be negative. So the state can swap and count, which no decay can.
+# $\kappa$ reads the state before it decays. Its length is 1, so that the rate $a$ alone says how much is erased. The
+# matrix in front of $S_{t-1}$ is not diagonal, and its eigenvalue along $\kappa$ is near $w - a$, which may be
+# negative. So the state can swap and count, which no decay can.
 
 
 def recurrent(r, log_w, kappa, a, k, v, S):
@@ -85,8 +86,8 @@ def chunked(r, log_w, kappa, a, k, v, S, size=16):
 # ## Time mixing
 #
 # The rate $a$ decides in each channel how much is erased and, by $\alpha$, how much of the key is written instead.
-# Later layers mix their values with the values of the first layer: `first`. A norm of each head stands in the place of
-# a denominator, as products have either sign.
+# Later layers mix their values with the values of the first layer: `first`. A norm of each head sets the size of
+# outputs. A sum of weights cannot, as products have either sign.
 
 
 class TimeMix(nn.Module):
@@ -139,13 +140,14 @@ class ChannelMix(nn.Module):
 
 # ## Costs, and when to take it
 #
-# A head of 64 stores 4,096 numbers, and the layer its last token. One more token reads and writes them once, and no
-# part looks ahead. The layer reaches softmax attention in no limit. The paper claims that such states track all regular
-# languages, and that softmax attention of constant depth cannot under standard conjectures. Our result page "mqar"
-# measures 99 % of 8 pairs after 800 steps, as softmax attention; "delta_rules" 2.4 times the time of Gated DeltaNet;
-# "modern_lengths" 0.24 of softmax attention's time at 32,768 tokens. On text it ends at 2.105 bits per byte where `gpt`
-# has 2.071 in equal minutes ("causal_members"). Take it where a state must follow changes in the text. Do not take it
-# where training speed decides.
+# A head of 64 stores 4,096 numbers, and time mixing and channel mixing each store the last token they read. One more
+# token reads and writes the state once. The shift looks back; a shift from the next token would break causality. The
+# layer reaches softmax attention in no limit. The paper claims that such states track all regular languages, and that
+# softmax attention of constant depth cannot under standard conjectures. Our result page "mqar" measures 99 % of 8 pairs
+# after 800 steps, as softmax attention; "delta_rules" 2.4 times the time of Gated DeltaNet; "modern_lengths" 0.24 of
+# softmax attention's time at 32,768 tokens. On text it ends at 2.105 bits per byte where `gpt` has 2.071 in equal
+# minutes ("causal_members"). Take it where a state must follow changes in the text. Do not take it where training speed
+# decides.
 
 # --- proof ---
 # The library's layer with the same weights gives the same outputs, gradients and streamed steps.

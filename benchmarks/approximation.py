@@ -21,8 +21,8 @@ from torch import Tensor
 
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.core.parts import FeatureMap
-from kinformer.lab.drawing.style import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
-from kinformer.lab.drawing.style import save as save_figure
+from kinformer.lab.drawing.plots import BLUE, FAINT, GREEN, QUIET, RED, bare, figure
+from kinformer.lab.drawing.plots import save as save_figure
 from kinformer.parts.feature_maps import Favor, RandomFourier
 
 LENGTH, WIDTH, SPREADS = 1024, 16, (1.0, 0.5)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from common import RESULTS, arguments, kinformer, prepare, save, sets, show, train
-from kinformer.lab.drawing.style import FAINT, QUIET, SERIES, bare, figure
-from kinformer.lab.drawing.style import save as save_figure
+from kinformer.lab.drawing.plots import FAINT, QUIET, SERIES, bare, figure
+from kinformer.lab.drawing.plots import save as save_figure
 
 LAYERS = 6
 SIZES = {"layers": LAYERS, "dim": 128, "layers.*.mixer.num_heads": 4, "layers.*.feed_forward.hidden_dim": 512}

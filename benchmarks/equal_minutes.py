@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import arguments, save, show
-from kinformer.lab.comparison.cache import Cache
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, contestants, entrants, still_in, with_tokenizer
+from kinformer.lab.comparison.record import Cache
 from kinformer.lab.comparison.speed import machine, training_speeds
 from kinformer.lab.comparison.training import measured, run, validations
 from kinformer.runtime.errors import KinformerError

@@ -22,9 +22,8 @@ from common import arguments, prepare, save
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.family.table import member as record_of
-from kinformer.lab.estimation.estimate import estimate
+from kinformer.lab.estimation.estimate import estimate, interpreter_bytes, peak
 from kinformer.lab.estimation.parts import without_data
-from kinformer.lab.estimation.peak import interpreter_bytes, peak
 from kinformer.lab.runs.describe import objective_cost
 from kinformer.lab.runs.run import open_run
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, arguments, kinformer, prepare, save, show, train
-from kinformer.lab.drawing.plots import Curve, Stroke, plot_lengths
-from kinformer.lab.drawing.style import SERIES
+from kinformer.lab.drawing.plots import SERIES, Curve, Stroke, plot_lengths
 
 MEMBER = "gpt"
 NO_POSITION = {"position": "none"}

@@ -39,8 +39,8 @@ from kinformer.family.build import configure
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.tokens import Tokens
 from kinformer.lab.data.mqar import Recall
-from kinformer.lab.drawing.style import FAINT, QUIET, SERIES, bare, figure
-from kinformer.lab.drawing.style import save as save_figure
+from kinformer.lab.drawing.plots import FAINT, QUIET, SERIES, bare, figure
+from kinformer.lab.drawing.plots import save as save_figure
 from kinformer.lab.tasks.answers import ScoredBatch, answers
 from kinformer.lab.tasks.recall import RecallLoss
 from kinformer.lab.training.data_module import ObjectiveModule

@@ -30,8 +30,8 @@ from common import RESULTS, arguments, prepare, save, show, slope
 from kinformer.blocks.residual import LayerNorm
 from kinformer.family.build import configure
 from kinformer.lab.data import RandomWindows, open_corpus
-from kinformer.lab.drawing.style import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
-from kinformer.lab.drawing.style import save as save_figure
+from kinformer.lab.drawing.plots import BLUE, GREEN, PAPER, QUIET, RED, bare, figure
+from kinformer.lab.drawing.plots import save as save_figure
 from kinformer.models.decoder import Decoder
 
 HEADS, EXAM = 4, 4

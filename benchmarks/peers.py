@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from common import peer
-from kinformer.lab.comparison import peers
-from kinformer.lab.comparison.peers import PeerShape
+from kinformer.lab.comparison import works
+from kinformer.lab.comparison.works import PeerShape
 
 
 class Idiap(nn.Module):
@@ -64,7 +64,7 @@ def idiap(shape: PeerShape, recurrent: bool = False) -> Idiap | None:
 
 def x_transformers(shape: PeerShape, flash: bool = False) -> nn.Module | None:
     """Its decoder; ``flash`` is its option to use PyTorch's fused attention, off by default."""
-    return None if peer("x_transformers") is None else peers.x_transformers(shape, flash)
+    return None if peer("x_transformers") is None else works.x_transformers(shape, flash)
 
 
 class HuggingFace(nn.Module):
@@ -83,7 +83,7 @@ def hugging_face(shape: PeerShape) -> HuggingFace | None:
         return None
     if shape.heads * shape.head_dim != shape.dim:
         raise SystemExit("GPT-2 has heads x head_dim = dim; give such a shape.")
-    return HuggingFace(peers.gpt2(shape))
+    return HuggingFace(works.gpt2(shape))
 
 
 def copy_gpt2(source: HuggingFace, target: nn.Module) -> None:

@@ -90,11 +90,16 @@ def follow(env: str, seed: int, folder: Path, options: Any) -> dict[str, Any]:
     targets = np.linspace(*np.quantile(returns, (0.1, 0.98)), TARGETS).round(1)
     asked = ("--target", ",".join(map(str, targets)), "--episodes", options.episodes)
     found = kinformer("evaluate", out, f"--target={asked[1]}", *asked[2:], "--cloning-steps", options.cloning, *threads)
-    run = {"env": env, "seed": seed, "rank_correlation": found["rank_correlation"], "steps": options.steps}
+    run = {"env": env, "seed": seed, "rank_correlation": found.get("rank_correlation"), "steps": options.steps}
     run |= {name: found[name] for name in ("returns", "cloning", "data_best", "data_mean", "context_steps")}
     got = ", ".join(f"{row['target']:g}: {row['mean']:.0f}" for row in found["returns"])
-    print(f"{env}, seed {seed}: rank correlation {run['rank_correlation']:.3f} ({got})", flush=True)
+    print(f"{env}, seed {seed}: rank correlation {told(run)} ({got})", flush=True)
     return run
+
+
+def told(run: dict[str, object]) -> str:
+    """Return the rank correlation of a run, none where its returns differ by less than their 95 % intervals."""
+    return "none" if run["rank_correlation"] is None else f"{run['rank_correlation']:.3f}"
 
 
 def main() -> None:
@@ -113,7 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
         runs = [follow(env, seed, folder, options) for env in options.envs for seed in range(options.seeds)]
-    table = [[f"{run['env']}, seed {run['seed']}", run["rank_correlation"], run["data_mean"]] for run in runs]
+    table = [[f"{run['env']}, seed {run['seed']}", told(run), run["data_mean"]] for run in runs]
     show("returns and targets", ("run", "rank correlation", "mean of the data"), table)
     save(options, "returns", {"recipe": list(RECIPE), "runs": runs})
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from combinations import DIM, VOCAB
 from kinformer.core import state as states
 from kinformer.heads.language import LanguageModelHead
-from kinformer.lab.training.carried import rebuilt
+from kinformer.lab.training.loop import rebuilt
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject, MixerSubject, ModelSubject, SourceModelSubject
 from kinformer.testing.laws import Plan, agree_with_rows_alone

@@ -22,8 +22,8 @@ from typing import Any
 from common import Contestant, arguments, interleave, kinformer, prepare, save, show, train
 from kinformer.lab.runs.rows import data_of
 from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.evaluation import LoadedRun
 from kinformer.lab.tasks.options import Decoding
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.translate import Translator
 
 BEAM, BATCH, ROUNDS = 4, 32, 5

@@ -9,7 +9,7 @@ import pytest
 import kinformer
 from kinformer.lab.comparison.speed import in_fresh_process
 from kinformer.lab.control.environments import Environments
-from kinformer.lab.estimation import peak
+from kinformer.lab.estimation import estimate
 from kinformer.lab.training.distributed import launch
 
 SHADOWED = ("queue", "signal", "socket", "pickle", "struct", "selectors", "tempfile", "torch", "numpy")
@@ -30,10 +30,10 @@ def hostile(tmp_path, monkeypatch):
 
 
 def estimates(folder, monkeypatch):
-    monkeypatch.setattr(peak, "PROBE", "import queue, signal; print(2048)")
-    peak.interpreter_bytes.cache_clear()
-    assert peak.interpreter_bytes() == 1024 * 2048 + peak.LOADED_LATER
-    peak.interpreter_bytes.cache_clear()
+    monkeypatch.setattr(estimate, "PROBE", "import queue, signal; print(2048)")
+    estimate.interpreter_bytes.cache_clear()
+    assert estimate.interpreter_bytes() == 1024 * 2048 + estimate.LOADED_LATER
+    estimate.interpreter_bytes.cache_clear()
 
 
 def steps_environments(folder, monkeypatch):

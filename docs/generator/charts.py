@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kinformer.lab.drawing.style import SERIES, bare, figure
-from kinformer.lab.drawing.style import save as write
+from kinformer.lab.drawing.plots import SERIES, bare, figure
+from kinformer.lab.drawing.plots import save as write
 
 Points = Sequence[tuple[float, float]]
 WIDTH, LINES_HEIGHT, LABEL_HEIGHT = 7.6, 3.2, 0.26

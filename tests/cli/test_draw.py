@@ -244,7 +244,7 @@ def test_mistakes_are_one_sentence(cli, tmp_path, monkeypatch, arguments, told):
 
 def test_without_matplotlib_it_is_one_sentence(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kinformer.lab.drawing.style.find_spec", lambda name: None)
+    monkeypatch.setattr("kinformer.lab.drawing.plots.find_spec", lambda name: None)
     code, out, err = cli("draw", "local")
     assert (code, out) == (2, "") and "pip install 'kinformer[plot]'" in err and err.count("\n") == 1
 

@@ -59,6 +59,22 @@ def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_
     assert cli("show", "gpt", "--brief")[0] == 0 and gc.isenabled()
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_nothing_stays_out_of_the_search_for_garbage_beside_triton(loaded):
+    """Triton prints a page of leaks for its objects that the interpreter does not collect as it ends."""
+    code = (
+        "import gc, sys, types\n"
+        "from kinformer.lab.cli.main import main\n"
+        "sys.modules.pop('triton', None)\n"
+        f"sys.modules |= {{'triton': types.ModuleType('triton')}} if {loaded} else {{}}\n"
+        "sys.argv = ['kinformer', 'list', '--json']\n"
+        "main()\n"
+        "print(gc.get_freeze_count() == 0, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.split() == [str(loaded)]
+
+
 def test_help_lists_the_commands(cli):
     for arguments in ([], ["--help"], ["-h"]):
         code, out, _ = cli(*arguments)

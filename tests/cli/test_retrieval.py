@@ -13,12 +13,15 @@ from kinformer.core.parts import NeedsStore
 from kinformer.core.stack import HeadConfig
 from kinformer.family.build import configure
 from kinformer.lab.data import open_corpus
-from kinformer.lab.datastore.attach import KeyedDecoder, looks_up
+from kinformer.lab.datastore.attach import KeyedDecoder, attach_store, looks_up
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure
+from kinformer.lab.runs.minutes import with_vocabulary
+from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.runs.rows import plan_of, rows_of
-from kinformer.lab.runs.run import STORES, open_run
+from kinformer.lab.runs.run import open_run
+from kinformer.lab.tasks.table import task_for
 from kinformer.lab.training.settings import Settings
 
 SETTINGS = (
@@ -132,7 +135,7 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     model, split = run.model(), open_corpus(run.data["spec"]).splits["test"]
     windows = Windows(context=32)
     alone = measure(model, split, windows).bits_per_byte
-    with_store = STORES.attach(run, model)
+    with_store = attach_store(run, model, open_run)
     assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
     text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
     assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
@@ -169,7 +172,7 @@ def test_foreign_stores_and_retrievers_are_refused(cli, text_file, gpt_run, line
     assert "belongs to another model" in told(retriever=linear_run)
     assert "is not a datastore (it lacks store.json)" in told(folder=tmp_path / "nothing")
     assert "is not a run folder" in told(retriever=tmp_path / "nothing")
-    assert "it holds another part of it" in told("--holdout", 0.2)
+    assert "it holds another part of it" in (said := told("--holdout", 0.2)) and "--holdout 0.2" in said
     other = tmp_path / "other.txt"
     other.write_text("It was another text altogether. " * 100)
     assert "it holds other data" in told(data=other)
@@ -186,6 +189,23 @@ def test_foreign_stores_and_retrievers_are_refused(cli, text_file, gpt_run, line
     assert "give --datastore FOLDER too" in refused(
         cli, "train", "spalm", *TINY, "--data", text_file, "--out", out, "--retriever", gpt_run
     )
+
+
+def test_a_run_reads_with_the_tokenizer_of_its_retriever(cli, text_file, tokenized_run, tmp_path):
+    """The documented lines hold whatever tokenizer the retriever has."""
+    store, out = tmp_path / "store", tmp_path / "run"
+    done(cli, "index", tokenized_run, "--data", text_file, "--split", "train", "--datastore", store)
+    err = refused(cli, *train(text_file, out, store, tokenized_run, "--tokenizer", "bytes", "--device", "cpu"))
+    assert "holds the tokens of another tokenizer" in err and "leave --tokenizer" in err
+    done(cli, *train(text_file, out, store, tokenized_run))
+    assert open_run(out).tokenizer.fingerprint == open_run(tokenized_run).tokenizer.fingerprint
+    told, _ = done(cli, "evaluate", out, "--max-bytes", 100, "--json")
+    assert told["datastore"] == str(store)
+
+
+def test_minutes_choose_no_vocabulary_beside_a_retriever():
+    options = TrainOptions(member="spalm", data="book.txt", out="out", minutes=5, retriever="runs/book")
+    assert with_vocabulary(options, task_for(None, configure("spalm"), "spalm"), pytest.fail) is options
 
 
 def test_what_a_trained_run_cannot_use_is_refused(cli, spalm_run, gpt_run, store):

@@ -8,8 +8,8 @@ import torch
 
 import kinformer
 from kinformer.lab.comparison import bench as benching
-from kinformer.lab.comparison import peers, works
 from kinformer.lab.comparison import speed as machine
+from kinformer.lab.comparison import works
 from kinformer.lab.comparison.speed import Floor, in_fresh_process, in_turns, measure_floor
 from kinformer.runtime.errors import KinformerError
 
@@ -48,14 +48,14 @@ def test_peers_pass_the_same_gate(cli, monkeypatch):
     assert name in found["facts"]["peers"]
     code, out, _ = cli("bench", "gpt", *FLAGS, "--peers", "--work", "forward", "--set", "position=none")
     assert code == 1 and f"{name} is not timed: peers have the parts of gpt" in out
-    build = peers.PEERS[name][1]
+    build = works.PEERS[name][1]
 
     def leaking(shape):
         model = build(shape)
         model.model.lm_head.register_forward_hook(lambda _, given, out: out.flip(1))
         return model
 
-    monkeypatch.setattr(peers, "PEERS", {name: ("transformers", leaking), "absent": ("no_such_module", build)})
+    monkeypatch.setattr(works, "PEERS", {name: ("transformers", leaking), "absent": ("no_such_module", build)})
     code, out, err = cli("bench", "gpt", *FLAGS, "--peers", "--work", "forward")
     assert code == 1 and f"{name} is not timed: in chunks its outputs differ" in out and "absent" not in out
 

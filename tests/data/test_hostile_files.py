@@ -15,7 +15,7 @@ import pytest
 from kinformer.core.config import KinformerError
 from kinformer.interop.checkpoint import read_checkpoint
 from kinformer.lab.cli.form import read as read_options
-from kinformer.lab.comparison.cache import Cache
+from kinformer.lab.comparison.record import Cache
 from kinformer.lab.control.trajectories import open_trajectories
 from kinformer.lab.data.files import check_plain, write_field
 from kinformer.lab.data.images import read_images

@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.family.build import configure
 from kinformer.kernels.bucketed import COMPILED, chunked
-from kinformer.lab.estimation import peak as estimate_peak
-from kinformer.lab.estimation.estimate import Live, estimate
+from kinformer.lab.estimation import estimate as estimate_peak
+from kinformer.lab.estimation.estimate import Live, estimate, peak
 from kinformer.lab.estimation.parts import outputs
-from kinformer.lab.estimation.peak import peak
 from kinformer.lab.runs.describe import objective_cost
 from kinformer.lab.tasks.next_token import DeepSupervision
 from kinformer.runtime.workspace import scratch_bytes

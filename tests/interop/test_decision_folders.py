@@ -14,7 +14,7 @@ from kinformer.core.state import detach
 from kinformer.interop.checkpoint import ARCHITECTURES
 from kinformer.lab.control.options import TrajectoryEvaluationOptions
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import LoadedRun
 from kinformer.lab.tasks.trajectories import agent_of, data_of
 from kinformer.runtime.errors import KinformerError
 from tests.family.test_decision import packed

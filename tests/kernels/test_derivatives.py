@@ -81,12 +81,9 @@ def recurrent(impl):
 
 
 def looked_up(sparse):
-    def function(weights, table):
-        values = Values(6, WIDTH, sparse).double()
-        slots = torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(0))
-        return (torch.func.functional_call(values, {"weight": table}, (slots, weights)),)
-
-    return function
+    values = Values(6, WIDTH, sparse).double()
+    slots = torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(0))
+    return lambda weights, table: (torch.func.functional_call(values, {"weight": table}, (slots, weights)),)
 
 
 TABLES = [(2, TIME), (2, TIME, WIDTH), (2, TIME, WIDTH), (2, 1, WIDTH)]
@@ -137,7 +134,7 @@ def test_a_forward_mode_that_is_missing_is_named(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gathered", "one query", "few", "projected", "band, reference", "look-up, sparse = True"]
+    "name", ["gathered", "one query", "few", "projected", "band, reference", "band, sdpa", "look-up, sparse = True"]
 )
 def test_kernels_of_differentiable_steps_have_second_derivatives(name):
     function, shapes = KERNELS[name]
@@ -155,3 +152,70 @@ def test_a_hessian_vector_product_of_a_member_is_refused(member):
     slopes = torch.autograd.grad(logits.square().mean(), weights, create_graph=True, allow_unused=True)
     with pytest.raises(KinformerError, match="does not have a second derivative"):
         torch.autograd.grad(sum(s.sum() for s in slopes if s is not None), weights, allow_unused=True)
+
+
+def test_second_derivatives_of_torchs_kernel_are_the_references():
+    """Also where a query sees nothing, and the first derivative stays the kernel's own."""
+    visibility = Visibility(None, key_padding_mask=torch.tensor([[False] * 4 + [True] * 3, [True] * 7]))
+
+    def derivatives(impl, q, k, v, **options):
+        out = attention(q, k, v, options.get("visibility", visibility), Scoring(0.5), impl=impl).out
+        slopes = torch.autograd.grad(out.square().sum(), (q, v), create_graph=True)
+        return *slopes, *torch.autograd.grad(sum(slope.square().sum() for slope in slopes), (q, k, v))
+
+    q, k, v = tensors((2, 4, 5, WIDTH), *[(2, 2, TIME, WIDTH)] * 2)
+    for got, want in zip(derivatives("sdpa", q, k, v), derivatives("reference", q, k, v), strict=True):
+        assert torch.allclose(got, want, atol=1e-10)
+
+
+AUTO = {
+    "band": (softmax("auto"), QKV),
+    "tiles": (softmax("auto", Strided(stride=3).build()), QKV),
+    "tables": (with_tables("auto"), QKV + TABLES),
+    "sink": (lambda q, k, v, z: softmax("auto", sink=z)(q, k, v), [*QKV, (2,)]),
+    "projected": (
+        lambda q, x, w: (attention(q[:, :, :2], Projected(x, w), Projected(x, w), Visibility(), Scoring(0.5)).out,),
+        [QKV[0], (2, 9, 5), (2 * WIDTH, 5)],
+    ),
+    "linear": (linear("auto", 1e-3), QKV + STATES),
+    "delta": (delta("auto"), [*QKV, (2, 2, TIME), STATES[0]]),
+    "lstm": (recurrent("auto"), CELLS),
+    **{f"look-up, sparse = {sparse}": (looked_up(sparse), [(5, 3), (6, WIDTH)]) for sparse in (False, True)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule")  # the kernel of PyTorch takes one row at a time
+@pytest.mark.parametrize("name", AUTO)
+def test_transforms_of_torch_func_are_right(name):
+    """A kernel with a custom backward cannot be transformed, so that the references compute."""
+    function, shapes = AUTO[name]
+    points = [point.detach() for point in tensors(*shapes)]
+
+    def loss(first):
+        return sum(y.square().sum() for y in function(first, *points[1:]))
+
+    point = points[0]
+    leaf = point.clone().requires_grad_()
+    slope = torch.autograd.grad(loss(leaf), leaf)[0]
+    assert torch.allclose(torch.func.grad(loss)(point), slope, atol=1e-10)
+    assert torch.allclose(torch.func.jvp(loss, (point,), (slope,))[1], slope.square().sum(), rtol=1e-9)
+    inputs = torch.stack([point, 2 * point])
+    each = torch.func.vmap(torch.func.grad(loss))(inputs)
+    assert torch.allclose(each[0], slope, atol=1e-10)
+    step = 1e-6 * slope
+    product = torch.func.jvp(torch.func.grad(loss), (point,), (slope,))[1]
+    apart = (torch.func.grad(loss)(point + step) - torch.func.grad(loss)(point - step)) / 2e-6
+    assert torch.allclose(product, apart, rtol=1e-4, atol=1e-5)
+    curved = torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(point)
+    leaf.grad = None
+    torch.func.grad(loss)(leaf).square().sum().backward()
+    assert torch.allclose(leaf.grad, curved, rtol=1e-6, atol=1e-8)
+
+
+def test_experts_have_a_derivative_in_forward_mode():
+    layer = kinformer.layer("mixtral", 16, block=True, num_heads=2).eval()
+    x, along = (torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    assert torch.allclose(
+        torch.func.jvp(lambda x: layer(x).square().sum(), (x,), (along,))[1], (slope * along).sum(), rtol=1e-3
+    )

@@ -12,7 +12,7 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 from kinformer.lab.datastore.attach import KeyedDecoder
 from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
-from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedBatch, RetrievedNextToken, TokenBatch
+from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 VOCAB, ENTRIES = 23, 40
@@ -169,7 +169,7 @@ def test_it_learns_to_trust_what_neighbours_say(told):
         tokens = torch.randint(VOCAB, (8, 25), generator=generator)
         near = torch.randint(VOCAB, (8, 24, 3), generator=generator)
         near[..., :2] = tokens[:, 1:, None]
-        batch = RetrievedBatch(tokens, None, None, near) if told else TokenBatch(tokens)
+        batch = TokenBatch(tokens, neighbours=near if told else None)
         objective = RetrievedNextToken() if told else NextTokenLoss()
         loss, *_ = objective(model, batch, None, 0.0)
         optimiser.zero_grad()

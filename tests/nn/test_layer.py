@@ -181,6 +181,25 @@ def test_a_step_compiles(name):
     assert states.difference(end, after) < 1e-6
 
 
+def test_a_chunk_behind_a_state_compiles_with_any_length():
+    """PyTorch's compiler cannot lower its attention over a slice whose bounds are the larger of two symbols."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    layer, x = made("gpt").float(), randn(2, 12, DIM).float()
+    with torch.no_grad():
+        _, state = layer(x[:, :5], return_state=True)
+        want, after = layer(x[:, 5:], state, return_state=True)
+        got, end = torch.compile(layer, backend=backend, dynamic=True)(x[:, 5:], state, return_state=True)
+    assert torch.allclose(got, want, atol=1e-6)
+    assert states.difference(end, after) < 1e-6
+    assert "sym_max" not in "".join(graphs)
+
+
 def test_a_state_moves_selects_repeats_and_saves(tmp_path):
     layer, x = made("gated-deltanet"), randn(3, 8, DIM)
     _, state = layer(x, return_state=True)

@@ -80,7 +80,7 @@ def test_predictions_are_those_that_evaluation_counts(classes_run):
 
 
 def test_a_stream_is_predicted_as_it_comes_and_in_order(classes_run):
-    from kinformer.lab.tasks.shared import in_batches
+    from kinformer.lab.tasks.evaluation import in_batches
 
     taken = []
 

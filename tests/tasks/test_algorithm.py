@@ -156,11 +156,11 @@ def test_positions_that_end_are_left_out(tmp_path):
 
 
 def main_generate(folder, prompt):
-    from kinformer.lab.tasks.algorithm import answer
-    from kinformer.lab.tasks.runs import LoadedRun
+    from kinformer.lab.tasks.algorithm import generate
+    from kinformer.lab.tasks.evaluation import GenerationSettings, LoadedRun
 
     run = kinformer.open_run(folder)
-    return answer(LoadedRun(run, run.model()), prompt)
+    return generate(LoadedRun(run, run.model()), prompt, GenerationSettings())
 
 
 @pytest.mark.parametrize(

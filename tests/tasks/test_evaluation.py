@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
-from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings, by_group, evaluated
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings, LoadedRun, by_group, evaluated
 from kinformer.lab.tasks.table import TASKS, refuse_options
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.runtime.errors import KinformerError

@@ -16,8 +16,10 @@ from kinformer.inputs.images import Pixels
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.images import ImageData, Images, floors, read_images
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.image import Sequences, check_image, class_nats, grid, labelled, nats_of, shifted
+from kinformer.lab.tasks.image import Sequences, class_nats, grid, labelled, nats_of, shifted
 from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import TrainingPlan
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
@@ -278,7 +280,7 @@ def test_every_causal_member_can_be_fitted(member, shape):
     with unallocated():
         model = config.build()
     with torch.device("meta"):
-        check_image(config, data, model)
+        TASKS["image"].check(TrainingPlan(config, data, Settings(), None, None), model)
         logits, _ = model(torch.zeros(2, 8, dtype=torch.int64))
     assert TASKS["image"].length(data, config) == pixels[0].size and logits.shape == (2, 8, 256)
     assert (

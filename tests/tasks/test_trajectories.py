@@ -16,7 +16,8 @@ from kinformer.lab.control.decision import ActionLoss, TrajectoryAgent, Trajecto
 from kinformer.lab.control.environments import Box, Discrete
 from kinformer.lab.control.options import TrajectoryOptions, targets_of
 from kinformer.lab.control.trajectories import open_data, random_walks
-from kinformer.lab.tasks.trajectories import facts_correlation
+from kinformer.lab.tasks import trajectories
+from kinformer.lab.tasks.trajectories import differ, facts_correlation
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
@@ -197,6 +198,32 @@ def test_the_rank_correlation_is_spearmans():
     assert of([1, 2, 3, 4], [1, 2, 2, 3]) == pytest.approx(0.9486833) and of([1, 2, 3], [4, 4, 4]) == 0
 
 
+def test_returns_within_their_intervals_are_alike():
+    def of(confidence, *means):
+        return differ([{"mean": mean, "confidence": confidence} for mean in means])
+
+    assert not of(21.0, 443.3, 443.05, 445.05) and of(21.0, 443.3, 443.05, 480.0)
+    assert not of(0.0, 4.0, 4.0, 4.0) and of(0.0, 4.0, 4.0, 4.5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_correlation_of_noise_is_not_told(tmp_path, monkeypatch, apart):
+    kinformer.train("decision", out=tmp_path / "run", data="shortest-path", **SMALL)
+
+    def measured(trajectories):
+        told.append(
+            {"mean": (1 + 100 * apart) * len(told), "confidence": 21.0, "std": 30.0, "episodes": 2, "steps": 9.0}
+        )
+        return told[-1]
+
+    told = []
+    monkeypatch.setattr(trajectories, "summary", measured)
+    options = {"episodes": 2, "cloning_steps": 0, "target": "-9,-5,-1"}
+    found = kinformer.evaluate(tmp_path / "run", **options)
+    assert ("rank_correlation" in found.metrics) == apart
+    assert any("no rank correlation" in str(part) for part in found.text) != apart
+
+
 def test_images_of_games_are_learnt(tmp_path):
     draw = np.random.default_rng(0)
     arrays = {
@@ -228,7 +255,8 @@ def test_from_the_command_line(run_cli, tmp_path):
     measured = json.loads(run_cli("evaluate", out, *act, "--json"))
     assert [row["target"] for row in measured["returns"]] == [0.0, 0.5, 1.0]
     assert all(row["episodes"] == 3 and row["context_steps"] == "carried" for row in measured["returns"])
-    assert set(measured) >= {"return_at_0", "return_at_1", "rank_correlation", "data_best", "cloning", "accuracy"}
+    assert set(measured) >= {"return_at_0", "return_at_1", "data_best", "cloning", "accuracy"}
+    assert ("rank_correlation" in measured) == differ(measured["returns"])
     assert picture.stat().st_size > 10_000
     shown = run_cli("evaluate", out, "--episodes", 2, "--cloning-steps", 0, "--context-steps", 3, "--target", "optimal")
     assert "the last 3 steps read again at each" in shown and "optimal" in shown and "cloned" not in shown

@@ -17,7 +17,7 @@ from kinformer.lab.data import IGNORED, BosEos, ByteTokenizer
 from kinformer.lab.data.pairs import Pairs
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions
-from kinformer.lab.tasks.shared import arriving
+from kinformer.lab.tasks.evaluation import arriving
 from kinformer.lab.tasks.translate import EncodedPairs, TranslationLoss, lines_of, scores
 from kinformer.runtime.errors import KinformerError
 
@@ -229,7 +229,7 @@ def test_a_source_beyond_the_models_positions_is_told(run, pairs, tmp_path):
 
 
 def test_the_schedule_and_the_mean_of_checkpoints(tmp_path):
-    from kinformer.lab.training.averaging import mean_weights, replaced
+    from kinformer.lab.training.optimisers import mean_weights, replaced
     from kinformer.lab.training.schedule import Schedule
     from kinformer.runtime.files import load_tensors, save_tensors
 

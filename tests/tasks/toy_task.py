@@ -15,8 +15,7 @@ from kinformer.core.model import WholeModel, device_of
 from kinformer.core.parts import Input, InputConfig
 from kinformer.core.stack import HeadConfig
 from kinformer.family.record import Member
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun
 from kinformer.lab.tasks.task import DataNeeds, EvaluationNeeds, Models, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
 from kinformer.lab.training.logging import Metric

@@ -22,7 +22,7 @@ import kinformer.lab.runs.train  # noqa: F401
 import kinformer.lab.training.loop  # noqa: F401
 from kinformer.family.kinds import kinds
 from kinformer.lab.cli.main import main
-from kinformer.lab.training.interrupt import Interrupt
+from kinformer.lab.training.distributed import Interrupt
 
 STEPS, KILLS, PATIENCE = 120, 12, 120.0
 INSIDE_A_WRITE = {2: "before-fsync", 4: "before-rename", 6: "before-fsync", 8: "before-rename", 10: "before-rename"}

@@ -22,7 +22,11 @@ FOUR = {"tp=2,fsdp=2": ("fsdp", 2)}
 """Meshes of two and of four processes."""
 MEMBERS = ("rope", "gated-deltanet")
 LENGTH, ROWS = 32, 4
-_TENSOR = {"c10d::allreduce_": "all_reduce", "c10d::_allgather_base_": "all_gather"}
+_TENSOR = {
+    "c10d::allreduce_": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "c10d::_allgather_base_": "all_gather",
+}
 
 
 class Collectives(TorchDispatchMode):

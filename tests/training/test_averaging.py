@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from kinformer.lab.data import Corpus
-from kinformer.lab.training.averaging import MovingAverage
 from kinformer.lab.training.checkpoint import Checkpoints
+from kinformer.lab.training.optimisers import MovingAverage
 from kinformer.runtime.files import load_tensors
 from tests.training.tiny import curve, gap, train, trainer
 

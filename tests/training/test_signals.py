@@ -14,8 +14,7 @@ import pytest
 
 from kinformer.lab.data import Corpus
 from kinformer.lab.training.checkpoint import Checkpoints
-from kinformer.lab.training.distributed import launch
-from kinformer.lab.training.interrupt import SIGNALS, Interrupt
+from kinformer.lab.training.distributed import SIGNALS, Interrupt, launch
 from kinformer.runtime.progress import Tolerant, tolerant
 from tests.process_state import process_state
 from tests.training.tiny import trainer

@@ -16,8 +16,8 @@ from kinformer.family.table import MEMBERS
 from kinformer.lab.runs.rows import config_of, plan_of, staged_rows
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.training.loop import Updater, UpdateResult
+from kinformer.lab.training.schedule import stage_at, stages_of
 from kinformer.lab.training.settings import Settings
-from kinformer.lab.training.stages import stage_at, stages_of
 from kinformer.runtime.errors import KinformerError
 from tests.training.tiny import curve, gap
 

@@ -20,7 +20,7 @@ from kinformer.blocks.residual import per_slice
 from kinformer.core.contract import state_dtype
 from kinformer.core.division import divided, in_blocks
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, ResidualOutput
-from kinformer.runtime.autograd import Context
+from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError, plural
@@ -308,6 +308,8 @@ class Values(nn.EmbeddingBag):
     @uncompiled("gradients of the table are rows alone")
     def forward(self, slots: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         weights = weights.to(self.weight.dtype)
+        if transformed():
+            return (weights[..., None] * self.weight[slots]).sum(1)
         if self.sparse:
             return _Sum.apply(slots, weights, self.weight)
         return super().forward(slots, per_sample_weights=weights)

@@ -163,9 +163,9 @@ def _widened(table: Tensor, before: int, count: int) -> Tensor:
 
 
 def stamp_of(parameter: Tensor) -> tuple[object, ...] | None:
-    """Return a value that changes with a parameter's values, or None for tensors of inference mode. Writes through
-    ``.data`` are not noticed."""
-    if parameter.is_inference():
+    """Return a value that changes with a parameter's values, or None for tensors of inference mode and within
+    transforms of ``torch.func``, which have none. Writes through ``.data`` are not noticed."""
+    if parameter.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(parameter):
         return None
     return parameter.data_ptr(), parameter._version, parameter.dtype
 

@@ -176,7 +176,7 @@ class Table(dict[str, object]):
         settings: JsonObject = {}
         for name, one in self._places():
             path = one.paths.split()[0]
-            value = len(model["layers"]) if path == "depth" else _walk(model, path.split("."))
+            value: Any = len(model["layers"]) if path == "depth" else _walk(model, path.split("."))
             settings[name] = {b: a for a, b in one.kind.items()}[value] if isinstance(one.kind, Mapping) else value
         return settings
 

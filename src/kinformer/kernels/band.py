@@ -53,14 +53,20 @@ def limits(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
     ``slots`` slots, with all slots for None."""
     assert visibility.pattern is not None and visibility.pattern.band is not None
     behind, ahead = visibility.pattern.band
-    return slots if behind is None else min(behind, slots), slots if ahead is None else min(ahead, slots)
+    if ahead is None or ahead > 0:
+        ahead = slots if ahead is None else min(ahead, slots)
+    return slots if behind is None else min(behind, slots), ahead
 
 
 def interval(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
     """Return the half-open interval of slots that at least one of the queries sees."""
-    behind, ahead = limits(visibility, time, slots)
-    first = max(0, slots - time - behind)
-    return first, max(first, min(slots, slots + ahead))
+    assert visibility.pattern is not None and visibility.pattern.band is not None
+    behind, ahead = visibility.pattern.band
+    # Bounds that cut nothing are plain numbers: the compiler cannot simplify max(0, -time) where time is a symbol.
+    first = 0 if behind is None else max(0, slots - time - behind)
+    end = slots if ahead is None or ahead >= 0 else slots + ahead
+    may_be_empty = (behind or 0) < 0 or (ahead or 0) < 0
+    return first, max(first, end) if may_be_empty else end
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from kinformer.kernels.impls import GroupedImpl, names_of
-from kinformer.runtime.autograd import Context, autocast_together
+from kinformer.runtime.autograd import Context, autocast_together, differentiated_again
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError
 
@@ -30,7 +30,8 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
     """Return y [rows, out] of x [rows, in], sorted by group, and the groups' matrices ``weight`` [groups, in, out].
 
     ends: [groups] int32, the end of each group's rows. impl: "native" is PyTorch's grouped product, which does not take
-    float64; "reference" gathers a matrix for every row; "auto" is "native" except in float64.
+    float64; "reference" gathers a matrix for every row; "auto" is "native" except in float64, and in forward mode and
+    second derivatives of ``torch.func``.
 
     Errors: ``KinformerError`` for an unknown impl.
     """
@@ -39,7 +40,7 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
     x, weight = autocast_together(x, weight)
     if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
         return _stand_in(x, weight)
-    if impl == "reference" or (impl == "auto" and x.dtype == torch.float64):
+    if impl == "reference" or (impl == "auto" and (x.dtype == torch.float64 or differentiated_again())):
         return products(x, weight, ends)
     multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape
     more_rows, more_columns = -rows % multiple, -columns % multiple

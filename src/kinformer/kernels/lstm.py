@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
 from kinformer.kernels.impls import LstmImpl, names_of
-from kinformer.runtime.autograd import Context
+from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import substitute, uncompiled
 from kinformer.runtime.errors import KinformerError
 
@@ -80,7 +80,7 @@ def lstm(
     if (operator := substitute("lstm")) is not None and valid is None and reset is None:
         y, after, memory = operator(x, h, c, *weights)
         return y, after, memory
-    if impl == "reference":
+    if impl == "reference" or (impl == "auto" and transformed()):
         return recurrence(x, h, c, weights, valid, reset)
     if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
         return _stand_in(x, h, weights)

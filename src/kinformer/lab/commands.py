@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kinformer.lab.comparison.bench import Bench
     from kinformer.lab.comparison.record import Comparison
     from kinformer.lab.data.packed import Packed
-    from kinformer.lab.drawing.command import Drawing
+    from kinformer.lab.drawing.subject import Drawing
     from kinformer.lab.runs.describe import Description, MemberEstimate
     from kinformer.lab.runs.exporting import Exported, ExportedGraph
     from kinformer.lab.runs.importing import ImportedRun, Proof
@@ -182,10 +182,10 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder
     run: the run's folder.
     set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     """
-    from kinformer.lab.runs.run import STORES
+    from kinformer.lab.datastore.attach import attach_store
 
     opened = open_run(run)
-    model: Decoder | Encoder = STORES.attach(opened, opened.model(set))
+    model: Decoder | Encoder = attach_store(opened, opened.model(set), open_run)
     return model
 
 
@@ -264,8 +264,8 @@ def draw(subject: str | Path, **options: object) -> Drawing:
 
     Errors: ``KinformerError`` for a subject that cannot be drawn, and for options that do not go together.
     """
-    from kinformer.lab.drawing.command import draw
     from kinformer.lab.drawing.options import DrawOptions
+    from kinformer.lab.drawing.subject import draw
 
     return draw(request(DrawOptions, {"subject": subject, **options}, "draw"))
 

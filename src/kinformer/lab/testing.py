@@ -27,8 +27,7 @@ from kinformer.testing.verify import Check, Report, examine, named_checks, verdi
 
 if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run
-    from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport
-    from kinformer.lab.tasks.runs import TrainedRun
+    from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, TrainedRun
     from kinformer.lab.tasks.task import Load, TrainingPlan
     from kinformer.lab.training.data_module import DataModule
 

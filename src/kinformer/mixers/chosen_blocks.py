@@ -56,6 +56,7 @@ from kinformer.kernels.impls import AttentionImpl, ChosenImpl
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors
+from kinformer.runtime.autograd import transformed
 from kinformer.runtime.host import HostDriven
 
 
@@ -281,7 +282,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
         call = numbers, self.scale, self.choosing
         cover = None if units.size == length == blocks.size else self._cover(blocks, units, shift)
         compressed = None
-        if self.config.impl == "reference":
+        if self.config.impl == "reference" or (self.config.impl == "auto" and transformed()):
             compressed, chosen = reference.means(q, keys, values if self.compression else keys, *call, cover)
         elif self.compression:
             compressed, chosen = attend_means(q, keys, values, *call, cover)

@@ -115,6 +115,34 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def transformed() -> bool:
+    """Return whether a transform of ``torch.func`` or a level of forward mode surrounds the call. A kernel with a
+    custom backward cannot be transformed, so ``impl="auto"`` takes the reference there."""
+    if torch.compiler.is_compiling():  # the compiler applies transforms to the operations of the graph
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def differentiated_again(*tensors: Tensor) -> bool:
+    """Return whether the surrounding transforms take more than a first derivative in reverse mode of ``tensors``, which
+    is all that PyTorch's own kernels have."""
+    if not transformed():
+        return False
+    functorch = torch._C._functorch
+    levels = [level.key() for level in functorch.get_interpreter_stack() or ()]
+    count = levels.count(functorch.TransformType.Grad)
+    if count == 1 and torch.is_grad_enabled():  # a backward after the transform is the second
+        count += any(_unwrap(tensor).requires_grad for tensor in tensors)
+    return count > 1 or forward_ad._current_level >= 0
+
+
+def _unwrap(tensor: Tensor) -> Tensor:
+    """Return the tensor that ``torch.func`` was called with."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def check_reverse(name: str, *tensors: Tensor | None, remedy: str = REMEDY) -> None:
     """Raise for tensors with tangents, which the function called ``name`` would drop."""
     if torch.compiler.is_compiling():

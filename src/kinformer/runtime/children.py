@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -37,9 +38,9 @@ def end_with_parent() -> None:
     """End this process of multiprocessing when its parent ends. The workers of a killed pool would wait for ever."""
     parent = multiprocessing.parent_process()
 
-    def wait() -> None:
+    def wait(parent: BaseProcess) -> None:
         parent.join()
         os._exit(1)
 
     if parent is not None:
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=wait, args=(parent,), daemon=True).start()

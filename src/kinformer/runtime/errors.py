@@ -161,12 +161,13 @@ def require_above(option: str, value: float | None, bound: float) -> None:
         raise KinformerError(f"{marked(option)} is {value:g} but must be above {bound:g}.")
 
 
-def require_share(option: str, value: float | None, zero: bool = False) -> None:
+def require_share(option: str, value: float | None, zero: bool = False, one: bool = False) -> None:
     """Raise a :class:`KinformerError` unless the ``value`` of ``option`` is above 0 (with ``zero``: at least 0) and
-    below 1."""
-    if value is not None and not (0 < value < 1 or (zero and value == 0)):
-        least = "at least" if zero else "above"
-        raise KinformerError(f"{marked(option)} is {value:g} but must be {least} 0 and below 1.")
+    below 1 (with ``one``: at most 1)."""
+    if value is not None and not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
+        least, most = "at least" if zero else "above", "at most" if one else "below"
+        limits = "lie between 0 and 1" if zero and one else f"be {least} 0 and {most} 1"
+        raise KinformerError(f"{marked(option)} is {value:g} but must {limits}.")
 
 
 # How a count and its noun are written in a message.

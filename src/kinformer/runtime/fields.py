@@ -15,7 +15,14 @@ from functools import cache
 from itertools import pairwise
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, marked, require_below_largest, require_finite_number
+from kinformer.runtime.errors import (
+    KinformerError,
+    marked,
+    require,
+    require_below_largest,
+    require_finite_number,
+    require_share,
+)
 
 C = typing.TypeVar("C")
 
@@ -59,10 +66,23 @@ PATHS = (
 @dataclass(frozen=True, kw_only=True)
 class Checked:
     """The base of options whose numbers are checked when the options are made. Its ``__post_init__`` ends the chain of
-    ``super().__post_init__()`` calls."""
+    ``super().__post_init__()`` calls.
+
+    Every class of options may have ``LEAST``, the least values of its numbers by name, and ``SHARES``, the intervals of
+    its shares of 1: ``{"holdout": "(0, 1)", "ema": "[0, 1]"}``.
+    """
+
+    LEAST: typing.ClassVar[Mapping[str, float]] = {}
+    SHARES: typing.ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        """Raise for NaN, infinity, too large numbers, and an empty path, which would be the current folder."""
+        """Raise for a number outside its limits, NaN, infinity, too large numbers, and an empty path, which would be
+        the current folder."""
+        for cls in type(self).__mro__:
+            for name, least in vars(cls).get("LEAST", {}).items():
+                require(name, getattr(self, name), least)
+            for name, interval in vars(cls).get("SHARES", {}).items():
+                require_share(name, getattr(self, name), zero=interval[0] == "[", one=interval[-1] == "]")
         for option in fields(self):
             value = getattr(self, option.name)
             if value == "" and option.name in PATHS:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from kinformer.runtime.errors import KinformerError, marked, plural
+from kinformer.runtime.fields import Checked
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import dump_json
 
@@ -30,7 +31,7 @@ WriteRow = Callable[[Mapping[str, object]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictionTable:
+class PredictionTable(Checked):
     """The option of an evaluation that also writes the prediction for every item."""
 
     predictions: str | None = None
@@ -40,6 +41,7 @@ class PredictionTable:
     def __post_init__(self) -> None:
         if self.predictions is not None:
             check_table("predictions", self.predictions)
+        super().__post_init__()
 
     def write_predictions(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Write ``rows``, numbered from 1 as ``item``, if a file for the table was given."""

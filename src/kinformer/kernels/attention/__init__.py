@@ -38,7 +38,7 @@ from kinformer.kernels.softmax import (
     merge,
     with_sink,
 )
-from kinformer.runtime.autograd import autocast_together, no_autocast
+from kinformer.runtime.autograd import autocast_together, differentiated_again, no_autocast, transformed
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.matmul import by_onednn
 
@@ -88,6 +88,8 @@ def attention(
     Errors: ``KinformerError`` for shapes that do not fit, an unknown impl, or one that lacks a feature of the call.
     """
     scoring = _checked(scoring)
+    if impl == "auto" and not isinstance(k, Tensor) and transformed():
+        impl = "reference"
     if isinstance(k, Gathered) and isinstance(v, Gathered):
         return _gathered(q, k, v, visibility, scoring, impl, lse)
     if isinstance(k, Projected) and isinstance(v, Projected):
@@ -107,6 +109,9 @@ def attention(
         return _decayed((q, k, v), visibility, scoring, impl, lse)
     if impl == "auto":
         impl = choose_impl(q, k, visibility, scoring, lse, v.shape[3])
+        custom_backward = impl != "sdpa" or scoring.sink is not None
+        if transformed() if custom_backward else differentiated_again(q, k, v):
+            impl = "reference"
     else:
         check_impl(impl, Needs.of_call(visibility, scoring, lse))
     output = _by(impl, q, k, v, visibility, scoring, lse)

@@ -17,7 +17,7 @@ from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
 from kinformer.kernels.band import interval, limits
 from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, query_positions, with_sink
-from kinformer.runtime.autograd import Context, check_reverse, first_order
+from kinformer.runtime.autograd import Context, check_reverse, first_order, transformed
 from kinformer.runtime.errors import KinformerError
 
 # Softmax attention by torch's ``scaled_dot_product_attention``: bands and sets, with a dense mask where need be.
@@ -56,7 +56,39 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
         scale=scoring.scale,
         enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
+    if out.requires_grad and not torch.compiler.is_compiling() and not transformed():
+        out = _Twice.apply(q, k, v, out, mask, how == "causal", scoring.scale)
     return Attended(out[..., :width])
+
+
+class _Twice(torch.autograd.Function):
+    """The output of PyTorch's kernel, with derivatives of every order.
+
+    The kernel's own backward has no derivative. Where a gradient is to be differentiated again, the gradient comes
+    from PyTorch's plain operations over all pairs instead; the kernel then gets no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.causal, ctx.scale = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return None, None, None, grad, None, None, None
+        q, k, v, mask = ctx.saved_tensors
+        # This operation adds its mask to the scores, also a mask of bools.
+        mask = None if mask is None else _hidden(q, mask)
+        wanted = [x for x in (q, k, v) if x.requires_grad]
+        out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, 0.0, ctx.causal, scale=ctx.scale, enable_gqa=bool(q.shape[1] != k.shape[1])
+        )
+        slopes = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+        return *(next(slopes) if x.requires_grad else None for x in (q, k, v)), None, None, None, None
 
 
 def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
@@ -96,6 +128,11 @@ def _mask(visibility: Visibility, q: Tensor, first: int, end: int, slots: int) -
     return seen
 
 
+def _hidden(q: Tensor, mask: Tensor) -> Tensor:
+    """Return what hides the slots that ``mask`` does not mark, as numbers to add to scores."""
+    return q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+
+
 def _widened(x: Tensor, width: int) -> Tensor:
     """Return x [..., features] with ``width`` features or more: PyTorch's kernel of the CPU has one width for queries,
     keys and values. Zero features do not change a score, and the caller cuts the extra columns of the output."""
@@ -114,7 +151,7 @@ def _attend_with_sink(
     check_reverse(_NAME, q, k, v, sink)
     width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (_widened(x, widest) for x in (q, k, v))
-    hidden = None if mask is None else q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    hidden = None if mask is None else _hidden(q, mask)
     out: Tensor = _WithSink.apply(q, k, v, sink, hidden, causal, scale)
     return out[..., :width]
 

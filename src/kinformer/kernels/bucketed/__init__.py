@@ -25,7 +25,7 @@ from kinformer.kernels.bucketed.membership import Membership, counted, members, 
 from kinformer.kernels.bucketed.reference import dense
 from kinformer.kernels.impls import BucketedImpl, names_of
 from kinformer.kernels.softmax import Attended
-from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.autograd import no_autocast, transformed
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.workspace import scratch
 
@@ -56,7 +56,7 @@ def bucketed_attention(
     if impl not in IMPLS:
         raise KinformerError(f"bucketed_attention: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     _validate(q, k, v, membership)
-    if impl == "reference":
+    if impl == "reference" or (impl == "auto" and transformed()):
         return dense(q, k, v, membership, scale, itself)
     kernel = attend_one if q.shape[2] == 1 else attend
     return kernel(q, k, v, membership, scale, itself)

@@ -36,6 +36,7 @@ from kinformer.kernels.chosen.choice import (
 )
 from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall, attend_few
 from kinformer.kernels.impls import ChosenImpl, names_of
+from kinformer.runtime.autograd import transformed
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.workspace import scratch
 
@@ -67,7 +68,7 @@ def chosen_attention(
             f"{tuple(chosen.shape)} do not fit; pass [batch, heads, time, width], with slots of the past and of all "
             "queries, heads a multiple of the choosers, and these of the heads of keys."
         )
-    if impl == "reference":
+    if impl == "reference" or (impl == "auto" and transformed()):
         return reference.dense(q, k, v, chosen, blocks, scale)
     call = ChosenCall(q, k, v, chosen, blocks.first, blocks.current, blocks.offset, blocks.size, blocks.aligned, scale)
     return attend_few(call) if q.shape[2] <= FEW else chunked.attend(call)

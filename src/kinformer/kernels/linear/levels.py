@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl
-from kinformer.runtime.autograd import Context
+from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.host import host_ints
 
 TILE = 64
@@ -58,7 +58,7 @@ def leveled_attention(
 
     impl: "reference" computes all pairs of the chunk at once, anything else the pairs of TILE tokens at a time.
     """
-    if tokens.log_decay is not None:
+    if tokens.log_decay is not None and not transformed():
         tokens = tokens._replace(log_decay=_Laid.apply(tokens.log_decay.transpose(1, 2)).transpose(1, 2))
     time, levels = tokens.q.shape[2], tokens.scales.shape[3] - 1
     whole, counts = state.unflatten(2, (levels, -1)), _host_counts(tokens, seen)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kinformer.kernels.impls import LinearImpl, names_of
+from kinformer.runtime.autograd import transformed
 from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError, plural
 
@@ -82,12 +83,15 @@ def choose_impl(name: str, impl: LinearImpl, q: Tensor, v: Tensor) -> str:
     time, features and head_dim].
 
     "auto" is "triton" for chunks on a GPU that Triton's kernels take, else "chunked". On an H200 they take 0.05 to 0.5
-    of the time, also with a decay by channel (benchmarks/gpu.py, results/gpu.json, 2026-11-27).
+    of the time, also with a decay by channel (benchmarks/gpu.py, results/gpu.json, 2026-11-27). Within a transform of
+    ``torch.func`` it is "reference".
     """
     if impl not in IMPLS:
         raise KinformerError(f"{name}: impl={impl!r} is unknown; use one of {', '.join(IMPLS)}.")
     if impl != "auto":
         return impl
+    if transformed():
+        return "reference"
     if q.device.type != "cuda" or q.shape[2] == 1 or not has_triton():
         return "chunked"
     fits = max(q.shape[-1], v.shape[-1]) <= WIDEST and torch.float64 not in (q.dtype, v.dtype)

@@ -337,7 +337,7 @@ class Draw(DrawOptions, CommonOptions):
 
     def run(self) -> int:
         """Draw the picture, print its file name, and return the exit status."""
-        from kinformer.lab.drawing.command import draw
+        from kinformer.lab.drawing.subject import draw
 
         drawing = draw(self)
         if self.json:

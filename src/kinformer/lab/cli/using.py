@@ -178,7 +178,8 @@ class Chat(GenerateOptions, Printing):
 
         stop = tuple(text.replace("\\n", "\n") for text in self.stop)
         conversation = converse(self.folder, replace(self, stop=stop))
-        run, template, messages = conversation.subject.run, None, list[dict[str, str]]()
+        run: Any = conversation.subject.run
+        template, messages = None, list[dict[str, str]]()
         if run.chat_template is not None and self.before is None and self.after is None:
             template = ChatTemplate(run.chat_template, (), run.prompts.get("special_tokens"))
         before, after = self.before or "", "\\n" if self.after is None else self.after

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer.core.config import field_types
 from kinformer.core.stack import ModelConfig
@@ -17,16 +17,15 @@ from kinformer.family.build import configure, model_config, storable
 from kinformer.family.table import member
 from kinformer.lab.comparison import words, works
 from kinformer.lab.comparison.options import BenchOptions
-from kinformer.lab.comparison.peers import PeerModel, PeerShape, installed, shape_of
 from kinformer.lab.comparison.record import MachineFacts
 from kinformer.lab.comparison.speed import Floor, Peak, in_fresh_process, in_turns, machine, measure_floor
-from kinformer.lab.comparison.works import Timed
+from kinformer.lab.comparison.works import PeerModel, installed, shape_of
 from kinformer.lab.estimation.estimate import estimate, state_bytes
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.progress import note
 
-M = TypeVar("M", bound=Timed)
+M = TypeVar("M", bound=nn.Module)
 PLAIN = "gpt"
 MEMBERS = ("linear-transformer", "fast-weights", "local")
 WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "reading a prompt", "decode": "decoding"}
@@ -100,7 +99,11 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     if PLAIN in failed:
         raise KinformerError(f"{PLAIN}, beside which all are timed, cannot be timed here: {failed[PLAIN]}")
     floor = measure_floor(device)
-    peers, refused = _peers(configs[PLAIN], options, device)
+    builders = installed() if options.peers else {}
+    if options.peers and not builders:
+        note("no peer is installed; pip install transformers, or x-transformers, gives one.")
+    as_large = {name: lambda build=build: build(shape_of(configs[PLAIN])) for name, build in builders.items()}
+    peers, refused = _checked(as_large, options.seed, device)
     timings: list[Timing] = []
     for work in options.works:
         for length in options.sizes:
@@ -144,21 +147,8 @@ def _checked(builders: Mapping[str, Callable[[], M]], seed: int, device: str) ->
     return models, failed
 
 
-def _peers(config: ModelConfig, options: BenchOptions, device: str) -> tuple[dict[str, PeerModel], dict[str, str]]:
-    """Return decoders of other libraries, as large as ``config``, that pass the same check, and the reasons of the
-    failures."""
-    builders = installed() if options.peers else {}
-    if options.peers and not builders:
-        note("no peer is installed; pip install transformers, or x-transformers, gives one.")
-    return _checked({name: partial(_peer, build, config) for name, build in builders.items()}, options.seed, device)
-
-
-def _peer(build: Callable[[PeerShape], PeerModel], config: ModelConfig) -> PeerModel:
-    return build(shape_of(config))
-
-
 def _timed(
-    models: Mapping[str, Timed], work: str, length: int, options: BenchOptions, device: str, floor: Floor
+    models: Mapping[str, Any], work: str, length: int, options: BenchOptions, device: str, floor: Floor
 ) -> list[Timing]:
     ready = {}
     for name, model in models.items():
@@ -179,7 +169,7 @@ def _timed(
     ]
 
 
-def _share(model: Timed, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
+def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
     """Return the reached share of the machine's limit.
 
     The limit is FLOPs per second. In decoding it is bytes per second, because every token reads all weights and states

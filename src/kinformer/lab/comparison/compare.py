@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.lab.comparison import words
-from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions, planned
 from kinformer.lab.comparison.plan import (
     Clock,
@@ -35,22 +35,23 @@ from kinformer.lab.comparison.plan import (
 )
 from kinformer.lab.comparison.record import (
     Badge,
+    Cache,
     Comparison,
     EntrantRecord,
     MachineFacts,
     SeedRun,
+    key_of,
     merged,
     read,
     save,
 )
-from kinformer.lab.comparison.report import columns, markdown, ordered
+from kinformer.lab.comparison.report import columns, markdown, ordered, page
 from kinformer.lab.comparison.speed import generation_speeds, length_speeds, machine, memory_of, training_speeds
 from kinformer.lab.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validations
 from kinformer.lab.comparison.words import departures
 from kinformer.lab.comparison.works import reads_tokens
 from kinformer.lab.estimation.estimate import estimate
 from kinformer.lab.tasks.evaluation import TextTable
-from kinformer.lab.training.logging import Metric
 from kinformer.lab.training.settings import DEFAULT_STEPS
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural
@@ -149,11 +150,48 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         with clock("training speed"):
             training_speeds(contestants_, options, cache)
         steps = _steps(contestants_, options, cache, time.monotonic() - started_at)
-        _note_plan(contestants_, options, steps)
-        _train(contestants_, options, cache, clock, steps, metric)
+        for contestant in still_in(contestants_):
+            seconds, count = _step_seconds(contestant), steps[contestant.name]
+            trials = options.sweep * sweep_steps(options, count)
+            total = seconds * (count * options.seeds + trials)
+            note(
+                f"{contestant.name}: {plural(contestant.parameters, 'parameter')}, {options.seeds} x "
+                f"{plural(count, 'step')} and {trials} of the sweep, about {total / 60:.1f} minutes"
+            )
+        for contestant in still_in(contestants_):
+            with clock("sweeps"), guarded(contestant, "the sweep"):
+                sweep(contestant, options, cache, steps[contestant.name], metric)
+        for number in range(options.seeds):  # all contestants have one run before any contestant has two
+            for contestant in still_in(contestants_):
+                with guarded(contestant, f"seed {options.seed + number}"):
+                    baseline = contestant is contestants_[0]
+                    _one_seed(contestant, options, cache, clock, steps[contestant.name], number, baseline)
         _measure(contestants_, options, cache, clock)
-        where = machine(str(options.usable_device()))
-        return _comparison(contestants_, options, clock, command, where, metric, steps)
+    where, first = machine(str(options.usable_device())), contestants_[0]
+    tested = [item for contestant in contestants_ for item in contestant.measured]
+    return Comparison(
+        kinformer=__version__,
+        created=time.strftime("%Y-%m-%d"),
+        command=command,
+        task=first.task.name,
+        figure=metric.name,
+        unit=metric.unit,
+        lower_is_better=metric.lower_is_better,
+        data=tested[0]["data"] if tested else first.identity,
+        baselines=next((item["baselines"] for item in tested if item["baselines"]), {}),
+        budget={
+            "parameters": options.parameters or next((item.parameters for item in contestants_ if item.parameters), 0),
+            "steps": sorted(set(steps.values())),
+            "minutes": options.minutes,
+            "total_minutes": options.total_minutes,
+            "tokens_step": options.row_length * options.batch_size,
+            "seeds": options.seeds,
+            "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
+        },
+        settings=settings_of(first.base.settings()),
+        seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
+        entrants=tuple(_record(contestant, where) for contestant in contestants_),
+    )
 
 
 def _flops(contestant: Contestant) -> float | None:
@@ -211,43 +249,6 @@ def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float)
     return steps
 
 
-def _note_plan(contestants: Sequence[Contestant], options: CompareOptions, steps: dict[str, int]) -> None:
-    for contestant in still_in(contestants):
-        seconds, count = _step_seconds(contestant), steps[contestant.name]
-        trials = options.sweep * sweep_steps(options, count)
-        total = seconds * (count * options.seeds + trials)
-        note(
-            f"{contestant.name}: {plural(contestant.parameters, 'parameter')}, {options.seeds} x "
-            f"{plural(count, 'step')} and {trials} of the sweep, about {total / 60:.1f} minutes"
-        )
-
-
-def _train(
-    contestants: Sequence[Contestant],
-    options: CompareOptions,
-    cache: Cache,
-    clock: Clock,
-    steps: dict[str, int],
-    metric: Metric,
-) -> None:
-    """Run the sweeps, then the seeds one by one, so that all contestants have one run before any contestant has two."""
-    for contestant in still_in(contestants):
-        with clock("sweeps"), guarded(contestant, "the sweep"):
-            sweep(contestant, options, cache, steps[contestant.name], metric)
-    for number in range(options.seeds):
-        for contestant in still_in(contestants):
-            with guarded(contestant, f"seed {options.seed + number}"):
-                _one_seed(
-                    contestant,
-                    options,
-                    cache,
-                    clock,
-                    steps[contestant.name],
-                    number,
-                    baseline=contestant is contestants[0],
-                )
-
-
 def _one_seed(
     contestant: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
 ) -> None:
@@ -287,44 +288,6 @@ def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: 
         with clock("battery"), guarded(contestant, "the battery"):
             key = key_of([__version__, torch.__version__, contestant.entrant.parts, dict(contestant.entrant.changes)])
             contestant.note(badges=cache.once("badges", key, partial(badges, contestant.entrant)))
-
-
-def _comparison(
-    contestants: Sequence[Contestant],
-    options: CompareOptions,
-    clock: Clock,
-    command: str,
-    where: MachineFacts,
-    metric: Metric,
-    steps: dict[str, int],
-) -> Comparison:
-    tested = [item for contestant in contestants for item in contestant.measured]
-    baselines = next((item["baselines"] for item in tested if item["baselines"]), {})
-    largest = max((contestant.parameters for contestant in contestants), default=0)
-    return Comparison(
-        kinformer=__version__,
-        created=time.strftime("%Y-%m-%d"),
-        command=command,
-        task=contestants[0].task.name,
-        figure=metric.name,
-        unit=metric.unit,
-        lower_is_better=metric.lower_is_better,
-        data=tested[0]["data"] if tested else contestants[0].identity,
-        baselines=baselines,
-        budget={
-            "parameters": options.parameters
-            or next((contestant.parameters for contestant in contestants if contestant.parameters), largest),
-            "steps": sorted(set(steps.values())),
-            "minutes": options.minutes,
-            "total_minutes": options.total_minutes,
-            "tokens_step": options.row_length * options.batch_size,
-            "seeds": options.seeds,
-            "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
-        },
-        settings=settings_of(contestants[0].base.settings()),
-        seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
-        entrants=tuple(_record(contestant, where) for contestant in contestants),
-    )
 
 
 def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
@@ -378,8 +341,6 @@ def write(comparison: Comparison, folder: Path) -> Written:
 
     The page needs matplotlib and Jinja2. Without these packages a note replaces the page.
     """
-    from importlib.util import find_spec
-
     folder.mkdir(parents=True, exist_ok=True)
     save(comparison, folder / JSON)
     _text_file(folder / MARKDOWN, markdown(comparison))
@@ -387,8 +348,6 @@ def write(comparison: Comparison, folder: Path) -> Written:
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         notes.append(f"no page: it needs {' and '.join(missing)}, which pip install 'kinformer[plot]' gets.")
     else:
-        from kinformer.lab.comparison.report import page
-
         _text_file(folder / HTML, page(comparison))
         paths.insert(0, folder / HTML)
     table = TextTable(

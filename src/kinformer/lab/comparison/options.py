@@ -92,16 +92,18 @@ class CompareOptions(LearningOptions):
     seed: int = 0
     """The first seed."""
 
+    LEAST = {
+        "steps": 1, "tokens": 1, "seeds": 1, "length": 1, "batch_size": 1, "rounds": 1, "sweep_steps": 1, "sweep": 0,
+        "max_bytes": 2,
+    }  # fmt: skip
+    SHARES = {"ema": "[0, 1]"}
+
     def __post_init__(self) -> None:
-        for name in ("parameters", "steps", "tokens", "seeds", "length", "batch_size", "rounds", "sweep_steps"):
-            require(name, getattr(self, name), 1)
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
             raise KinformerError(
                 f"`contexts` {self.contexts}: is not a list of lengths; write as in 1x,2x,4x or 256,512."
             )
-        require("sweep", self.sweep, 0)
-        require("max_bytes", self.max_bytes, 2)
         require("parameters", self.parameters, 1, MAX_PARAMETERS)
         limits = [name for name in BUDGETS if getattr(self, name) is not None]
         for name in limits:
@@ -112,7 +114,6 @@ class CompareOptions(LearningOptions):
             raise KinformerError("`sweep` 2: does not have a middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
         require_seed(self.seed)
-        require("ema", self.ema, 0, 1)
         super().__post_init__()
 
     @property
@@ -156,9 +157,9 @@ class BenchOptions(Machine):
     seed: int = 0
     """The seed of weights and tokens."""
 
+    LEAST = {"batch_size": 1, "rounds": 1}
+
     def __post_init__(self) -> None:
-        require("batch_size", self.batch_size, 1)
-        require("rounds", self.rounds, 1)
         require_seed(self.seed)
         super().__post_init__()
         for name in self.works:

@@ -18,13 +18,11 @@ from kinformer.core.config import override, to_dict
 from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
-from kinformer.family.record import Member, MemberSheet
 from kinformer.family.table import member
-from kinformer.lab.comparison.cache import key_of
 from kinformer.lab.comparison.options import CompareOptions
-from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement
+from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement, key_of
 from kinformer.lab.data import FileTokenizer
-from kinformer.lab.drawing.text import Formula, formulas, pictures
+from kinformer.lab.drawing.text import formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes
 from kinformer.lab.runs.minutes import resized
 from kinformer.lab.runs.options import TrainOptions
@@ -95,27 +93,27 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
 
     ``changes`` maps ``path`` to a value for all entrants, or ``NAME:path`` to a value for one entrant.
     """
+
+    def owner_of(path: str) -> str:
+        return path.rpartition(":")[0]
+
     parsed = [_parsed(spec) for spec in specs]
     names = [entrant.name for entrant in parsed]
     for name in names:
         if names.count(name) > 1:
             raise KinformerError(f"{name}: is named twice; give one entrant another name, as in other={name}.")
     for path in changes:
-        if (owner := _owner(path)) and owner not in names:
+        if (owner := owner_of(path)) and owner not in names:
             raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
     return [
         Entrant(
             entrant.name,
             entrant.spec,
             entrant.parts,
-            {path.rpartition(":")[2]: value for path, value in changes.items() if _owner(path) in ("", entrant.name)},
+            {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", entrant.name)},
         )
         for entrant in parsed
     ]
-
-
-def _owner(path: str) -> str:
-    return path.rpartition(":")[0]
 
 
 def _parsed(spec: str) -> Entrant:
@@ -227,25 +225,21 @@ def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
     lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])
     records = [member(name) for name, _ in entrant.parts]
     return {
-        "members": [_sheet(record) for record in records],
+        "members": [
+            {**record.sheet, "axes": list(record.sheet["axes"]), "departures": list(record.sheet["departures"])}
+            for record in records
+        ],
         "config": to_dict(config),
-        "formulas": [line for formula in formulas(config) for line in _lines(formula)],
+        "formulas": [
+            line
+            for item in formulas(config)
+            for line in (f"{item.slot.replace('_', ' ')} {item.kind}", *(f"    {text}" for text in item.lines))
+        ],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
         "patterns": pictures(model)[:MAX_PATTERNS],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }
-
-
-def _lines(formula: Formula) -> list[str]:
-    """Return a formula as lines of text, its slot and kind first."""
-    return [f"{formula.slot.replace('_', ' ')} {formula.kind}", *(f"    {line}" for line in formula.lines)]
-
-
-def _sheet(record: Member) -> MemberSheet:
-    """Return the part of a fact sheet about a member, in the types that JSON returns."""
-    sheet = record.sheet
-    return {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])}
 
 
 def settings_of(settings: Settings) -> dict[str, object]:
@@ -369,8 +363,12 @@ def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
 
 
-def _refuse_unread(task: Task, options: CompareOptions) -> None:
-    """Refuse the options of measuring that the ``task`` does not read."""
+def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
+    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
+
+    Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
+    """
+    task, contestants_ = first_task(entrants, options), []
     if options.max_bytes is not None and (reason := task.evaluation.refused.get("max_bytes")):
         raise KinformerError(f"`max_bytes` {options.max_bytes}: {reason}")
     reads_lengths = any(option.name == "lengths" for option in fields(task.EvaluationOptions))
@@ -378,15 +376,6 @@ def _refuse_unread(task: Task, options: CompareOptions) -> None:
         raise KinformerError(
             f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
         )
-
-
-def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
-    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
-
-    Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
-    """
-    task, contestants_ = first_task(entrants, options), []
-    _refuse_unread(task, options)
     for entrant in entrants:
         base = _base(entrant, options, task)
         try:
@@ -411,17 +400,8 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
 def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
     recipe = options.recipe
     shared = (
-        "data",
-        "length",
-        "batch_size",
-        "optimizer",
-        "precision",
-        "tokenizer",
-        "holdout",
-        "ema",
-        "device",
-        "threads",
-    )
+        "data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "ema", "device", "threads",
+    )  # fmt: skip
     shared_values = {name: getattr(options, name) for name in shared}
     if options.length is not None and type(task).length is not Task.length:
         shared_values["length"] = None  # the data decide the length of each model

@@ -1,19 +1,71 @@
-"""The record of a comparison: plain data, which is checked on reading, so that comparisons of others can be merged."""
+"""The record of a comparison, plain data that is checked on reading, and the cache of its results."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 from kinformer.core.config import Config, from_dict, to_dict
 from kinformer.family.record import MemberSheet
 from kinformer.lab.drawing.text import TextPicture
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import read_json, write_json
+from kinformer.runtime.files import json_digest, read_json, require_signature, signed, write_json
 from kinformer.runtime.parsing import JsonObject
+
+# A cache of results under keys of their inputs, so that no result is computed twice.
+
+
+T = TypeVar("T")
+
+
+def key_of(content: object) -> str:
+    """Return a digest of JSON-ready ``content``."""
+    return json_digest(content)[:16]
+
+
+def file_name(text: str) -> str:
+    """Return ``text`` with only characters that a file name may hold."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-.")
+
+
+class Cache:
+    """A folder of JSON values, each under its kind and key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, kind: str, key: str) -> Path:
+        """Return the path of the file that holds a value."""
+        return self.folder / f"{kind}-{key}.json"
+
+    def get(self, kind: str, key: str) -> Any | None:
+        """Return the stored value; None without a stored value.
+
+        Errors: ``KinformerError`` for a damaged file.
+        """
+        path = self.path(kind, key)
+        if not path.is_file():
+            return None
+        data = read_json(path)
+        require_signature(data, path, required=True)
+        return data["value"]
+
+    def put(self, kind: str, key: str, value: object) -> None:
+        """Store a value with a checksum under its kind and key."""
+        write_json(self.path(kind, key), signed({"value": value}))
+
+    def once(self, kind: str, key: str, make: Callable[[], T]) -> T:
+        """Return the stored value; without a stored value call ``make``, and store and return its result."""
+        value: T | None = self.get(kind, key)
+        if value is None:
+            value = make()
+            self.put(kind, key, value)
+        return value
+
 
 # The measurements of entrants, in the form of the cache and the record.
 
@@ -328,7 +380,10 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
                 more = tuple(run for run in entrant.runs if run.seed not in seeds)
                 entrants[entrant.name] = previous.replace(runs=previous.runs + more)
             else:
-                name = _free(f"{entrant.name} ({path.stem})", entrants)
+                name, count = f"{entrant.name} ({path.stem})", 1
+                while name in entrants:
+                    count += 1
+                    name = f"{entrant.name} ({path.stem}) {count}"
                 entrants[name] = entrant.replace(name=name)
     seconds = {"in all": sum(sum(comparison.seconds.values()) for _, comparison in comparisons)}
     return first.replace(entrants=tuple(entrants.values()), seconds=seconds)
@@ -342,12 +397,3 @@ def _fingerprint(comparison: Comparison) -> list[object]:
 def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
     """Return whether the models and their training, except for the seed, are the same."""
     return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))
-
-
-def _free(name: str, taken: Container[str]) -> str:
-    """Return ``name``, with a number behind it if the name is in ``taken``."""
-    count = 2
-    result = name
-    while result in taken:
-        result, count = f"{name} {count}", count + 1
-    return result

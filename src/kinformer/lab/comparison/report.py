@@ -18,7 +18,7 @@ from kinformer.lab.comparison import words
 from kinformer.lab.comparison.record import Comparison, EntrantRecord, MachineFacts, Point, mean_of
 from kinformer.lab.comparison.speed import described
 from kinformer.lab.comparison.words import RESOLUTION, Measure, resolution, shown, unit_of
-from kinformer.lab.drawing.style import figure
+from kinformer.lab.drawing.plots import figure
 from kinformer.lab.drawing.text import SEEN
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer import __version__
 from kinformer.lab.comparison import works
-from kinformer.lab.comparison.cache import Cache, key_of
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
-from kinformer.lab.comparison.record import LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds
+from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds, key_of
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
@@ -326,7 +326,7 @@ def _measured(
     if not missing:
         return
     chosen = missing if subjects[0] in missing else [subjects[0], *missing]
-    models: dict[str, works.Timed] = {}
+    models: dict[str, nn.Module] = {}
     for contestant in chosen:
         with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)

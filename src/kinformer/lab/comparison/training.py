@@ -10,10 +10,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from kinformer.lab.comparison.cache import Cache, file_name, key_of
 from kinformer.lab.comparison.options import MEASURED_BYTES, CompareOptions
 from kinformer.lab.comparison.plan import Contestant
-from kinformer.lab.comparison.record import ContextValue, Measurement, Point, RunResult, Trial
+from kinformer.lab.comparison.record import Cache, ContextValue, Measurement, Point, RunResult, Trial, file_name, key_of
 from kinformer.lab.runs.inference import evaluate
 from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
 from kinformer.lab.runs.run import CONFIG
@@ -75,14 +74,11 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
             break
         powers, moves = [beyond], moves + 1
     trials = tuple(Trial(lr=options.middle * 2.0**power, value=value) for power, value in sorted(tried.items()))
-    contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=_moved_text(moves, beyond is not None))
-
-
-def _moved_text(moves: int, at_edge: bool) -> str | None:
-    if not moves and not at_edge:
-        return None
-    went = "the best of the first learning rates stood at an end, so more were tried"
-    return went + ("; the best is still at an end" if at_edge else "; the best is now inside") + "."
+    moved = None
+    if moves or beyond is not None:
+        now = "now inside" if beyond is None else "still at an end"
+        moved = f"the best of the first learning rates stood at an end, so more were tried; the best is {now}."
+    contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=moved)
 
 
 def _trial(
@@ -131,7 +127,10 @@ def run(
             "validation": dict(summary.result.validation),
             "steps": summary.result.steps,
             "seconds": summary.result.seconds,
-            "log": _log(folder),
+            "log": [
+                parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
+                for number, line in enumerate((folder / METRICS).read_text(encoding="utf-8").splitlines(), start=1)
+            ],
             "command": command_of(planned),
         }
     cache.put("run", key, result)
@@ -154,14 +153,6 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
             "choose smaller sizes."
         )
     cache.put("attempts", key, before + 1)
-
-
-def _log(folder: Path) -> list[JsonObject]:
-    lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    return [
-        parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
-        for number, line in enumerate(lines, start=1)
-    ]
 
 
 def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Point, ...]:
@@ -190,7 +181,14 @@ def measured(
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
     if first and "lengths" in option_fields:
-        task_options["lengths"] = _possible(options.contexts, contestant, options.row_length)
+        limit = contestant.record.facts.get("max_length")
+        possible = []
+        for part in options.contexts.split(","):
+            number = part.strip().removesuffix("x")
+            tokens = int(number) * (options.row_length if part.strip().endswith("x") else 1) if number.isdigit() else 0
+            if limit is None or tokens <= limit:
+                possible.append(part.strip())
+        task_options["lengths"] = ",".join(possible) or "1x"
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
     limits = {"max_bytes": options.max_bytes or MEASURED_BYTES, "seed": options.seed}
@@ -220,18 +218,6 @@ def measured(
 
 def _context(facts: JsonObject) -> ContextValue:
     return {"context": facts["context"], "value": facts["bits_per_byte"], "positions": list(facts["by_position"])}
-
-
-def _possible(contexts: str, contestant: Contestant, length: int) -> str:
-    """Return the lengths of context that the model's positions allow."""
-    limit = contestant.record.facts.get("max_length")
-    possible = []
-    for part in contexts.split(","):
-        number = part.strip().removesuffix("x")
-        tokens = int(number) * (length if part.strip().endswith("x") else 1) if number.isdigit() else 0
-        if limit is None or tokens <= limit:
-            possible.append(part.strip())
-    return ",".join(possible) or "1x"
 
 
 def _text(value: object) -> str:

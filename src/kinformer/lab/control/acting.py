@@ -248,7 +248,9 @@ def _wave(policy: Policy, environment: Environments, target: float | None, first
     returns, lengths = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
     policy.begin(first + rows)
     while len(rows):
-        actions = _scattered(policy.act(observations[rows], targets[rows]), rows, environment)
+        some = policy.act(observations[rows], targets[rows])
+        actions = np.zeros((environment.count, *some.shape[1:]), some.dtype)
+        actions[rows] = some
         observations, rewards, terminated, truncated = environment.step(actions)
         returns[rows] += rewards[rows]
         targets[rows] -= rewards[rows]
@@ -272,13 +274,6 @@ def returns_to_get(environment: Environments, target: float | None) -> np.ndarra
 def remembering(context: int | None) -> str:
     """Return in words how an agent remembers."""
     return "state carried" if context is None else f"the last {plural(context, 'step')} read again at each"
-
-
-def _scattered(actions: np.ndarray, rows: np.ndarray, environment: Environments) -> np.ndarray:
-    """Return ``actions`` of ``rows`` within an array of all rows, zeros elsewhere."""
-    result = np.zeros((environment.count, *actions.shape[1:]), actions.dtype)
-    result[rows] = actions
-    return result
 
 
 def summary(rollouts_: Rollouts) -> Summary:
@@ -315,20 +310,13 @@ EpisodeFacts = TypedDict(
 """An episode as values for JSON."""
 
 
-class Episode(NamedTuple):
-    """The ``rewards`` of every step, and how many ``seconds`` all steps took."""
-
-    rewards: list[float]
-    seconds: float
-
-    @property
-    def facts(self) -> EpisodeFacts:
-        """Return the episode as values for JSON."""
-        steps = len(self.rewards)
-        return {
-            "return": sum(self.rewards), "steps": steps, "rewards": self.rewards,
-            "steps_per_second": steps / self.seconds,
-        }  # fmt: skip
+def episode_text(env: str, played: EpisodeFacts, target: float | None, agent: Agent, seed: int | None) -> str:
+    """Return an episode in one line."""
+    aim = "" if target is None else f" of {target:g} asked for"
+    return (
+        f"return {played['return']:g}{aim}, {plural(played['steps'], 'step')} in {env}, "
+        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {seed}"
+    )
 
 
 def check_picture(render: str | None) -> None:
@@ -344,7 +332,7 @@ def play(
     target_returns: float | None,
     render: str | None,
     write: Callable[[str], None] | None,
-) -> Episode:
+) -> EpisodeFacts:
     """Play the episode of the first row of ``environment``, which begins with ``observations``. A policy with a target
     return aims at ``target_returns``. Every step is passed to ``write`` at once, and the episode is drawn to the file
     ``render``."""
@@ -367,7 +355,8 @@ def play(
     seconds = time.perf_counter() - started_at
     if render is not None:
         write_gif(Path(render), [*frames, environment.render()])
-    return Episode(rewards, seconds)
+    steps = len(rewards)
+    return {"return": sum(rewards), "steps": steps, "rewards": rewards, "steps_per_second": steps / seconds}
 
 
 def _brief(observation: np.ndarray) -> str:

@@ -208,21 +208,18 @@ class TrajectoryAgent(Agent):
 
     def positions(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         if self.context is None:
-            self._require_room()
+            limit, used = self.model.max_length, PER_STEP * self.timestep + 2
+            if limit is not None and used > limit:
+                raise KinformerError(
+                    f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
+                    f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
+                )
         new = [] if self.before is None else [self._position(2, self.timestep - 1, self._as_input(self.before))]
         new += [
             self._position(0, self.timestep, target_returns[:, None]),
             self._position(1, self.timestep, observations),
         ]
         return np.stack(new, axis=1)
-
-    def _require_room(self) -> None:
-        limit, used = self.model.max_length, PER_STEP * self.timestep + 2
-        if limit is not None and used > limit:
-            raise KinformerError(
-                f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
-                f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
-            )
 
     def _position(self, kind: int, timestep: int, values: np.ndarray) -> np.ndarray:
         packed = np.zeros((len(values), self.width), np.float32)
@@ -269,21 +266,13 @@ def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torc
     index = torch.from_numpy(result.steps_of(result.splits["train"]))
     observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
     with private_numbers(seed) as generator:
-        network = nn.Sequential(
-            nn.Linear(result.state_dim, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, space.dim),
-        )
+        first, second, last = nn.Linear(result.state_dim, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, space.dim)
+    network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
     optimiser = torch.optim.AdamW(network.parameters(), RATE)
     for _ in range(steps):
         rows = torch.randint(len(actions), (ROWS,), generator=generator)
-        predicted = network(normal(observations[rows]))
-        if isinstance(space, Discrete):
-            loss = functional.cross_entropy(predicted, actions[rows])
-        else:
-            loss = functional.mse_loss(predicted, actions[rows])
+        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
+        loss = loss_of(network(normal(observations[rows])), actions[rows])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

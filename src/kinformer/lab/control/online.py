@@ -17,9 +17,9 @@ from kinformer.lab.control.acting import ActionSampler, Agent, entropy, log_dens
 from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.control.options import ControlData, ControlOptions
 from kinformer.lab.data.sampling import mix
-from kinformer.lab.training.carried import rebuilt
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
 from kinformer.lab.training.logging import RETURN
+from kinformer.lab.training.loop import rebuilt
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading

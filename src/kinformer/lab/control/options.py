@@ -7,7 +7,8 @@ from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from kinformer.runtime.errors import KinformerError, marked, require
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.fields import Checked
 from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acting:
+class Acting(Checked):
     """Options of acting in an environment."""
 
     env: str | None = None
@@ -27,6 +28,8 @@ class Acting:
     action_temperature: float = 1.0
     """1 draws actions as the model predicts them, 0 takes the most probable."""
 
+    LEAST = {"action_temperature": 0}
+
     @property
     def context(self) -> int | None:
         """Return how many steps are read again at every step; None where the state is carried, or by default."""
@@ -34,8 +37,9 @@ class Acting:
 
     def __post_init__(self) -> None:
         require_name(self.env)
-        require("action_temperature", self.action_temperature, 0)
-        if self.context_steps not in (None, "carried") and not _is_count(self.context_steps):
+        super().__post_init__()
+        steps = "carried" if self.context_steps is None else self.context_steps
+        if steps != "carried" and not (steps.isdecimal() and int(steps)):
             raise KinformerError(f"`context_steps` {self.context_steps}: is neither a number of steps nor 'carried'.")
 
 
@@ -46,10 +50,7 @@ class Episodes(Acting, PredictionTable):
     episodes: int = 100
     """How many episodes are acted; for trajectories, as many for every target return."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        PredictionTable.__post_init__(self)
-        require("episodes", self.episodes, 1)
+    LEAST = {"episodes": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,6 @@ def require_name(env: object) -> None:
         )
 
 
-def _is_count(text: str | None) -> bool:
-    return text is not None and text.isdecimal() and int(text) > 0
-
-
 # The options of trajectories, for training, acting and measuring. Free of PyTorch.
 
 INPUT = "steps"
@@ -83,7 +80,7 @@ OPTIMAL = "optimal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryOptions:
+class TrajectoryOptions(Checked):
     """Options of training on trajectories."""
 
     env: str | None = None
@@ -102,11 +99,11 @@ class TrajectoryOptions:
     gaussian: bool = False
     """Continuous actions are drawn from a normal distribution, whose spread is learnt too."""
 
+    LEAST = {"trajectories": 3, "walk_seed": 0, "return_weight": 0}
+
     def __post_init__(self) -> None:
         require_name(self.env)
-        require("trajectories", self.trajectories, 3)
-        require("walk_seed", self.walk_seed, 0)
-        require("return_weight", self.return_weight, 0)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +128,7 @@ class TrajectoryEvaluationOptions(Episodes, TrajectoryActing):
     picture: str | None = None
     """Draw the returns against those asked for, as PNG or SVG by the ending of this name."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("cloning_steps", self.cloning_steps, 0)
+    LEAST = {"cloning_steps": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +158,7 @@ DEFAULT_ENV = "t-maze"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions:
+class ControlOptions(Checked):
     """Options of training to control."""
 
     env: str | None = None
@@ -190,15 +185,14 @@ class ControlOptions:
     value_weight: float = 0.5
     """The weight of the value's squared error in the loss."""
 
+    LEAST = {
+        "environments": 1, "ppo_epochs": 1, "kl_stop": 0, "entropy_weight": 0, "value_weight": 0, "env_processes": 0,
+    }  # fmt: skip
+    SHARES = {"discount": "[0, 1]", "gae_lambda": "[0, 1]", "clip_ratio": "[0, 1]"}
+
     def __post_init__(self) -> None:
         require_name(self.env)
-        for name in ("environments", "ppo_epochs"):
-            require(name, getattr(self, name), 1)
-        for name in ("kl_stop", "entropy_weight", "value_weight", "env_processes"):
-            require(name, getattr(self, name), 0)
-        for name in ("discount", "gae_lambda", "clip_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

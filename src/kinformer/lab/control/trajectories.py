@@ -50,7 +50,8 @@ def read_npz(path: Path) -> Arrays:
     result: Arrays = {}
     for name in meanings:
         if name in arrays:
-            _require_steps(arrays[name], name, path)
+            if arrays[name].ndim < 1:
+                raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
             result.setdefault(meanings[name], arrays[name])
     for meaning in ("observations", "actions", "rewards"):
         if meaning not in result:
@@ -59,11 +60,6 @@ def read_npz(path: Path) -> Arrays:
                 "observations, actions, rewards, and episode_ends or terminals."
             )
     return _cut(result, str(path))
-
-
-def _require_steps(array: np.ndarray, name: str, path: Path) -> None:
-    if array.ndim < 1:
-        raise KinformerError(f"{path}: {name} is a single number, but must have one for every step.")
 
 
 def _cut(arrays: Arrays, place: str) -> Arrays:
@@ -302,7 +298,16 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
     shape = observations.shape[1:]
     observations = observations.reshape(len(observations), -1)
     for what, item in (("rewards", rewards), ("observations", observations), ("actions", actions)):
-        _require_numbers(item, what, place)
+        if item.dtype.kind not in "biuf":
+            raise KinformerError(f"{place}: {what} are of the type {item.dtype}, but must be numbers.")
+        with np.errstate(over="ignore"):  # numbers beyond the range of float32 become infinite
+            bad = np.flatnonzero(~np.isfinite(item.reshape(len(item), -1).astype(np.float32)).all(1))
+        if len(bad):
+            worst = item.reshape(len(item), -1)[bad[0]]
+            shown = worst[np.argmax(np.where(np.isfinite(worst), np.abs(worst), np.inf))]
+            raise KinformerError(
+                f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
+            )
     return Trajectories(
         np.ascontiguousarray(observations, np.uint8 if _images(observations, shape) else np.float32),
         _actions(actions, place),
@@ -317,19 +322,6 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
 def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Return whether observations of ``shape`` are images, whose intensities take a byte each."""
     return len(shape) == 3 and observations.dtype == np.uint8
-
-
-def _require_numbers(values: np.ndarray, what: str, place: str) -> None:
-    if values.dtype.kind not in "biuf":
-        raise KinformerError(f"{place}: {what} are of the type {values.dtype}, but must be numbers.")
-    with np.errstate(over="ignore"):  # numbers beyond the range of float32 become infinite
-        bad = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1).astype(np.float32)).all(1))
-    if len(bad):
-        worst = values.reshape(len(values), -1)[bad[0]]
-        shown = worst[np.argmax(np.where(np.isfinite(worst), np.abs(worst), np.inf))]
-        raise KinformerError(
-            f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
-        )
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:

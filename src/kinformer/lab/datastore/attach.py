@@ -16,8 +16,8 @@ from kinformer.core.parts import Input, NeedsStore
 from kinformer.core.state import State
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.options import StoreOptions
-from kinformer.lab.tasks.runs import TrainedRun
-from kinformer.lab.tasks.texts import note_shared, spec_of
+from kinformer.lab.tasks.evaluation import EvaluationSettings, TrainedRun
+from kinformer.lab.tasks.texts import measured_part, note_shared, spec_of
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import JsonObject
@@ -164,17 +164,9 @@ class AttachedDecoder(StoreDecoder):
         """Return the state of ``batch`` new sequences."""
         return self.decoder.initial_state(batch, **options)
 
-    def hidden(
-        self,
-        values: Tensor,
-        state: State = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> Hidden:
-        """Return the decoder's hidden states, its state and its taps."""
-        return self.decoder.hidden(values, state, valid=valid, reset=reset, taps=taps)
+    def hidden(self, values: Tensor, state: State = None, **options: Any) -> Hidden:
+        """Return the decoder's hidden states, its state and its taps; ``options``: ``valid``, ``reset``, ``taps``."""
+        return self.decoder.hidden(values, state, **options)
 
     def head_inputs(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
@@ -215,7 +207,6 @@ def looks_up(config: ModelConfig) -> bool:
 
 def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
     """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
-
     if run.config.protocol is not CausalModel:
         raise KinformerError(
             f"{run.folder}: {run.member!r} is not a causal decoder; only causal decoders can use a datastore."
@@ -331,6 +322,17 @@ def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None
         seen += splits if limit is None else [first_bytes(splits[0], limit, other.tokenizer)]
     for part in parts:
         note_shared(seen, part, "in the datastore itself")
+
+
+def note_text(
+    facts: Mapping[str, object] | None, run: StoredRun, options: EvaluationSettings, holdout: float | None
+) -> None:
+    """Print a note if the datastore of :func:`lookup_facts` holds text on which ``run`` was measured."""
+    if facts is not None:
+        from kinformer.lab.datastore.store import read_record
+
+        corpus, part = measured_part(run, options, holdout)
+        note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:

@@ -16,6 +16,7 @@ from kinformer.lab.datastore.attach import (
     WEIGHT,
     StoredRun,
     attach_mixture,
+    looks_up,
     note_stored,
     probes_of,
     searcher,
@@ -23,8 +24,7 @@ from kinformer.lab.datastore.attach import (
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows
 from kinformer.lab.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
-from kinformer.lab.tasks.evaluation import EvaluationReport, TextTable, evaluated
-from kinformer.lab.tasks.runs import LoadedRun
+from kinformer.lab.tasks.evaluation import EvaluationReport, LoadedRun, TextTable, evaluated
 from kinformer.lab.tasks.texts import HeldOut, check_positions, held_out, main_windows
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, plural
@@ -79,15 +79,17 @@ class _Job:
 
 def evaluate_datastore(
     runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
-) -> EvaluationReport:
-    """Evaluate a run with the datastore that ``options`` name; ``task_options`` are
-    its task's evaluation options."""
+) -> EvaluationReport | None:
+    """Evaluate a run with and without the datastore that ``options`` mix into its predictions, None without one;
+    ``task_options`` are its task's evaluation options."""
+    if options.datastore is None or all(looks_up(run.config) for run in runs):
+        return None
     sizes = _sizes(runs, options, task_options)
     run = runs[0]
     model = run.model(options.set).to(options.prepare(options.seed))
     attached = attach_mixture(run, model, options)
     if task_options.plot is not None:
-        from kinformer.lab.drawing.style import check
+        from kinformer.lab.drawing.plots import check
 
         check(Path(task_options.plot))
     windows = main_windows(run, model, task_options.context, task_options.overlap)

@@ -95,34 +95,24 @@ class RetrievingDecoder(StoreDecoder):
         )
 
     def hidden(
-        self,
-        values: Tensor,
-        state: RetrievingState | None = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
-        taps: Sequence[int] = (),
+        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Any
     ) -> Hidden:
-        """Return the decoder's hidden states and taps, and the state after the chunk."""
+        """Return the decoder's hidden states and taps, and the state after the chunk; ``marks``: ``valid``,
+        ``reset``."""
         before = state or RetrievingState(None, None)
-        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset, taps=taps)
+        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, taps=taps, **marks)
         with torch.no_grad():
-            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, valid=valid, reset=reset)
+            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, **marks)
         return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
 
     def head_inputs(
-        self,
-        values: Tensor,
-        state: RetrievingState | None = None,
-        *,
-        valid: Tensor | None = None,
-        reset: Tensor | None = None,
+        self, values: Tensor, state: RetrievingState | None = None, **marks: Any
     ) -> tuple[KeyedStates, RetrievingState]:
         """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
         before = state or RetrievingState(None, None)
-        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, valid=valid, reset=reset)
+        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, **marks)
         with torch.no_grad():
-            _, keys, retriever_state = self.retriever(values, before.retriever, valid=valid, reset=reset)
+            _, keys, retriever_state = self.retriever(values, before.retriever, **marks)
         return KeyedStates(hidden_states, keys), RetrievingState(after, retriever_state)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
@@ -210,7 +200,7 @@ def with_neighbours(
     rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
 ) -> DataModule:
     """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
-    if RETRIEVAL not in run.data:
+    if not run.data.get(RETRIEVAL):
         return rows
     if not isinstance(rows, TakesNeighbours):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
@@ -218,7 +208,7 @@ def with_neighbours(
     retrieval = _open(run, open_run, corpus, device)
     _check_settings(run, retrieval, settings, rows.carries)
     train_plan = _plan(retrieval, "train", len(corpus.splits["train"]) - 1, {})
-    if not is_whole(retrieval.store, train_plan):
+    if _written(train_plan.path(retrieval.store).with_suffix(".json"), train_plan)[0] < train_plan.tokens:
         how = search_words(retrieval.probes)
         note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
     with progressing(quiet, "looking up neighbours") as progress:
@@ -257,7 +247,10 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
-        raise _foreign(store, run, corpus, "its tokens come from another tokenizer")
+        raise KinformerError(
+            f"{store.folder}: holds the tokens of another tokenizer than the run's; leave `tokenizer` and "
+            f"`train_tokenizer` out, so that the run takes the tokenizer of {run.data[RETRIEVAL]['retriever']}."
+        )
     first, matches = 0, []
     for part in store.record.parts:
         source = part.source
@@ -288,9 +281,12 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
 
 
 def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
+    holdout = run.data.get("holdout")
+    held_out = "" if holdout is None else f" {marked('holdout')} {holdout:g}"
     return KinformerError(
         f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it ({reason}); "
-        f"make one: kinformer index {run.data['retrieval']['retriever']} --data {run.data['spec']} --datastore FOLDER."
+        f"make one: kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} --split train "
+        f"--datastore FOLDER{held_out}."
     )
 
 
@@ -357,11 +353,6 @@ class NeighbourTable:
         """Return the table's file, in the store's folder."""
         stamp = zlib.crc32(repr((sorted(self.source.items()), self.neighbours, store.record.blocks)).encode())
         return store.folder / FOLDER / f"{self.name}-{stamp:08x}.bin"
-
-
-def is_whole(store: Datastore, plan: NeighbourTable) -> bool:
-    """Return whether all rows of ``plan`` were searched before."""
-    return _written(plan.path(store).with_suffix(".json"), plan)[0] == plan.tokens
 
 
 def table(store: Datastore, plan: NeighbourTable, blocks: Blocks, progress: Progress | None = None) -> np.ndarray:

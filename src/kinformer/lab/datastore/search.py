@@ -366,17 +366,12 @@ def build(
         shards={path.name: checksum(path) for path in paths},
     )
     write_json(folder / RECORD, signed({"schema": SCHEMA} | asdict(lists)))
-    _remove_others(folder, paths)
-    return lists
-
-
-def _remove_others(folder: Path, paths: list[Path]) -> None:
-    """Remove shards other than ``paths``, and the remains of killed builds."""
     for path in folder.glob("shard-*"):
         if path not in paths:
             path.unlink()
     for path in (*folder.glob(partial_of(folder / "shard-*").name), partial_of(folder / TRAINED)):
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # the remains of a killed build
+    return lists
 
 
 def _check(store: Datastore, count: int, key_bytes: int | None) -> None:

@@ -159,11 +159,26 @@ class Datastore:
         self.record = read_record(self.folder)
         if origin is not None:
             require_origin(self.folder, self.record.origin, origin)
-        self._check_finished()
+        unfinished = [part for part in self.record.parts if part.written < part.total]
+        if unfinished or not self.entries:
+            part = f"{unfinished[0].written:,} of {plural(unfinished[0].total, 'entry')}" if unfinished else "no entry"
+            raise KinformerError(
+                f"{self.folder}: is not finished (it holds {part} of a text); give the same kinformer index command "
+                "again to continue."
+            )
         self.keys = self._map(KEYS, np.dtype(self.record.dtype).newbyteorder("<"), (self.entries, self.dim))
         self.tokens = self._map(TOKENS, TOKEN, (self.entries,))
-        for index in self._checked(check_all):
-            self._check_block(index)
+        count = len(self.record.blocks)
+        wanted = count if check_all else min(count, _CHECKED_BLOCKS)
+        for index in sorted({round(index) for index in np.linspace(0, count - 1, wanted)}):
+            start = self.record.blocks[index - 1][0] if index else 0
+            stop, keys, tokens = self.record.blocks[index]
+            for name, array, crc in ((KEYS, self.keys, keys), (TOKENS, self.tokens, tokens)):
+                if crc32(array[start:stop]) != crc:
+                    raise KinformerError(
+                        f"{self.folder / name}: is damaged (entries {start:,} to {stop:,} do not match their "
+                        "checksum); restore it from a copy, or rebuild the store."
+                    )
 
     @property
     def entries(self) -> int:
@@ -192,15 +207,6 @@ class Datastore:
             raise KinformerError(f"{self.folder / TOKENS}: is damaged (it holds ids that no token has); rebuild it.")
         return torch.from_numpy(tokens)
 
-    def _check_finished(self) -> None:
-        unfinished = [part for part in self.record.parts if part.written < part.total]
-        if unfinished or not self.entries:
-            part = f"{unfinished[0].written:,} of {plural(unfinished[0].total, 'entry')}" if unfinished else "no entry"
-            raise KinformerError(
-                f"{self.folder}: is not finished (it holds {part} of a text); give the same kinformer index command "
-                "again to continue."
-            )
-
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path, needed = self.folder / name, dtype.itemsize * int(np.prod(shape))
         size = path.stat().st_size if path.is_file() else 0
@@ -210,21 +216,6 @@ class Datastore:
                 "store."
             )
         return np.memmap(path, dtype, "r", shape=shape)
-
-    def _checked(self, check_all: bool) -> list[int]:
-        count = len(self.record.blocks)
-        wanted = count if check_all else min(count, _CHECKED_BLOCKS)
-        return sorted({round(index) for index in np.linspace(0, count - 1, wanted)})
-
-    def _check_block(self, index: int) -> None:
-        start = self.record.blocks[index - 1][0] if index else 0
-        stop, keys, tokens = self.record.blocks[index]
-        for name, array, crc in ((KEYS, self.keys, keys), (TOKENS, self.tokens, tokens)):
-            if crc32(array[start:stop]) != crc:
-                raise KinformerError(
-                    f"{self.folder / name}: is damaged (entries {start:,} to {stop:,} do not match their checksum); "
-                    "restore it from a copy, or rebuild the store."
-                )
 
 
 def crc32(array: np.ndarray, before: int = 0) -> int:
@@ -253,7 +244,9 @@ class Writer:
             resources.enter_context(locked(self.folder))
             self.record = self._open_record(origin, dtype)
             remove_partials(self.folder, (RECORD, self._state_file("*").name))
-            self._keys, self._tokens = (resources.enter_context(self._open(name)) for name in (KEYS, TOKENS))
+            self._keys, self._tokens = (
+                resources.enter_context(open(self.folder / name, "ab")) for name in (KEYS, TOKENS)
+            )
             self._cut(self._keys, self.record.entries * self.record.key_bytes)
             self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
             self._resources = resources.pop_all()
@@ -272,9 +265,6 @@ class Writer:
         record = Record(origin=origin, dtype=dtype)
         write_json(self.folder / RECORD, record.to_json())
         return record
-
-    def _open(self, name: str) -> BinaryIO:
-        return open(self.folder / name, "ab")
 
     def _cut(self, file: BinaryIO, size: int) -> None:
         present = os.fstat(file.fileno()).st_size

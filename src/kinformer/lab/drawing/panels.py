@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,20 +28,6 @@ from kinformer.runtime.errors import plural
 # The pattern of a full sequence in an encoder with its global input, for pictures.
 
 
-class CountedTokens(Protocol):
-    """The module of a global input, which counts its tokens."""
-
-    def count(self, sentences: Tensor | None, time: int) -> int:
-        """Return the number of global tokens for a long input of ``time`` tokens."""
-        ...
-
-
-class GlobalInput(Protocol):
-    """The config of a global input (``blocks.global_input``)."""
-
-    def build(self, dim: int) -> CountedTokens: ...
-
-
 @dataclass(frozen=True)
 class FullSequence(Pattern):
     """A pattern of the global input and the long input, with the pattern ``inner`` between tokens of the long input.
@@ -53,7 +39,7 @@ class FullSequence(Pattern):
 
     inner: Pattern
     global_tokens: int = 0
-    global_input: GlobalInput | None = None
+    global_input: Any = None
     num_global: int = 0
 
     behind = None
@@ -280,19 +266,12 @@ def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
     needed = 1
     for pattern in patterns:
         pairs = cells * (cells + 1) / 2 if pattern.ahead == 0 else cells * cells
-        for tokens in _powers(MOST_TOKENS_PER_CELL):
+        for tokens in (2**power for power in range(MOST_TOKENS_PER_CELL.bit_length())):
             shares = shares_of(pattern.sized(cells * tokens), tokens, cells)
             if shares.sum() < (SPARSE if tokens == 1 else SPARSER) * pairs:
                 needed = max(needed, tokens)
                 break
     return needed
-
-
-def _powers(limit: int) -> Iterator[int]:
-    power = 1
-    while power <= limit:
-        yield power
-        power *= 2
 
 
 def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:

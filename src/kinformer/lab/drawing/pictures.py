@@ -27,7 +27,7 @@ from kinformer.lab.drawing.panels import (
     Panel,
     PatternPanel,
 )
-from kinformer.lab.drawing.style import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, save, spread
+from kinformer.lab.drawing.plots import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, save
 from kinformer.runtime.errors import plural, spelled
 
 if TYPE_CHECKING:
@@ -159,7 +159,14 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
             left, bottom = MARGIN + column * (SIZE + GAP), height - TOP - (row + 1) * (SIZE + head) + SHIFT
             wide = SIZE - (0 if _tops(panel) else LABELS)
             axes = drawn.add_axes((left / width, bottom / height, wide / width, SIZE / height))
-            _paint(axes, panel)
+            if isinstance(panel, PatternPanel):
+                _pattern(axes, panel)
+            elif isinstance(panel, FieldPanel):
+                _field(axes, panel)
+            elif isinstance(panel, HeatPanel):
+                _heat(axes, panel)
+            else:
+                _curves(axes, panel)
             for line, text in enumerate(reversed(text_lines)):
                 over = (18 if _tops(panel) else 6) + 72 * LINE * line
                 weight = "bold" if text == panel.place else "normal"
@@ -170,17 +177,6 @@ def draw_panels(panels: Sequence[Panel], title: str, path: Path) -> None:
         drawn.text(MARGIN / width, 1 - 0.24 / height, heading, fontsize=11, fontweight="bold", va="center")
         _legend(drawn, panels, MARGIN / width)
         save(drawn, path)
-
-
-def _paint(axes: Axes, panel: Panel) -> None:
-    if isinstance(panel, PatternPanel):
-        _pattern(axes, panel)
-    elif isinstance(panel, FieldPanel):
-        _field(axes, panel)
-    elif isinstance(panel, HeatPanel):
-        _heat(axes, panel)
-    else:
-        _curves(axes, panel)
 
 
 def _title(panel: Panel, title: str) -> list[str]:
@@ -284,17 +280,16 @@ def _curves(axes: Axes, panel: CurvePanel) -> None:
 
     heads, length = panel.curves.shape
     shades = [colormaps["viridis"](0.82 * head / max(1, heads - 1)) for head in range(heads)]
-    for curve, shade in zip(panel.curves, shades, strict=True):
-        axes.plot(np.arange(length), curve, color=shade, linewidth=1.3)
+    for head, (curve, shade) in enumerate(zip(panel.curves, shades, strict=True)):
+        axes.plot(np.arange(length), curve, color=shade, linewidth=1.3, label=f"head {head + 1}")
     bare(axes, "left", "bottom")
     axes.set_xlim(0, max(1, length - 1))
     axes.set_xlabel("distance (query - key)")
     axes.tick_params(length=2, labelsize=7.5)
-    low, high = axes.get_ylim()
-    ends = [(float(curve[-1]) - low) / (high - low) for curve in panel.curves]
-    for head, (placed, shade) in enumerate(zip(spread(ends, 0.055), shades, strict=True)):
-        label = f"head {head + 1}" if heads > 1 else ""
-        axes.annotate(label, (1.02, placed), xycoords="axes fraction", color=shade, fontsize=7.5, va="center")
+    if heads > 1:
+        axes.legend(
+            bbox_to_anchor=(1.0, 1.0), loc="upper left", borderaxespad=0.0, frameon=False, fontsize=7, handlelength=0.8,
+        )  # fmt: skip
 
 
 def _legend(drawn: Figure, panels: Sequence[Panel], left: float) -> None:

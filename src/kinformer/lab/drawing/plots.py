@@ -1,18 +1,96 @@
-"""Curves of losses, returns and stores, in one style."""
+"""The style of all figures, and curves of losses, returns and stores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import log2
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
-from kinformer.lab.drawing.style import BLUE, FAINT, ORANGE, QUIET, RED, SERIES, bare, figure, save, spread
 from kinformer.lab.evaluation.recl import THRESHOLD, Recl
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# The style of all figures: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
+#
+# The colours are from Okabe and Ito (2008, Color Universal Design).
+
+
+BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+INK, QUIET, FAINT, PAPER = "#222222", "#8A8F94", "#E9EBED", "#FFFFFF"
+SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, INK, QUIET)
+FORMATS = ("png", "svg")
+DPI = 160
+STYLE = {
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.edgecolor": QUIET,
+    "axes.linewidth": 0.6,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "ytick.color": QUIET,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "svg.hashsalt": "kinformer",
+    "text.parse_math": False,  # names and tokens may hold dollar signs
+}
+
+
+def check(path: Path) -> str:
+    """Return the format of ``path`` by its ending, "png" or "svg"; raise ``KinformerError`` without matplotlib."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS:
+        raise KinformerError(f"{path}: a figure's name ends in .png or .svg, but this one in {path.suffix!r}.")
+    if path.is_dir():
+        raise KinformerError(f"{path}: is a folder; give the name of a file.")
+    if find_spec("matplotlib") is None:
+        raise KinformerError("figures need matplotlib, which is not installed; pip install 'kinformer[plot]' gets it.")
+    return ending
+
+
+@contextmanager
+def figure(width: float, height: float) -> Iterator[Figure]:
+    """Yield an empty figure of ``width`` x ``height`` inches; the style holds within the context."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context(["default", STYLE]):
+        yield Figure(figsize=(width, height), facecolor=PAPER)
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write a figure atomically in the format of its ending; equal figures give equal bytes."""
+    ending = check(path)
+    metadata = {"Date": None} if ending == "svg" else {"Software": None}
+    write_atomic(path, lambda target: drawn.savefig(target, format=ending, dpi=DPI, metadata=metadata))
+
+
+def bare(axes: Axes, *sides: str) -> None:
+    """Hide all sides of the frame except ``sides``."""
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in sides)
+
+
+def plain(axes: Axes) -> None:
+    """Leave only the left and lower sides of the frame, and draw faint horizontal lines behind the curves."""
+    bare(axes, "left", "bottom")
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def remark(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **look: Any) -> None:
+    """Write a quiet ``text`` at a point of the data, moved by an ``offset`` in points."""
+    axes.annotate(text, place, offset, textcoords="offset points", color=QUIET, fontsize=7.5, **look)
 
 
 # Loss against context length and against position, as in figures 1 and 4 of Press et al. 2022 (ALiBi).
@@ -21,7 +99,6 @@ Points = tuple[tuple[int, float], ...]
 Stroke = Literal["solid", "dashed", "dotted"]
 
 HEADROOM = 0.4
-ACROSS, DOWN = 0.06, 0.05
 STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
     "solid": "-",
     "dashed": (0, (4, 1.6)),
@@ -61,28 +138,26 @@ def plot_lengths(curves: Sequence[Curve], path: Path) -> None:
 
 def _panel(axes: Axes, curves: Sequence[Curve], lines: Sequence[Points], colours: Sequence[str]) -> None:
     axes.set_xscale("log", base=2)
-    bare(axes, "left", "bottom")
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain(axes)
     low, high = _range(curves, lines)
     for one, points, colour in zip(curves, lines, colours, strict=True):
         stroke = STROKES[one.stroke]
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, color=colour, linewidth=1.6, linestyle=stroke)
+        axes.plot(
+            *zip(*points, strict=True), marker="o", markersize=3, color=colour, linewidth=1.6, linestyle=stroke,
+            label=one.name,
+        )  # fmt: skip
     trained = {curve.trained for curve in curves if curve.trained}
     for length in trained:
         axes.axvline(length, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     if len(trained) == 1:
-        axes.annotate(
-            "training length", (trained.pop(), high), (-2, -2), textcoords="offset points", color=QUIET, rotation=90,
-            va="top", ha="right", fontsize=7.5,
-        )  # fmt: skip
+        remark(axes, "training length", (trained.pop(), high), (-2, -2), rotation=90, va="top", ha="right")
     axes.set_ylim(low, high)
     ticks = sorted({x for points in lines for x, _ in points})
     shown = ticks[:: -(-len(ticks) // 9)]
     axes.set_xticks(shown, [str(tick) for tick in shown])
     axes.minorticks_off()
     if len(curves) > 1:
-        _label(axes, [curve.name for curve in curves], lines, colours)
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, float]:
@@ -94,41 +169,6 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
         high = min(high, max(within) * (1 + HEADROOM))
     margin = 0.04 * ((high - low) or 1.0)
     return low - margin, high + margin
-
-
-def _label(axes: Axes, names: Sequence[str], lines: Sequence[Points], colours: Sequence[str]) -> None:
-    """Write the name of each curve at its end: beside its last point, or above the picture where the curve leaves."""
-    low, high = axes.get_ylim()
-    left, right = (log2(x) for x in axes.get_xlim())
-    ends = [((log2(points[-1][0]) - left) / (right - left), points[-1][1]) for points in lines]
-    exits = [_exit(points, high) for points in lines]
-    leaving = [index for index, left_at in enumerate(exits) if left_at is not None]
-    staying = [index for index, left_at in enumerate(exits) if left_at is None]
-    tops = spread([(exits[index] - left) / (right - left) for index in leaving], ACROSS)  # type: ignore[operator]
-    for index, x in zip(leaving, tops, strict=True):
-        axes.annotate(
-            names[index], (x, 1.01), xycoords="axes fraction", color=colours[index], rotation=35, ha="left",
-            va="bottom", fontsize=8, annotation_clip=False,
-        )  # fmt: skip
-    last = max((ends[index][0] for index in staying), default=0.0)
-    groups = [i for i in staying if ends[i][0] == last], [i for i in staying if ends[i][0] < last]
-    for sooner, group in enumerate(groups):
-        offset = (0.012, -0.05) if sooner else (0.02, 0.0)
-        heights = spread([(ends[index][1] - low) / (high - low) for index in group], DOWN)
-        for index, height in zip(group, heights, strict=True):
-            point = (ends[index][0] + offset[0], height + offset[1])
-            axes.annotate(names[index], point, xycoords="axes fraction", color=colours[index], va="center", fontsize=8)
-
-
-def _exit(points: Points, high: float) -> float | None:
-    """Return log2 of the place where the curve crosses ``high`` for the last time; None if it ends below ``high``."""
-    if points[-1][1] <= high:
-        return None
-    below = max((index for index, (_, y) in enumerate(points) if y <= high), default=None)
-    if below is None:
-        return log2(points[0][0])
-    (x0, y0), (x1, y1) = points[below], points[below + 1]
-    return log2(x0) + (log2(x1) - log2(x0)) * (high - y0) / (y1 - y0)
 
 
 # Returns against target returns, as in figure 4 of Chen et al. 2021.
@@ -156,9 +196,7 @@ def plot_returns(rows: Sequence[Point], clone: Mean | None, best: float, title: 
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
     with figure(5.4, 4.2) as drawn:
         axes = drawn.subplots()
-        bare(axes, "left", "bottom")
-        axes.grid(axis="y", color=FAINT, linewidth=0.7)
-        axes.set_axisbelow(True)
+        plain(axes)
         targets = [target for target, _ in points]
         means = [row["mean"] for _, row in points]
         low, high = min([*targets, *means]), max([*targets, *means])
@@ -185,28 +223,16 @@ def plot_effective_context(names: Sequence[str], contexts: Sequence[int], curves
     """Draw the gain in percent of perplexity against the context after a step, one line for each model."""
     with figure(6.4, 4.0) as drawn:
         axes = drawn.subplots()
-        bare(axes, "left", "bottom")
-        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        plain(axes)
         axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.annotate(
-            "least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), textcoords="offset points", color=QUIET,
-            ha="right", va="bottom", fontsize=7.5,
-        )  # fmt: skip
-        for index, curve in enumerate(curves):
-            gains = [100 * gain for gain in curve.gains]
-            axes.plot(contexts[1:], gains, color=SERIES[index % len(SERIES)], linewidth=1.6, marker="o", markersize=3)
+        remark(axes, "least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), ha="right", va="bottom")
+        for index, (name, curve) in enumerate(zip(names, curves, strict=True)):
+            gains, colour = [100 * gain for gain in curve.gains], SERIES[index % len(SERIES)]
+            label = f"{name}: RECL {'at least ' if curve.at_least else ''}{curve.length}"
+            axes.plot(contexts[1:], gains, color=colour, linewidth=1.6, marker="o", markersize=3, label=label)
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("gain over one step shorter (% of perplexity)")
-        low, high = axes.get_ylim()
-        heights = [(100 * item.gains[-1] - low) / (high - low) for item in curves]
-        for index, (name, curve, height) in enumerate(zip(names, curves, spread(heights, 0.055), strict=True)):
-            axes.annotate(
-                f"{name}: RECL {'at least ' if curve.at_least else ''}{curve.length}",
-                (1.02, height),
-                xycoords="axes fraction",
-                color=SERIES[index % len(SERIES)],
-                va="center",
-            )
+        axes.legend(frameon=False, fontsize=8)
         drawn.tight_layout()
         save(drawn, path)
 
@@ -236,12 +262,7 @@ def plot_datastore(alone: float, weights: StorePoints, sizes: StorePoints, path:
 
 
 def _store_panel(axes: Axes, alone: float, points: StorePoints, colour: str) -> None:
-    bare(axes, "left", "bottom")
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.set_axisbelow(True)
+    plain(axes)
     axes.axhline(alone, color=QUIET, linewidth=0.9, linestyle=(0, (2, 2)))
     axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, marker="o", markersize=3)
-    axes.annotate(
-        "the model alone", (points[0][0], alone), (4, 2), textcoords="offset points", color=QUIET, ha="left",
-        va="bottom", fontsize=7.5,
-    )  # fmt: skip
+    remark(axes, "the model alone", (points[0][0], alone), (4, 2), ha="left", va="bottom")

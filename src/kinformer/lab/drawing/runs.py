@@ -64,24 +64,13 @@ def tokens_of(run: Run, options: DrawOptions, length: int = TOKENS) -> np.ndarra
     return np.array(split.tokens(0, count + 1), np.int64)
 
 
-def _text(
-    run: Run,
-    ids: Sequence[int],
-    groups: Sequence[int | None],
-    title: str,
-    legend: str,
-    labels: Sequence[str],
-    ordered: bool = False,
-) -> Picture:
-    """Return the picture of a text with every token in the colour of its group.
-
-    A character of several tokens belongs to the last token.
-    """
+def _text(run: Run, ids: Sequence[int], groups: Sequence[int | None], title: str, **look: Any) -> Picture:
+    """Return the picture of a text with every token in the colour of its group; ``look``: fields of a
+    :class:`ColouredText`. A character of several tokens belongs to the last token."""
     assert run.tokenizer is not None
     stream = run.tokenizer.stream()
     pieces = [(stream.feed(token), group) for token, group in zip(ids, groups, strict=True)]
-    pieces.append((stream.finish(), None))
-    content = ColouredText(pieces=pieces, legend=legend, labels=labels, ordered=ordered)
+    content = ColouredText(pieces=[*pieces, (stream.finish(), None)], **look)
     return Picture(title=f"{run.folder.name} ({run.member}){title}", content=content)
 
 
@@ -90,7 +79,7 @@ def _grouped(
 ) -> Picture:
     """Return the picture of a text in groups without an order; ``members`` is the number of tokens in each group."""
     labels = [f"{number}  {count / len(ids):.0%}" for number, count in enumerate(members, start=1)]
-    return _text(run, ids, groups, title, legend, labels)
+    return _text(run, ids, groups, title, legend=legend, labels=labels, ordered=False)
 
 
 def text_by_buckets(options: DrawOptions) -> Picture:

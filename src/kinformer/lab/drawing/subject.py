@@ -1,7 +1,8 @@
-"""The subject of a drawing: a member, a run, or a kind of pattern or position."""
+"""The subject of a drawing, a member, a run, or a kind of pattern or position; and its drawing into a file."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -40,15 +41,28 @@ from kinformer.lab.drawing.panels import (
     pattern_panel,
     raster,
 )
+from kinformer.lab.drawing.pictures import Picture, picture_of
+from kinformer.lab.drawing.plots import check
+from kinformer.lab.drawing.runs import (
+    chosen_blocks,
+    learnt_spans,
+    looked_at,
+    text_by_buckets,
+    text_by_exits,
+    text_by_experts,
+)
 from kinformer.lab.runs.run import CONFIG, open_run
+from kinformer.models.decoder import Decoder
+from kinformer.models.encoder import Encoder
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, nearest, plural
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kinformer.core.stack import ModelConfig
+
 
 M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
@@ -122,16 +136,29 @@ def find(options: DrawOptions) -> Subject:
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
     if name.lstrip().startswith("{"):
-        return _expression(options)
-    named = not (options.pattern or options.position)
-    if named and name in FAMILY and not _means_part(options):
+        try:
+            data = parse_json(options.subject)
+        except ValueError as error:
+            raise KinformerError(
+                f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.'
+            ) from None
+        if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
+            raise KinformerError(
+                f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
+            )
+        return _part(options, data)
+    named, table = not (options.pattern or options.position), _parts(options)
+    # The name of a member means a part of the same name if --set changes only fields that models do not have.
+    changed = {path.split(".")[0] for path in options.set}
+    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
+    means_part = bool(changed) and name in table and not changed & owned
+    if named and name in FAMILY and not means_part:
         config = configure(name, options.recipe, None, options.set)
         return _model("member", f"{name} ({options.recipe})", config, None, options)
     if named and (Path(name) / CONFIG).is_file():
         run = open_run(name)
         model = run.model(options.set)
         return _model("run", f"{run.folder.name} ({run.member}, trained)", model.config, model, options)
-    table = _parts(options)
     if name in table:
         return _part(options, {"kind": name})
     if named and "/" in name:
@@ -157,31 +184,6 @@ def _parts(options: DrawOptions) -> dict[str, str]:
     if not (options.pattern or options.position):
         slots.append("pattern")
     return {kind: slot for slot in slots for kind in kinds()[slot]}
-
-
-def _means_part(options: DrawOptions) -> bool:
-    """Return whether the name of a member means a pattern or a position of the same name.
-
-    This is so if --set changes only fields that models do not have.
-    """
-    from kinformer.models.decoder import Decoder
-    from kinformer.models.encoder import Encoder
-
-    changed = {path.split(".")[0] for path in options.set}
-    owned = {*field_types(Decoder.Config), *field_types(Encoder.Config)}
-    return bool(changed) and options.subject in _parts(options) and not changed & owned
-
-
-def _expression(options: DrawOptions) -> Subject:
-    try:
-        data = parse_json(options.subject)
-    except ValueError as error:
-        raise KinformerError(f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.') from None
-    if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
-        raise KinformerError(
-            f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
-        )
-    return _part(options, data)
 
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:
@@ -337,3 +339,66 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
         groups = [(pattern, name, (head,)) for pattern, name, heads in groups if head in heads]
     where = _place_of(placed)
     return [(item, name, ", ".join(filter(None, (where, numbered("head", heads))))) for item, name, heads in groups]
+
+
+# The drawing of a subject into a file, with lines and facts about the picture.
+
+
+TEXTS: dict[str, Callable[[DrawOptions], Picture]] = {
+    "exits": text_by_exits,
+    "buckets": text_by_buckets,
+    "experts": text_by_experts,
+    "blocks": chosen_blocks,
+}
+"""Options that draw a text, or a model's choices on a text, and their functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A picture in the file ``out``: its ``title``, ``lines`` that describe each part, and the same as ``facts`` for
+    JSON."""
+
+    out: Path
+    title: str
+    lines: tuple[str, ...]
+    facts: dict[str, object]
+
+
+def draw(options: DrawOptions) -> Drawing:
+    """Draw a subject into a file; the public form is :func:`kinformer.draw`."""
+    subject = "pattern" if options.subject.startswith("{") else Path(options.subject).name
+    name = re.sub(r"[^\w-]+", "-", subject).strip("-") or "drawing"
+    out = Path(options.out or f"{name}.png")
+    check(out)
+    picture = _picture(options)
+    picture.write(out)
+    facts = {"subject": options.subject, "kind": picture.kind, "out": str(out), **picture.facts}
+    return Drawing(out=out, title=picture.title + picture.more, lines=tuple(picture.lines), facts=facts)
+
+
+def _picture(options: DrawOptions) -> Picture:
+    """Return the picture of the options' subject."""
+    if options.image is not None:
+        return looked_at(options)
+    texts = [name for name in TEXTS if getattr(options, name)]
+    if len(texts) > 1:
+        raise KinformerError(f"{' and '.join(map(marked, texts))} contradict; give one.")
+    if options.spans:
+        return learnt_spans(options)
+    if texts:
+        return TEXTS[texts[0]](options)
+    if options.data is not None:
+        raise KinformerError(
+            f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
+        )
+    with private_numbers(options.seed):
+        subject = find(options)
+        panels = subject.panels()
+    if panels:
+        return picture_of(subject.kind, subject.title, panels)
+    if subject.untrained:
+        raise KinformerError(
+            f"{options.subject}: the positions {', '.join(subject.untrained)} are learnt, and before training they are "
+            "random numbers; draw the folder of a run with these positions."
+        )
+    raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")

@@ -58,7 +58,9 @@ def formulas(config: Config) -> list[Formula]:
             continue
         text = described(type(part))
         if text:
-            formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_indented(text)))
+            formulas_by_name[key] = Formula(
+                *key, _first_sentence(text), tuple(line[4:] for line in text.splitlines() if line.startswith("    "))
+            )
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
 
 
@@ -106,10 +108,6 @@ def _first_sentence(text: str) -> str:
     paragraph = " ".join(text.split("\n\n")[0].split())
     first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", paragraph, maxsplit=1)
     return f"{first}." if more else first
-
-
-def _indented(text: str) -> Iterator[str]:
-    return (line[4:] for line in text.splitlines() if line.startswith("    "))
 
 
 # A softmax pattern as a small picture in text: row i is a query, column j a key, and a filled cell is a visible key.

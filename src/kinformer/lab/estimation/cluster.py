@@ -181,11 +181,8 @@ def meshes(devices: int, batch: int, largest: int, context: int = 1, ring: bool 
 
 
 def powers(limit: int) -> Iterator[int]:
-    """Yield the powers of two up to ``limit``."""
-    power = 1
-    while power <= limit:
-        yield power
-        power *= 2
+    """Return the powers of two up to ``limit``."""
+    return (1 << power for power in range(limit.bit_length()))
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -266,7 +263,10 @@ class Part:
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
         # Activations and FLOPs are linear in the number of rows, so the estimates of one and two rows suffice.
-        one, two = (_amount(item, name) for item in (self._one, self._two))
+        one, two = (
+            (item.memory["train"]["activations"] if name == "activations" else item.flops_step)
+            for item in (self._one, self._two)
+        )
         return one + (rows - 1) * (two - one)
 
     @cached_property
@@ -353,10 +353,6 @@ class Part:
             if encodes or not encoder:
                 total += config.stack.uses(len(config.layers)).count(int(place.partition(".")[0]))
         return total
-
-
-def _amount(costs: Estimate, name: str) -> int:
-    return costs.memory["train"]["activations"] if name == "activations" else costs.flops_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,8 +500,8 @@ def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
     whole = cluster.part(Shared(1))
     if whole is None or not whole.inference()["state"]:
         return []
-    costs, shared = [], 1
-    while shared <= min(devices, cluster.device.node):
+    costs = []
+    for shared in powers(min(devices, cluster.device.node)):
         if (part := cluster.part(Shared(shared))) is not None:
             memory = part.inference()
             rows = int((cluster.device.memory - memory["weights"]) // max(1, memory["state"]))
@@ -513,7 +509,6 @@ def serving_costs(cluster: Cluster, devices: int) -> list[ServingCost]:
                 speed = rows / _seconds(cluster, part, shared, rows) / shared
                 alone = _seconds(cluster, part, shared, 1)
                 costs.append(ServingCost(devices=shared, **memory, rows=rows, seconds=alone, tokens_per_second=speed))
-        shared *= 2
     return sorted(costs, key=lambda cost: -cost.tokens_per_second)
 
 

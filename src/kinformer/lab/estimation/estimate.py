@@ -9,13 +9,16 @@ learning alone is left out. It may also compute more, because exits decide.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -349,7 +352,11 @@ def estimate(
     if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
         live = {part: amount for (kind, part), amount in costs.items() if kind == "live"}
-        rows = _with_recomputed(rows, live_bytes(config, live, batch * length, handed), config)
+        # a row for recomputed layers: the live bytes at the peak minus the activations of the other rows
+        activations = live_bytes(config, live, batch * length, handed) - sum(row.activation_bytes for row in rows)
+        recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": activations}
+        part = "checkpoints" if config.stack.checkpoint else "recomputed"
+        rows = [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
     memory = {
         "train": {
             "weights": 4 * parameters,
@@ -357,7 +364,13 @@ def estimate(
             "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
         },
-        **_inference(config, model, batch, length),
+        **{
+            f"inference_{name}": {
+                "weights": dtype.itemsize * parameters,
+                "state": _state(config, model, batch, length, dtype),
+            }
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        },
     }
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
@@ -442,18 +455,6 @@ def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length:
     return chosen
 
 
-def _inference(config: ModelSpec, model: StackedModel, batch: int, length: int) -> dict[str, dict[str, int]]:
-    """Return the bytes of weights and state after ``length`` tokens, in either precision."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        f"inference_{name}": {
-            "weights": dtype.itemsize * parameters,
-            "state": _state(config, model, batch, length, dtype),
-        }
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    }
-
-
 def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
     """Return the bytes of the state; equal layers are measured once and multiplied."""
     layers, single = Counter(config.uses), distinct(config)
@@ -503,15 +504,6 @@ def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, 
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
 
 
-def _with_recomputed(rows: list[PartCost], live: int, config: ModelSpec) -> list[PartCost]:
-    """Return the rows and one more, for recomputed layers: the ``live`` bytes at the peak minus the activations of the
-    other rows."""
-    live -= sum(row.activation_bytes for row in rows)
-    recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": live}
-    part = "checkpoints" if config.stack.checkpoint else "recomputed"
-    return [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]
-
-
 def _part(path: list[str], group_of: dict[int, int]) -> str:
     """Return the part that owns a parameter, in the model of distinct layers."""
     if path[0] != "stack":
@@ -524,3 +516,86 @@ def _span(indices: list[int]) -> str:
     if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
         return f"{indices[0]}-{indices[-1]}"
     return ",".join(map(str, indices))
+
+
+# The peak memory of a training process: the bytes beyond weights, optimiser and activations.
+#
+# Interpreter: Python, PyTorch and Kinformer themselves. The part of their files that the system keeps in memory differs
+# by 80 MB between otherwise equal machines, so this page starts a process and measures it.
+#
+# Temporaries: tensors that live for a moment at the widest point of a step, counted in a run on shapes only.
+#
+# Allocator: freed memory that cannot be used again. glibc cuts a tensor out of a free block larger by the tensor's
+# alignment. The block of a freed tensor therefore does not fit the next tensor of the same size. Large tensors take
+# whole pages of 2 MiB. The allocator's share was measured (``benchmarks/estimate_peak.py``) and is the least certain
+# term.
+
+
+INTERPRETER = 440 << 20
+"""The bytes of an interpreter that is not measured: PyTorch's CPU build with Triton, on Linux."""
+LOADED_LATER = 55 << 20
+"""The bytes that a run loads beyond :data:`PROBE`: readers of data, compiled products, the run's records."""
+PROBE = """
+import torch, kinformer.lab.runs.train
+layer = torch.nn.Linear(8, 8)
+optimiser = torch.optim.AdamW(layer.parameters(), fused=True)
+layer(torch.ones(1, 8)).sum().backward()
+optimiser.step()
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+ALLOCATOR, ALLOCATOR_LARGE = 0.45, 0.8
+"""The allocator's share of activations and temporaries, where a layer's input is below LARGE bytes, and from LARGE
+on."""
+LARGE = 2 << 20
+
+
+def peak(
+    config: ModelSpec,
+    estimated: Estimate,
+    *,
+    length: int,
+    batch: int,
+    objective: Mapping[str, int] | None = None,
+    interpreter: int = INTERPRETER,
+) -> dict[str, int]:
+    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by their holder.
+
+    ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds beside the
+    model, if any. ``interpreter``: bytes before the model is built, as :func:`interpreter_bytes` measures them.
+    """
+    objective_bytes = objective or {"weights": 0, "activations": 0}
+    temporaries = _temporaries(config, length, batch)
+    moving = estimated.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
+    large = FLOAT * batch * length * config.dim >= LARGE
+    return {
+        "interpreter": interpreter,
+        "training": estimated.train_bytes,
+        "temporaries": temporaries,
+        "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
+    } | ({"objective": sum(objective_bytes.values())} if objective else {})
+
+
+@cache
+def interpreter_bytes() -> int:
+    """Return the bytes of a training process before its model is built, measured in a separate process (two seconds);
+    :data:`INTERPRETER` where the system is not Linux."""
+    folder = str(Path(__file__).parents[2])  # the folder of the package, which need not be installed
+    code = f"import sys; sys.path.append({folder!r})\n{PROBE}"
+    # -P: `python -c` imports from the current folder first, so it would run a file queue.py there.
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    return INTERPRETER if done.returncode else 1024 * int(done.stdout) + LOADED_LATER
+
+
+def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
+    """Return the bytes alive at the peak of a step beyond its activations. The activations are the bytes that autograd
+    saves, or, where layers are recomputed, the live bytes without the operators' temporary buffers."""
+    single = distinct(config)
+    model = without_data(single)
+    usual = measure_live if config.stack.recomputes else measure
+    pieces = in_pieces(model, batch * length)
+    live = partial(measure_live, single, batch, pieces=pieces, inside=True)
+    measures = (partial(usual, single, batch, pieces=pieces), live)
+    usually, at_most = (at_length(item, length, horizon_of(model)) for item in measures)
+    if config.stack.recomputes:
+        return max(at_most.values()) - max(usually.values())
+    return max(0, max(at_most.values()) - sum(amount for (kind, _), amount in usually.items() if kind == "saved"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from kinformer.lab.training.settings import Precision
-from kinformer.runtime.errors import KinformerError, nearest, require, require_share
+from kinformer.runtime.errors import KinformerError, nearest
 from kinformer.runtime.fields import Checked
 
 # Descriptions of devices for estimates of time on many devices.
@@ -86,11 +86,8 @@ def numbers_of(text: str) -> list[int]:
         raise KinformerError(
             f"`devices` {text}: must be a number from 1 to {MOST:,} or two, as in 64 or 8..4096; give it so."
         )
-    numbers, number = [int(first)], 2 * int(first)
-    while dots and number <= int(last):
-        numbers.append(number)
-        number *= 2
-    return numbers
+    doublings = (int(last) // int(first)).bit_length() if dots else 1
+    return [int(first) << doubling for doubling in range(max(1, doublings))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +103,7 @@ class SubjectOptions(Checked):
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers=6 or `set` layers.*.mixer.num_heads=8; may be given again."""
 
-    def __post_init__(self) -> None:
-        require("vocab_size", self.vocab_size, 1)
-        super().__post_init__()
+    LEAST = {"vocab_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +127,5 @@ class EstimateOptions(SubjectOptions):
     efficiency: float = 0.5
     """With `devices`: the share of the peak FLOP/s that a device reaches in a step."""
 
-    def __post_init__(self) -> None:
-        require_share("efficiency", self.efficiency, zero=False)
-        for name in ("length", "batch_size"):
-            require(name, getattr(self, name), 1)
-        super().__post_init__()
+    LEAST = {"length": 1, "batch_size": 1}
+    SHARES = {"efficiency": "(0, 1)"}

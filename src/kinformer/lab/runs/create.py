@@ -18,6 +18,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.family.inheritance import Inheritance, inheritance
 from kinformer.family.table import member
 from kinformer.lab.data import FileTokenizer
+from kinformer.lab.datastore.retrieval import choose_retrieval, resume_retrieval
 from kinformer.lab.runs.minutes import Chooser, Ladder, decides
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.planner import (
@@ -30,14 +31,14 @@ from kinformer.lab.runs.planner import (
     recipe_config,
 )
 from kinformer.lab.runs.rows import data_of, staged_rows
-from kinformer.lab.runs.run import BYTES, STORES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
+from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
+from kinformer.lab.tasks.table import options_for
 from kinformer.lab.tasks.table import task as task_called
-from kinformer.lab.tasks.table import training_options
 from kinformer.lab.tasks.task import Data, Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
+from kinformer.lab.training.schedule import Stage, stages_of
 from kinformer.lab.training.settings import Settings, checked_stages
-from kinformer.lab.training.stages import Stage, stages_of
 from kinformer.runtime.errors import KinformerError, marked, plural, require
 from kinformer.runtime.files import load_weights, require_weights, write_atomic
 from kinformer.runtime.parsing import JsonObject
@@ -149,7 +150,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             options = _completed(chooser, quiet)
         plan = planned(options)
         tokenizer = plan.tokenizer
-        retrieval = STORES.choose(options, plan.config)
+        retrieval = choose_retrieval(options, plan.config)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
         inherits_prompts = base is not None and tokenizer is not None and tokenizer is base.tokenizer
@@ -246,7 +247,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
         stage.settings.rows(options.parallelism.replicas)
     _check_unchanged(run, options)
     spec = run.data.get("spec") if options.data is None else named_data(options, run.task, run.folder)
-    facts = dict(run.data) | {"spec": spec} | STORES.resume(run, options)
+    facts = dict(run.data) | {"spec": spec} | resume_retrieval(run, options)
     run = replace(run, data=facts, training=vars(settings), by_user=frozenset(options.task_options))
     data = data_of(run)
     if data.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
@@ -288,7 +289,7 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
     if options.task not in (None, run.task.name):
         task_called(str(options.task))
         raise _otherwise(run, f"`task` {options.task}")
-    training_options(run.task, options.task_options)
+    options_for(run.task, "Options", options.task_options)
     before = asdict(run.options)
     for name, value in options.task_options.items():
         if value != before[name]:

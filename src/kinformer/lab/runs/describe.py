@@ -25,13 +25,14 @@ from kinformer.lab.estimation.estimate import (
     Live,
     RulesOfThumb,
     estimate,
+    interpreter_bytes,
     optimizer_bytes,
+    peak,
     rules_of_thumb,
     state_bytes,
 )
 from kinformer.lab.estimation.options import Device, EstimateOptions, device_of, numbers_of
 from kinformer.lab.estimation.parts import without_data
-from kinformer.lab.estimation.peak import interpreter_bytes, peak
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.next_token import NextTokenLoss, TokenBatch
 from kinformer.lab.tasks.table import TASKS

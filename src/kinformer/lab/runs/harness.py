@@ -32,9 +32,15 @@ from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import EvaluateOptions, Machine
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.serving.fields import ChatTemplate
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    evaluated,
+)
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.texts import CARRIED, check_positions, main_windows, short_names, tell_untrained
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require

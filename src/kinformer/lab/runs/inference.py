@@ -20,18 +20,20 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
 from kinformer.generation.packed import pack
 from kinformer.lab.data.files import atomic_write, spooled
+from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
+from kinformer.lab.datastore.evaluate import evaluate_datastore
 from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, PredictOptions
-from kinformer.lab.runs.run import STORES, Run, open_run
+from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.evaluation import (
     Embedded,
     Evaluation,
     EvaluationReport,
+    LoadedRun,
     Predicted,
 )
 from kinformer.lab.tasks.next_token import Conversation
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.table import evaluation_options, generation_options, prediction_options, refuse_options
+from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked
 from kinformer.runtime.parsing import dump_json
@@ -86,7 +88,9 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     options.check_store()
     runs = [open_run(folder) for folder in folders]
     _check_alike(runs)
-    options_of_task = [evaluation_options(run.task, options.task_options, str(run.folder)) for run in runs]
+    options_of_task = [
+        options_for(run.task, "EvaluationOptions", options.task_options, str(run.folder)) for run in runs
+    ]
     if getattr(options_of_task[0], "harness", None) is not None:
         from kinformer.lab.runs.harness import evaluate_by_harness
 
@@ -95,7 +99,7 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         refuse_options(run.task.evaluation.refused, options)
     with spooled(options.data) as data:
         options = replace(options, data=data)
-        if (report := STORES.evaluate(runs, options, options_of_task[0], quiet)) is not None:
+        if (report := evaluate_datastore(runs, options, options_of_task[0], quiet)) is not None:
             return report
         if len({run.task.name for run in runs}) == 1:
             return _measured(runs, options, options_of_task[0], quiet)
@@ -120,8 +124,8 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
 
     def load(run: Any) -> LoadedRun:
         model = run.model(options.set).to(options.prepare(options.seed))
-        model = STORES.attach(run, model, options)
-        lookups[run.folder] = STORES.facts(model)
+        model = attach_store(run, model, open_run, options)
+        lookups[run.folder] = lookup_facts(model)
         taken[run.folder] = open_counts.enter_context(noting_steps(model))
         beside = language_model_of(task_options, device_of(model))
         return LoadedRun(run, model, changes, lookups[run.folder], language_model=beside)
@@ -131,7 +135,7 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
     evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
     report = replace(report, evaluations=evaluations)
     for run in runs:
-        STORES.note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
+        note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
     return report
 
 
@@ -190,7 +194,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
 
 def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     """Return the run's model, ready to generate, and the options with a seed and a temperature."""
-    task_options = generation_options(run.task, options.task_options, str(run.folder))
+    task_options = options_for(run.task, "GenerationOptions", options.task_options, str(run.folder))
     check_drawing(run.task, options)
     options = replace(
         options,
@@ -204,7 +208,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
     if options.package is not None:
         _attach_package(run, packed, options)
-    model = STORES.attach(run, packed, options, options.samples)
+    model = attach_store(run, packed, open_run, options, options.samples)
     beside = language_model_of(task_options, device)
     return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options
 
@@ -274,9 +278,9 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
         raise KinformerError(
             f"{run.folder}: is a run of {run.member!r} for the task {run.task.name}; {run.task.prediction.refusal}"
         )
-    task_options = prediction_options(run.task, options.task_options, str(run.folder))
+    task_options = options_for(run.task, "PredictionOptions", options.task_options, str(run.folder))
     _check_read(run.task, options)
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
     yield from run.task.predict(subject, source, options, task_options)
 
@@ -308,7 +312,7 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
             raise KinformerError(
                 f"{marked(option)} {value}: says how texts are written, and {run.folder} reads none; leave it out."
             )
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     yield from run.task.embed(LoadedRun(run, model), source, options)
 
 

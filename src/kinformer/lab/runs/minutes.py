@@ -261,7 +261,8 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
     a tokenizer, or if the library of tokenizers is missing.
     """
     record = member(options.member)
-    has_tokenizer = options.tokenizer is not None or options.train_tokenizer is not None or options.init is not None
+    sources = options.tokenizer, options.train_tokenizer, options.init, options.retriever
+    has_tokenizer = any(source is not None for source in sources)
     reads = task.data.running_text and task.data.tokenized and record.causal and "tokenizer" not in record.needs
     if has_tokenizer or not reads or not decides(options):
         return options

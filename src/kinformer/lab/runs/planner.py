@@ -29,12 +29,12 @@ from kinformer.lab.runs.minutes import with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
-from kinformer.lab.tasks.table import refuse_options, task_for, training_options
+from kinformer.lab.tasks.table import options_for, refuse_options, task_for
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
+from kinformer.lab.training.schedule import stages_of
 from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
-from kinformer.lab.training.stages import stages_of
 from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
@@ -69,7 +69,7 @@ class Planner:
         settings = _settings(options, self.task, length)
         if options.length is None and length is None:
             settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
-        task_options = training_options(self.task, options.task_options)
+        task_options = options_for(self.task, "Options", options.task_options)
         return TrainingPlan(config, self.data, settings, task_options, self.tokenizer)
 
 
@@ -82,7 +82,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     """
     base = base_of(options)
     task = task_for(options.task, recipe_config(options, base, None), options.member)
-    training_options(task, options.task_options)
+    options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
     spec = named_data(options, task, Path(options.out))
@@ -95,7 +95,7 @@ def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None =
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
     data = task.open(
         Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options)),
-        training_options(task, options.task_options),
+        options_for(task, "Options", options.task_options),
     )
     return Planner(task, data, tokenizer, base, spec)
 
@@ -133,7 +133,7 @@ def plan_config(options: TrainOptions, base: Run | None, task: Task, data: Data 
     """Return the model's config with all changes, fitted to the task and its ``data`` (None before it is open)."""
     config = recipe_config(options, base, None if data is None else task.vocab_size(data))
     config = override(config, task.fit(config, data), kinds())
-    requested = task.requested(config, data, training_options(task, options.task_options))
+    requested = task.requested(config, data, options_for(task, "Options", options.task_options))
     config = override(config, requested, kinds()) if requested else config
     config = override(config, options.set, kinds())
     if base is not None:
@@ -181,7 +181,8 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
-    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, or a new one.
+    """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, the tokenizer of the
+    retriever, whose tokens the datastore holds, or a new one.
 
     It is None where the task reads no text.
     """
@@ -189,11 +190,13 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         return None
     if base is not None and base.tokenizer is not None:
         return base.tokenizer
-    size, task_options = options.train_tokenizer, training_options(task, options.task_options)
+    size, task_options = options.train_tokenizer, options_for(task, "Options", options.task_options)
     if options.tokenizer is not None:
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
         return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+    if size is None and options.retriever is not None and (shared := open_run(options.retriever).tokenizer) is not None:
+        return shared
     named = [path for path, _ in mixture_of(source.spec) or [(source.spec, 1.0)]]
     if size is None and (packed := next(filter(is_packed, named), None)) is not None:
         return packed_tokenizer(packed)

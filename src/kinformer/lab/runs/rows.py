@@ -14,11 +14,12 @@ from kinformer.core.stack import ModelConfig
 from kinformer.family.build import weight_shapes
 from kinformer.family.kinds import kinds
 from kinformer.lab.data.sampling import mix
-from kinformer.lab.runs.run import STORES, Run, open_run
+from kinformer.lab.datastore.retrieval import with_neighbours
+from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.task import Data, Source, TrainingPlan
 from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.schedule import Stage
 from kinformer.lab.training.settings import Settings
-from kinformer.lab.training.stages import Stage
 from kinformer.runtime.errors import KinformerError
 
 
@@ -90,7 +91,7 @@ class StagedRows(DataModule):
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
     """Return the rows of the run's task; a model with a datastore looks up its neighbours on ``device``."""
-    rows = STORES.rows(run.task.data_module(plan), run, plan, device, quiet)
+    rows = with_neighbours(run.task.data_module(plan), run, open_run, plan, device, quiet)
     rows.teacher = teacher_of(run)
     return rows
 

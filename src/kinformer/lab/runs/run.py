@@ -26,8 +26,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
 from kinformer.lab.data.files import SPOOLED
-from kinformer.lab.datastore.options import Stores
-from kinformer.lab.tasks.table import ALL, training_options
+from kinformer.lab.tasks.table import ALL, options_for
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
@@ -329,7 +328,7 @@ def open_run(folder: str | Path) -> Run:
         try:
             member_called(data["member"], packages.get("member"))
             task = task_called(data["task"]["name"], packages.get("task"))
-            options = training_options(task, data["task"]["options"])
+            options = options_for(task, "Options", data["task"]["options"])
             require_types(options, task.Options)
             task.choose_objective(settings_in(data["training"]).objective)
         except (KinformerError, TypeError) as error:
@@ -405,8 +404,3 @@ def _remove_leftovers(folder: Path) -> None:
     remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
     for name in (CHECKPOINTS, SHARDED):
         Checkpoints(folder / name, 1).clean()
-
-
-# The datastores of runs, reached through the hook of ``datastore``.
-
-STORES = Stores(open_run)

@@ -32,9 +32,10 @@ from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
+from kinformer.lab.datastore.attach import attach_store
 from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions, TraceOptions
-from kinformer.lab.runs.run import STORES, Run, open_run
+from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
 from kinformer.models.encoder_decoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
@@ -233,7 +234,7 @@ def trace(folder: str | Path, text: str, options: TraceOptions) -> Trace:
         raise KinformerError(f"{run.folder}: was trained for the task {run.task.name}, which reads no text to trace.")
     if not text:
         raise KinformerError("the text to trace is empty; give one of a token or more.")
-    model = STORES.attach(run, run.model(options.set).to(options.prepare(options.seed)))
+    model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     check_sequence(model)
     title = f"{run.folder.name} ({run.member})"
     if run.config.protocol is SourceModel:

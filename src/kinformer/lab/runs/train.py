@@ -21,8 +21,8 @@ from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.lab.training.distributed import Group, job_id
 from kinformer.lab.training.logging import Metric, Result
 from kinformer.lab.training.loop import Trainer
+from kinformer.lab.training.schedule import Stage, stage_at
 from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
-from kinformer.lab.training.stages import Stage, stage_at
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural, require, spelled
 from kinformer.runtime.parsing import JsonObject

@@ -40,7 +40,7 @@ from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
 from kinformer.lab.training.checkpoint import place_of_best
-from kinformer.lab.training.interrupt import heeded
+from kinformer.lab.training.distributed import heeded
 from kinformer.runtime.errors import KinformerError, as_flags
 from kinformer.runtime.progress import note
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite, log
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBa
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
@@ -37,14 +38,12 @@ from kinformer.lab.tasks.evaluation import (
 )
 from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
 from kinformer.lab.tasks.options import AlgorithmOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids, check_sequence
-from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.data_module import map_fields
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import note
-from kinformer.runtime.tables import WriteRow
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import AlgorithmEvaluationOptions
@@ -92,25 +91,12 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     plan.data.check(plan.settings.length)
 
 
-def training_rows(plan: TrainingPlan) -> AlgorithmModule:
-    """Return the rows of training."""
-    return AlgorithmModule(plan.data, plan.settings)
-
-
-def algorithm_loss(model: nn.Module, data: DataModule | None) -> AlgorithmLoss:
-    """Return the objective of the answers."""
-    return AlgorithmLoss()
-
-
 class AlgorithmLoss(AnswersLoss):
     """The mean cross-entropy of all tokens of the answers; its metrics also count the solved problems."""
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         problems = len(batch.tokens)
-        return {
-            "solved": solved(right, rows, problems).sum(),
-            "problems": torch.full_like(right.sum(), problems),
-        }
+        return {"solved": solved(right, rows, problems).sum(), "problems": torch.full_like(right.sum(), problems)}
 
 
 def solved(right: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -175,11 +161,6 @@ def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
 # How many problems a model solves by their length, in training's range and beyond, and its answer to one.
 
 
-def sequence_accuracy_at(digits: int) -> Metric:
-    """Return the metric of the share of solved problems with this many digits."""
-    return Metric(f"sequence_accuracy_at_{digits}", SHARE, lower_is_better=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DigitsMeasured:
     """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
@@ -225,20 +206,45 @@ class DigitsMeasured:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: AlgorithmEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on new problems of each number of digits; the metrics are over the problems in training's range,
     or over all problems if none is in it. Every problem is written to the table that the options name."""
-    started_at = time.perf_counter()
+    started_at, model, device = time.perf_counter(), subject.model, device_of(subject.model)
     data: AlgorithmData = subject.run.options.data
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
-    lengths, rows = _lengths(subject.model, data, options.digits_to_measure), options.problems
-    with options.writing_predictions() as write:
-        groups = by_group(
-            lengths,
-            lambda digits: _measured(subject, data, split, digits, rows, evaluation_settings, write),
-            quiet,
+    split = choose(settings.split, SPLITS, "`split`")
+
+    def measure(digits: int) -> DigitsMeasured:
+        tokens, right, nats, done = 0, 0, 0.0, 0
+        counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
+
+        def draw(part: int, count: int) -> AlgorithmRows:
+            return data.rows(split, part, count, settings.seed, digits)
+
+        with torch.inference_mode(), noting_depths(model) as depths:
+            deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
+            for batch in drawn_batches(draw, options.problems, data.width(digits), settings.chunk):
+                answered = answers(model, map_fields(batch, lambda tensor: tensor.to(device)))
+                tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
+                done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
+                nats += float(answered.nats)
+                counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+                if write is not None:
+                    for row in _problems(batch, answered):
+                        write({"digits": digits, **row})
+                if deep is not None:
+                    deep.note(batch, answered.right)
+        require_finite(isfinite(nats))
+        more: dict[str, Any] = (
+            {} if deep is None else {"depth": deep.depths.metric, "mean_depth": deep.mean, "by_difficulty": deep.rows}
         )
+        return DigitsMeasured(
+            digits=digits, trained=data.least <= digits <= data.most, problems=options.problems, solved=done,
+            tokens=tokens, correct=right, guessing=int(counts.max()) / tokens, nats=nats, **more,
+        )  # fmt: skip
+
+    with options.writing_predictions() as write:
+        groups = by_group(_lengths(model, data, options.digits_to_measure), measure, quiet)
     main = [group for group in groups if group.trained] or groups
     tokens, problems = sum(group.tokens for group in main), sum(group.problems for group in main)
     metrics = {
@@ -246,7 +252,10 @@ def evaluate(
         SEQUENCE_ACCURACY: sum(group.solved for group in main) / problems,
         BITS_PER_LABEL: sum(group.nats for group in main) / log(2) / tokens,
     }
-    metrics |= {sequence_accuracy_at(group.digits): group.sequence_accuracy for group in groups}
+    metrics |= {
+        Metric(f"sequence_accuracy_at_{group.digits}", SHARE, lower_is_better=False): group.sequence_accuracy
+        for group in groups
+    }
     depth = groups[0].depth
     if depth is not None:
         metrics[depth] = sum(group.mean_depth for group in main) / len(main)
@@ -314,46 +323,6 @@ def _lengths(model: Model, data: AlgorithmData, at_digits: Sequence[int] | None)
     return fitting
 
 
-def _measured(
-    subject: LoadedRun,
-    data: AlgorithmData,
-    split: str,
-    digits: int,
-    rows: int,
-    evaluation_settings: EvaluationSettings,
-    write: WriteRow | None,
-) -> DigitsMeasured:
-    """Measure problems of this many digits."""
-    model, device = subject.model, device_of(subject.model)
-    tokens, right, nats, done = 0, 0, 0.0, 0
-    counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
-
-    def draw(part: int, count: int) -> AlgorithmRows:
-        return data.rows(split, part, count, evaluation_settings.seed, digits)
-
-    with torch.inference_mode(), noting_depths(model) as depths:
-        deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
-        for batch in drawn_batches(draw, rows, data.width(digits), evaluation_settings.chunk):
-            answered = answers(model, map_fields(batch, lambda tensor: tensor.to(device)))
-            tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
-            done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
-            nats += float(answered.nats)
-            counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
-            if write is not None:
-                for row in _problems(batch, answered):
-                    write({"digits": digits, **row})
-            if deep is not None:
-                deep.note(batch, answered.right)
-    require_finite(isfinite(nats))
-    result = DigitsMeasured(
-        digits=digits, trained=data.least <= digits <= data.most, problems=rows, solved=done, tokens=tokens,
-        correct=right, guessing=int(counts.max()) / tokens, nats=nats,
-    )  # fmt: skip
-    if deep is None:
-        return result
-    return replace(result, depth=deep.depths.metric, mean_depth=deep.mean, by_difficulty=deep.rows)
-
-
 def _problems(batch: ScoredBatch, answered: Answers) -> Iterator[dict[str, str | bool]]:
     """Yield every problem of a batch: its text, the right answer, and the answer each of whose tokens is the most
     probable one behind the right ones before it; a problem is solved where both are equal."""
@@ -371,22 +340,15 @@ def _symbols(tokens: Tensor) -> str:
     return text.removesuffix(SYMBOLS[END])
 
 
-def generate(
-    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
-) -> Generated:
-    """Return the answer to the problem ``prompt``."""
-    return answer(subject, prompt, options.seed, write)
-
-
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the answers to the problems of ``source``."""
-    return answers_to(source, settings, problem_in, subject, answer)
+    return answers_to(source, settings, problem_in, subject, generate)
 
 
-def answer(
-    subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
+def generate(
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None = None
 ) -> Generated:
     """Return the answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
     text = problem_in(prompt)
@@ -406,7 +368,7 @@ def answer(
     return Generated(
         [Sample(new, "".join(SYMBOLS[token] for token in new), stopped=token == END)],
         len(text),
-        seed=seed,
+        seed=options.seed,
         state_bytes=nbytes(state),
         prompt_seconds=first - started_at,
         new_tokens=len(new),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -13,18 +14,17 @@ from torch.nn import functional
 from kinformer.core.model import CausalModel
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data import IGNORED
-from kinformer.lab.tasks.evaluation import Predicted, PredictionSettings, TextTable
-from kinformer.lab.tasks.runs import TrainedRun
+from kinformer.lab.tasks.evaluation import GenerationSettings, Predicted, PredictionSettings, TextTable, TrainedRun
 from kinformer.lab.tasks.texts import texts_in
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.data.labelled import TextItem, TextSource
+    from kinformer.lab.tasks.evaluation import LoadedRun
     from kinformer.lab.tasks.next_token import Generated
-    from kinformer.lab.tasks.runs import LoadedRun
+    from kinformer.lab.tasks.task import TrainingPlan
 
 
 # Rows made on demand, with some tokens for a causal model to answer (recall, algorithms).
@@ -104,8 +104,8 @@ def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answ
 class MadeRows(DataModule):
     """New rows in every step, the same rows in every validation."""
 
-    def __init__(self, data: object, settings: Settings) -> None:
-        self.data, self.settings = data, settings
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.data, self.settings = plan.data, plan.settings
 
     @property
     def width(self) -> int:
@@ -159,8 +159,8 @@ def answers_to(
     subject: LoadedRun,
     answer: Callable[..., Generated],
 ) -> Iterator[Predicted]:
-    """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text)``; ``check`` raises
-    for a text without a problem."""
+    """Yield the answers to the problems of ``source``, one at a time, by ``answer(subject, text, settings)``; ``check``
+    raises for a text without a problem."""
 
     def check_item(item: TextItem) -> None:
         try:
@@ -171,7 +171,7 @@ def answers_to(
     inputs = texts_in(source, settings, check_item)
     with progressing(settings.quiet or inputs.total is None, "predicting") as progress:
         for number, item in enumerate(inputs.items, start=1):
-            text = answer(subject, item.text).samples[0].text
+            text = answer(subject, item.text, GenerationSettings()).samples[0].text
             label = {} if item.label is None else {"label": item.label}
             yield Predicted({"text": item.text} | label | {"answer": text}, f"{item.text}\t{text}")
             if progress is not None and inputs.total is not None:
@@ -197,18 +197,29 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
     return np.array([learnt.index(item) for item in classes], np.int64)
 
 
-class ClassCounts(Protocol):
-    """The counts of each class: how many ``examples`` it has, how often it was ``predicted``, and how often rightly."""
+@dataclass(frozen=True, kw_only=True)
+class LabelMeasurement:
+    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
+
+    bits: float
+    examples: tuple[int, ...]
+    predicted: tuple[int, ...]
+    correct: tuple[int, ...]
 
     @property
-    def examples(self) -> tuple[int, ...]: ...
+    def accuracy(self) -> float:
+        """Return the share of examples whose class was predicted."""
+        return sum(self.correct) / sum(self.examples)
+
     @property
-    def predicted(self) -> tuple[int, ...]: ...
-    @property
-    def correct(self) -> tuple[int, ...]: ...
+    def guessing(self) -> float:
+        """Return the share of the most frequent class: the accuracy of always predicting that one."""
+        return max(self.examples) / sum(self.examples)
 
 
-def by_class(classes: Sequence[str], measured: ClassCounts, things: str) -> tuple[list[dict[str, object]], TextTable]:
+def by_class(
+    classes: Sequence[str], measured: LabelMeasurement, things: str
+) -> tuple[list[dict[str, object]], TextTable]:
     """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
     often rightly."""
     columns = (measured.examples, measured.predicted, measured.correct)

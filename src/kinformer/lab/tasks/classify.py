@@ -12,10 +12,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, log
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,25 +25,33 @@ from torch.nn import functional
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, open_labelled
-from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
+    LabelMeasurement,
     by_class,
     classes_of,
     most_probable,
     numbers_of,
     spell_classes,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    TrainedRun,
+    evaluated,
+    in_batches,
+)
 from kinformer.lab.tasks.options import ClassifyOptions, ListOpsOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import in_batches
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
+    TextReader,
     check_ids,
     check_sequence,
     ends_of,
@@ -202,11 +210,6 @@ class Classification:
         return scored(model(batch.tokens, valid=batch.valid), batch.labels)
 
 
-def class_loss(model: nn.Module, data: DataModule | None) -> Classification:
-    """Return the objective of classes."""
-    return Classification()
-
-
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
     """Return loss, metrics and no state from logits [..., classes] and labels [...]; ``correct`` counts the labels
     whose class is the most probable one."""
@@ -219,26 +222,6 @@ def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
 
 
 # How well a model predicts the classes of examples, class by class.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelMeasurement:
-    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
-
-    bits: float
-    examples: tuple[int, ...]
-    predicted: tuple[int, ...]
-    correct: tuple[int, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Return the share of examples whose class was predicted."""
-        return sum(self.correct) / sum(self.examples)
-
-    @property
-    def guessing(self) -> float:
-        """Return the share of the most frequent class: the accuracy of always predicting that one."""
-        return max(self.examples) / sum(self.examples)
 
 
 def measure_labels(
@@ -270,86 +253,67 @@ def measure_labels(
     return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
 
 
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    result, same, examples = _examples(subject, evaluation_settings)
+    result, same, examples = _examples(subject, settings)
     classes = classes_of(run)
     length = whole_length(run, model)
     ends = ends_of(model.config)
-    if cut := result.cut(evaluation_settings.split, length - ends.size):
+    if cut := result.cut(settings.split, length - ends.size):
         note(f"note: {cut}.")
-    rows = Buckets(examples, max(1, evaluation_settings.chunk // length), length, 0, ends)
+    rows = Buckets(examples, max(1, settings.chunk // length), length, 0, ends)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))
         measured = measure_labels(model, rows, len(classes), progress, predictions)
+    spelled = not isinstance(run.options, ListOpsOptions)  # the ids are a tokenizer's
     if predictions is not None:
         table.write_predictions(
-            _input(run, examples, index) | row for index, row in enumerate(predictions.rows(examples.labels, classes))
+            ({"text": tokenizer_of(run).decode(examples.tokens(index))} if spelled else {}) | row
+            for index, row in enumerate(predictions.rows(examples.labels, classes))
         )
     counts, by_name = by_class(classes, measured, "examples")
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
         f"{measured.guessing:.1%} are of the most frequent class\n",
         by_name,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
-    task = LISTOPS if isinstance(run.options, ListOpsOptions) else "classify"
+    task = "classify" if spelled else LISTOPS
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task, since=started_at)
 
 
-def _input(run: TrainedRun, examples: Examples, index: int) -> dict[str, str]:
-    """Return the text of an example, where its ids are a tokenizer's."""
-    if isinstance(run.options, ListOpsOptions):
-        return {}
-    return {"text": tokenizer_of(run).decode(examples.tokens(index))}
-
-
-def _examples(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
+def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
     """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
     run = subject.run
-    spec = LISTOPS if isinstance(run.options, ListOpsOptions) else spec_of(run, evaluation_settings.data)
+    spec = LISTOPS if isinstance(run.options, ListOpsOptions) else spec_of(run, settings.data)
     source = Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field"))
     examples = open_examples(source, run.options)
-    same = note_other_data(run, examples, evaluation_settings.data is not None)
-    part = examples.splits[choose(evaluation_settings.split, examples.splits, "`split`")]
+    same = note_other_data(run, examples, settings.data is not None)
+    part = examples.splits[choose(settings.split, examples.splits, "`split`")]
     return examples, same, replace(part, labels=numbers_of(run, examples.name, examples.classes)[part.labels])
 
 
 # The most probable classes of texts.
 
 
-class TextClassifier:
-    """A run that predicts the classes of texts.
-
-    Texts are cut to the length that the run was trained at, as evaluation cuts them; ``cut`` counts the longer ones.
-    """
+class TextClassifier(TextReader):
+    """A run that predicts the classes of texts, which are cut as evaluation cuts them."""
 
     def __init__(self, subject: LoadedRun, top_k: int) -> None:
-        self.model, self.top_k = subject.model, top_k
-        self.names, self.ends = classes_of(subject.run), ends_of(subject.model.config)
-        self.length = whole_length(subject.run, subject.model)
-        self.cut = 0
+        super().__init__(subject.run, subject.model, ends_of(subject.model.config))
+        self.names, self.top_k = classes_of(subject.run), top_k
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Predicted]:
         """Return the predictions of texts that come with their ids."""
-        room = self.length - self.ends.size
-        texts = [ids[:room] for _, ids in batch]
-        self.cut += sum(len(ids) > room for _, ids in batch)
-        longest = max(map(len, texts)) + self.ends.size
-        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
-        tokens, valid = (None if item is None else torch.from_numpy(item) for item in lay(texts, self.ends, width))
-        assert tokens is not None
-        device = device_of(self.model)
+        tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            logits = self.model(tokens.to(device), valid=None if valid is None else valid.to(device)).float().cpu()
+            logits = cast(Tensor, self.model(tokens, valid=valid)).float().cpu()
         require_finite(bool(logits.isfinite().all()))
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))
@@ -358,7 +322,7 @@ class TextClassifier:
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the classes of the texts of ``source``, in order."""
     encode = encoder_of(subject.run)
@@ -368,11 +332,7 @@ def predict(
     yield from in_batches(
         pairs, settings.batch_size, lambda pair: len(pair[1]), classifier, inputs.total, settings.quiet
     )
-    if classifier.cut:
-        note(
-            f"note: {plural(classifier.cut, 'text')} of more than {classifier.length} tokens, the training length, "
-            "counted by their beginning only."
-        )
+    classifier.note_cut()
 
 
 def encoder_of(run: TrainedRun) -> Callable[[TextItem], np.ndarray]:

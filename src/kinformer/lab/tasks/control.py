@@ -29,6 +29,7 @@ from kinformer.lab.control.acting import (
     ActionSampler,
     cells,
     check_picture,
+    episode_text,
     play,
     remembering,
     rollouts,
@@ -49,13 +50,15 @@ from kinformer.lab.data.sampling import mix
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
+    Made,
     Predicted,
     PredictionSettings,
     TextTable,
     evaluated,
+    input_of,
+    part_of,
 )
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import Made, ObservationInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence
 from kinformer.lab.training.data_module import DataModule
@@ -108,7 +111,7 @@ def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
     for slot, kind in kinds.items():
         if getattr(config, slot).kind != kind:
             raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
-    input: ObservationInput = input_of(config)
+    input = input_of(config)
     policy = part_of(config.head, "policy")
     sizes = input.observation_dim, getattr(policy, "actions", getattr(policy, "action_dim", 0))
     if sizes != (data.observation_dim, data.actions.dim):
@@ -126,15 +129,11 @@ def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
 
 def check_environment(environment: Environments, config: ModelConfig, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
-    input: ObservationInput = input_of(config)
+    input = input_of(config)
     policy, space = part_of(config.head, "policy"), environment.actions
     sizes = input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
     discrete = isinstance(space, Discrete)
-    if sizes != (
-        environment.observation_dim,
-        space.dim if discrete else None,
-        None if discrete else space.dim,
-    ):
+    if sizes != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
         kind = "discrete" if discrete else "continuous"
         raise KinformerError(
             f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')} and "
@@ -183,27 +182,25 @@ class RandomPolicy:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ControlEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: ControlEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run in new episodes of its environment, or of another like it."""
     run = subject.run
-    environment, seeds = _environment(subject, task_options), MEASURED_SEEDS + evaluation_settings.seed
+    environment, seeds = _environment(subject, options), MEASURED_SEEDS + settings.seed
     environment.close()
     env, identity = environment.name, open_environment(run.options).identity
-    agent = _agent(subject, environment, task_options, evaluation_settings.seed)
+    agent = _agent(subject, environment, options, settings.seed)
     started_at = time.perf_counter()
     with progressing(quiet, "acting") as progress:
-        acted = rollouts(agent, env, 0.0, task_options.episodes, seeds, progress)
+        acted = rollouts(agent, env, 0.0, options.episodes, seeds, progress)
     seconds = time.perf_counter() - started_at
-    task_options.write_predictions(acted.rows())
+    options.write_predictions(acted.rows())
     summary_ = summary(acted)
-    chance = summary(
-        rollouts(RandomPolicy(environment.actions, evaluation_settings.seed), env, 0.0, task_options.episodes, seeds)
-    )
+    chance = summary(rollouts(RandomPolicy(environment.actions, settings.seed), env, 0.0, options.episodes, seeds))
     speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in summary_ else []))
     text = (
-        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {plural(task_options.episodes, 'episode')}, "
+        f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {plural(options.episodes, 'episode')}, "
         f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
         TextTable(
             headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
@@ -228,32 +225,28 @@ def play_episode(
     try:
         agent = _agent(subject, environment, task_options, options.seed)
         observation = environment.reset([options.seed])
-        episode = play(environment, agent, observation, None, task_options.render, write)
+        played = play(environment, agent, observation, None, task_options.render, write)
     finally:
         environment.close()
-    played = episode.facts
     facts = {
         "run": str(subject.run.folder), "env": environment.name, **played, "seed": options.seed,
         "state_bytes": agent.state_bytes, "context_steps": agent.window or "carried", "render": task_options.render,
     }  # fmt: skip
-    text = (
-        f"return {played['return']:g}, {plural(played['steps'], 'step')} in {environment.name}, "
-        f"{played['steps_per_second']:.1f} steps/s; state {plural(agent.state_bytes, 'byte')}; seed {options.seed}"
-    )
+    text = episode_text(environment.name, played, None, agent, options.seed)
     return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
-def _environment(subject: LoadedRun, task_options: Acting, render: bool = False) -> Environments:
-    """Return the environment that ``task_options`` name, or the run's own."""
+def _environment(subject: LoadedRun, options: Acting, render: bool = False) -> Environments:
+    """Return the environment that ``options`` name, or the run's own."""
     run = subject.run
-    environment = Environments(import_named(task_options.env) or open_environment(run.options).env, render=render)
+    environment = Environments(import_named(options.env) or open_environment(run.options).env, render=render)
     check_environment(environment, run.config, f"{run.folder}")
     return environment
 
 
-def _agent(subject: LoadedRun, environment: Environments, task_options: Acting, seed: int) -> ControlAgent:
+def _agent(subject: LoadedRun, environment: Environments, options: Acting, seed: int) -> ControlAgent:
     return ControlAgent(
-        subject.model, ActionSampler(environment.actions, task_options.action_temperature, seed), task_options.context
+        subject.model, ActionSampler(environment.actions, options.action_temperature, seed), options.context
     )
 
 
@@ -273,7 +266,7 @@ class Observation(NamedTuple):
 
 
 def predict(
-    subject: LoadedRun, source: LineSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: LineSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the most probable action for every observation of ``source``, as it comes: a file, "-", or a list.
 

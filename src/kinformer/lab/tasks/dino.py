@@ -27,16 +27,15 @@ from kinformer.core.model import StackedWholeModel, device_of
 from kinformer.core.parts import Input
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
+from kinformer.inputs.images import Patches
 from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.sampling import in_epochs
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, evaluated, input_of, part_of
 from kinformer.lab.tasks.images import ASPECTS, CachedFeatures, box, flip, keep_features, luminance
 from kinformer.lab.tasks.options import DinoEvaluationOptions, DinoOptions
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import PatchInput, input_of, part_of
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part
-from kinformer.lab.tasks.vision import check_channels, fitted, labelled_part
+from kinformer.lab.tasks.vision import HeldOutRows, check_channels, fitted, held_out_images
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import ACCURACY, Metric
 from kinformer.lab.training.settings import Settings
@@ -184,7 +183,7 @@ class Pieces:
         return torch.from_numpy(np.ascontiguousarray(pieces.transpose(0, 3, 1, 2)))
 
 
-class DinoRows(DataModule):
+class DinoRows(HeldOutRows):
     """Pieces of the training images in a new order in every epoch, and the first pieces of the validation images.
 
     ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
@@ -196,15 +195,11 @@ class DinoRows(DataModule):
 
     def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: ModelConfig) -> None:
         self.settings, self.options = settings, options
-        input: PatchInput = input_of(level_config(config, options.level))
+        input: Patches.Config = input_of(level_config(config, options.level))
         self.length = input.length
         size = (input.size[0], input.size[1])
         self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
         self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
-
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> DinoBatch:
         share = self.settings.batch_size // world
@@ -213,11 +208,8 @@ class DinoRows(DataModule):
 
     def validation(self, rank: int, world: int) -> Iterator[DinoBatch]:
         """Yield the process's pieces; where the last cannot be shared evenly, some are measured twice."""
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            share = -(-min(rows, self.held_out - first) // world)
-            index = first + np.arange(rank * share, (rank + 1) * share)
-            yield self._batch("validation", np.minimum(index, self.held_out - 1))
+        for index, _ in self.shares(rank, world):
+            yield self._batch("validation", index)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_VIEW.name: means["nats"] / log(2), TEACHER_BITS.name: means["teacher_nats"] / log(2)}
@@ -361,7 +353,7 @@ class SelfDistillation(OnlineLearner):
         generator = None if self.training else torch.Generator().manual_seed(0)
         if self.teacher.input.lower:
             return views_of_features(values, options.local_views, options.flip, generator)
-        input: PatchInput = input_of(self.teacher.config)
+        input: Patches.Config = input_of(self.teacher.config)
         images = values.float() / 255
         return views_of_pixels(images, input.patch, options.local_views, options.flip, generator, options.area)
 
@@ -423,7 +415,7 @@ def vectors_of(
 ) -> Tensor:
     """Return vectors [count, dim] of length 1, one for each of the first images: the mean of the encoder's vectors of
     its pieces."""
-    input: PatchInput = input_of(level_config(model.config, level))
+    input: Patches.Config = input_of(level_config(model.config, level))
     size = input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
     per_image, parts = len(pieces) // len(images), []
@@ -452,27 +444,26 @@ def nearest_classes(vectors: Tensor, reference: Tensor, labels: Tensor, nearest:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: DinoEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: DinoEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on held-out images, beside the most frequent class."""
     run, model = subject.run, subject.model
-    result, same, part = labelled_part(subject, evaluation_settings)
-    count = len(part) if task_options.max_items is None else min(task_options.max_items, len(part))
+    result, part, count, same = held_out_images(run, settings, options, labelled=True)
     level, started_at = run.options.level, time.perf_counter()
     with progressing(quiet) as progress:
         train_vectors = vectors_of(model, level, result.train, len(result.train), progress)
         vectors = vectors_of(model, level, part, count)
     labels, test_labels = (torch.from_numpy(np.array(item.labels)) for item in (result.train, part))
     test_labels = test_labels[:count]
-    guesses = nearest_classes(vectors, train_vectors, labels, task_options.nearest, len(result.classes))
+    guesses = nearest_classes(vectors, train_vectors, labels, options.nearest, len(result.classes))
     accuracy = float((guesses == test_labels).double().mean())
     guessing = float(test_labels.bincount().max()) / count
     text = (
-        heading(subject, result, evaluation_settings.split),
-        f"accuracy {accuracy:.1%} by the {task_options.nearest} nearest training images, by vectors of level {level}: "
+        heading(subject, result, settings.split),
+        f"accuracy {accuracy:.1%} by the {options.nearest} nearest training images, by vectors of level {level}: "
         f"{plural(count, 'image')}, {guessing:.1%} are of the most frequent class",
     )
     metrics, baselines = {ACCURACY: accuracy}, {"guessing": guessing}
-    facts = baselines | {"nearest": task_options.nearest, "level": level, "measured_images": count}
-    identity = identity_of_part(result, evaluation_settings.split, same)
+    facts = baselines | {"nearest": options.nearest, "level": level, "measured_images": count}
+    identity = identity_of_part(result, settings.split, same)
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="dino", since=started_at)

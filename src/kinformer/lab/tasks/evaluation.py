@@ -1,22 +1,27 @@
-"""How runs of any task are evaluated, and what an evaluation reports: metrics, facts for JSON, text for people."""
+"""Runs as tasks see them, how they are evaluated, and what an evaluation reports: metrics, facts for JSON, text."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from queue import Empty, Queue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.errors import KinformerError, marked, require, require_seed
+from kinformer.runtime.errors import KinformerError, require, require_seed
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from kinformer.lab.tasks.runs import LoadedRun
+    from kinformer.core.stack import ModelConfig
+    from kinformer.lab.data import Tokenizer
+
 
 # The results of predicting and embedding for every item: a row of values and a line for people, or a vector.
 
@@ -44,9 +49,9 @@ class ItemSettings(Checked):
     seed: int = 0
     """Decides all random numbers, such as the hashes of a member with hashing."""
 
+    LEAST = {"batch_size": 1, "max_items": 1}
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_items"):
-            require(name, getattr(self, name), 1)
         require_seed(self.seed)
         super().__post_init__()
 
@@ -60,9 +65,7 @@ class PredictionSettings(ItemSettings):
     label_field: str | None = None
     """The column or field with a label to show beside the prediction, where it is not called label."""
 
-    def __post_init__(self) -> None:
-        require("top_k", self.top_k, 1)
-        super().__post_init__()
+    LEAST = {"top_k": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +111,9 @@ class EvaluationSettings(Checked):
     seed: int = 0
     """The seed of all random numbers."""
 
+    LEAST = {"max_bytes": 2, "chunk": 1}
+
     def __post_init__(self) -> None:
-        require("max_bytes", self.max_bytes, 2)
-        require("chunk", self.chunk, 1)
         require_seed(self.seed)
         super().__post_init__()
 
@@ -149,15 +152,11 @@ class GenerationSettings(Checked):
     task_options: Any = field(default_factory=dict)
     """The task's own options, by name; a task gets them as its dataclass."""
 
+    LEAST = {"max_new_tokens": 1, "top_k": 1, "chunk": 1, "draft_length": 1, "temperature": 0, "seed": 0}
+    SHARES = {"top_p": "(0, 1]", "min_p": "(0, 1]"}
+
     def __post_init__(self) -> None:
         require("samples", self.samples, 1, MAX_SAMPLES)
-        for name in ("max_new_tokens", "top_k", "chunk", "draft_length"):
-            require(name, getattr(self, name), 1)
-        for name in ("temperature", "seed"):
-            require(name, getattr(self, name), 0)
-        for name in ("top_p", "min_p"):
-            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
-                raise KinformerError(f"{marked(name)} is {value:g} but must be above 0 and at most 1.")
         if not 0 < self.repetition_penalty < float("inf"):
             raise KinformerError(
                 f"`repetition_penalty` is {self.repetition_penalty:g} but must be above 0; 1 penalises nothing."
@@ -260,3 +259,150 @@ def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[
             if progress is not None:
                 progress(len(groups), len(keys))
     return groups
+
+
+# Runs as tasks see them: the folder of a trained model, and the loaded model with its companions.
+
+
+class TrainedRun(Protocol):
+    """A run folder, as far as tasks read it."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def member(self) -> str: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def data(self) -> Mapping[str, Any]: ...
+    @property
+    def options(self) -> Any: ...
+    @property
+    def training(self) -> Mapping[str, Any]: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+
+class LoadedRun(NamedTuple):
+    """A run to measure or to generate with.
+
+    ``model``: of the protocol that the task names, in eval mode; ``changes``: the changes of its config, as
+    ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: the draft that guesses its
+    next tokens (see ``generation.generate``); ``language_model``: the language model that guides its search.
+    """
+
+    run: TrainedRun
+    model: Any
+    changes: tuple[str, ...] = ()
+    lookup: Mapping[str, Any] | None = None
+    draft: object = None
+    language_model: LoadedRun | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the folder, and in brackets the member and the changes."""
+        return f"{self.run.folder} ({', '.join((self.run.member, *self.changes))})"
+
+
+# The parts of configs and models that only some have, the output of tasks that generate, and items in batches.
+
+
+def input_of(config: ModelConfig) -> Any:
+    """Return the input of ``config``, whose class the task knows."""
+    return config.input
+
+
+def encoder_of(config: ModelConfig) -> ModelConfig:
+    """Return the encoder of ``config``, an encoder-decoder."""
+    return part_of(config, "encoder")
+
+
+def part_of(owner: object, name: str) -> Any:
+    """Return the part ``name`` of a config or model, which only some have, such as the policy of a head."""
+    return getattr(owner, name)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The output of tasks that generate something other than continued text.
+
+    ``facts`` are for JSON, ``text`` is for people.
+    """
+
+    facts: Mapping[str, object]
+    text: str
+    interrupted: bool = False
+
+
+# Items in batches: the arrived items of a stream, and items of similar length.
+
+T = TypeVar("T")
+POOL = 16
+"""Batches whose items are sorted by length together."""
+_END = object()
+
+
+def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
+    """Yield the items in lists of at most ``limit``: a list holds the items already there, and waits for one at
+    most."""
+    queue: Queue[Any] = Queue(maxsize=4 * limit)
+
+    def read() -> None:
+        try:
+            for item in items:
+                queue.put((item, None))
+            queue.put((_END, None))
+        except BaseException as error:
+            queue.put((_END, error))
+
+    Thread(target=read, daemon=True).start()
+    error: BaseException | None = None
+    at_end = False
+    while not at_end:
+        batch: list[T] = []
+        item, error = queue.get()
+        while item is not _END:
+            batch.append(item)
+            if len(batch) == limit:
+                break
+            try:
+                item, error = queue.get(timeout=0.01)
+            except Empty:
+                break
+        at_end = item is _END
+        if batch:
+            yield batch
+    if error is not None:
+        raise error
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield the items in lists of ``size``; the last list has the rest."""
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def in_batches(
+    items: Iterator[T],
+    batch_size: int,
+    size: Callable[[T], int],
+    compute: Callable[[Sequence[T]], Sequence[R]],
+    total: int | None = None,
+    quiet: bool = True,
+) -> Iterator[R]:
+    """Yield the results of ``compute`` for the items, in their order; a batch holds items of like ``size``, and few are
+    in memory at a time. A bar shows how many of ``total`` are done, unless ``quiet``."""
+    done = 0
+    with progressing(quiet or total is None, "predicting") as progress:
+        for pool in arriving(items, batch_size * POOL):
+            order = sorted(range(len(pool)), key=lambda index: size(pool[index]))
+            results: list[R | None] = [None] * len(pool)
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                for index, result in zip(chosen, compute([pool[index] for index in chosen]), strict=True):
+                    results[index] = result
+                done += len(chosen)
+                if progress is not None and total is not None:
+                    progress(done, total)
+            yield from results  # type: ignore[misc]

@@ -24,25 +24,31 @@ from torch.nn import functional
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, StackedCausalModel, device_of
-from kinformer.core.parts import Likelihood
+from kinformer.core.parts import Likelihood, PatternConfig
 from kinformer.core.pattern import Pattern, Raster
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State, nbytes, reserve
 from kinformer.generation.sampling import Sampling, TokenSampler, UniformStreams
 from kinformer.generation.session import Steps
+from kinformer.inputs.images import Pixels
 from kinformer.lab.data.images import SUFFIXES, ImageData, Images, decode, floors, read_head, read_images, write_png
 from kinformer.lab.data.sampling import in_epochs
 from kinformer.lab.tasks.answers import classes_of, numbers_of
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    TrainedRun,
+    evaluated,
+    input_of,
+)
 from kinformer.lab.tasks.images import png_of
 from kinformer.lab.tasks.options import ImageOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import PixelInput, input_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_DIM, Metric
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import progressing
 
@@ -56,15 +62,6 @@ INPUT = "pixels"
 ABSOLUTE = ("learned", "sinusoidal")
 """Positions of sequences, which the input's rows, columns and channels stand in for."""
 _BLOCKS = ("block_height", "block_width")
-
-
-class BlockPattern(Protocol):
-    """The pattern of attention in blocks of ``block_height`` x ``block_width`` cells of an image."""
-
-    height: int
-    width: int
-    block_height: int
-    block_width: int
 
 
 def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
@@ -91,12 +88,12 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
     return {"input": input_changes | sizes} | resized(patterns, cells)
 
 
-def patterns_of(layers: Sequence[object]) -> dict[int, BlockPattern]:
+def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
     """Return the attention patterns in blocks of an image that ``layers`` (configs) have, by the layers' numbers."""
     return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
 
 
-def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
+def resized(patterns: Mapping[int, PatternConfig], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
     """Return the changes of the ``patterns`` of layers under ``path`` to images of this many ``cells`` (height and
     width)."""
     changes: dict[str, object] = {}
@@ -106,7 +103,7 @@ def resized(patterns: Mapping[int, BlockPattern], cells: Mapping[str, int], path
     return changes
 
 
-def _pattern(layer: object) -> BlockPattern | None:
+def _pattern(layer: object) -> PatternConfig | None:
     """Return the pattern of a layer's attention, if it is of blocks of an image."""
     pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
     fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()
@@ -126,8 +123,17 @@ def fit(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
 
 
 def requested(config: ModelConfig, data: ImageData | None, options: ImageOptions) -> dict[str, object]:
-    """Return the changes of ``config`` that ``options`` ask for: an input that gets classes, with ``conditional``."""
-    return with_classes(config, data) if options.conditional else {}
+    """Return the changes of ``config`` that ``options`` ask for: an input that gets the class of every image, with
+    ``conditional``; refuse data without classes."""
+    if not options.conditional or data is None:
+        return {}
+    if len(data.classes) < 2:
+        has = "has one class" if data.classes else "does not have classes"
+        raise KinformerError(
+            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
+            "a folder per class, or leave it out."
+        )
+    return {"input.classes": len(data.classes)}
 
 
 def values_of(data: ImageData) -> int:
@@ -146,23 +152,10 @@ def length(data: ImageData, config: ModelConfig) -> int:
     return raster.size
 
 
-def with_classes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` to a model that gets the class of every image; refuse data without
-    classes."""
-    if data is None:
-        return {}
-    if len(data.classes) < 2:
-        has = "has one class" if data.classes else "does not have classes"
-        raise KinformerError(
-            f"`conditional`: {data.name} {has}; give images with labels of two or more classes, such as a folder with "
-            "a folder per class, or leave it out."
-        )
-    return {"input.classes": len(data.classes)}
-
-
-def check_image(config: ModelConfig, data: ImageData, model: nn.Module) -> None:
+def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
-    input: PixelInput = input_of(config)
+    data: ImageData = plan.data
+    input: Pixels.Config = input_of(plan.config)
     shape = (input.height, input.width, input.channels)
     if not input.shifted:
         raise KinformerError(
@@ -181,12 +174,7 @@ def check_image(config: ModelConfig, data: ImageData, model: nn.Module) -> None:
     check_blocks_of(model, input)
 
 
-def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model for images of another shape, or whose attention runs through other cells than its input."""
-    check_image(plan.config, plan.data, model)
-
-
-def check_blocks_of(model: nn.Module, input: PixelInput) -> None:
+def check_blocks_of(model: nn.Module, input: Pixels.Config) -> None:
     """Refuse a model whose attention runs through other cells than its ``input`` (a config of pixels)."""
     for module in model.modules():
         pattern = getattr(module, "pattern", None)
@@ -228,7 +216,7 @@ class ValuesBatch(Batch, Protocol):
 class Sequences:
     """Images as sequences in the order of a model's input, a config of pixels."""
 
-    def __init__(self, input: PixelInput) -> None:
+    def __init__(self, input: Pixels.Config) -> None:
         self.input = input
         self.order = input.raster.order()
         self._places = np.argsort(self.order)
@@ -255,7 +243,8 @@ class ImageRows(DataModule):
 
     metrics = (BITS_PER_DIM,)
 
-    def __init__(self, data: ImageData, settings: Settings, input: PixelInput) -> None:
+    def __init__(self, plan: TrainingPlan) -> None:
+        data, settings, input = plan.data, plan.settings, input_of(plan.config)
         self.data, self.settings, self.sequences = data, settings, Sequences(input)
         count = max(1, settings.validation_tokens // input.raster.size)
         self.examples = max(min(settings.batch_size, len(data.validation)), min(count, len(data.validation)))
@@ -285,16 +274,16 @@ class ImageRows(DataModule):
         return {BITS_PER_DIM.name: means["nats"] / log(2)}
 
 
-def training_rows(plan: TrainingPlan) -> ImageRows:
-    """Return the rows of training."""
-    return ImageRows(plan.data, plan.settings, input_of(plan.config))
-
-
 class PixelLoss:
     """-ln p of every value given the values before it; the first value follows START."""
 
-    def __init__(self, model: StackedCausalModel, data: DataModule | None = None) -> None:
+    def __init__(self, model: StackedCausalModel) -> None:
         self.nats = nats_of(model)
+
+    @classmethod
+    def of(cls, model: StackedCausalModel, data: DataModule | None) -> PixelLoss:
+        """Make the objective for the head of ``model``."""
+        return cls(model)
 
     def __call__(self, model: CausalModel, batch: ValuesBatch, state: State, progress: float) -> ObjectiveOutput:
         logits, state = self._read(model, batch)
@@ -339,7 +328,7 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
     """Return the images that ``data`` names, or the run's own; refuse images of another shape than the model's."""
     spec = spec_of(run, data)
     images = read_images(spec, holdout=run.data.get("holdout"), size=run.options.resize)
-    input: PixelInput = input_of(run.config)
+    input: Pixels.Config = input_of(run.config)
     if images.shape != (shape := (input.height, input.width, input.channels)):
         raise KinformerError(
             f"`data` {spec}: has images of {' x '.join(map(str, images.shape))}, but this model draws "
@@ -349,31 +338,31 @@ def data_of(run: TrainedRun, data: str | None) -> ImageData:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: ImageEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: ImageEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored unless the options say otherwise."""
     run, model = subject.run, subject.model
     started_at = time.perf_counter()
-    data = data_of(run, evaluation_settings.data)
-    split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
-    same = note_other_data(run, data, evaluation_settings.data is not None)
-    pixels = split.pixels[: task_options.max_items]
+    data = data_of(run, settings.data)
+    split = data.splits[choose(settings.split, data.splits, "`split`")]
+    same = note_other_data(run, data, settings.data is not None)
+    pixels = split.pixels[: options.max_items]
     sequences, labels = Sequences(input_of(run.config)), labels_of(run, data, split.labels)
 
     def score(part: slice) -> tuple[Tensor, Tensor]:
         values = sequences.of(pixels[part]).to(device_of(model))
         return model(labelled(shifted(values), None if labels is None else labels[part]))[0], values
 
-    rows = max(1, evaluation_settings.chunk // len(sequences.order))
+    rows = max(1, settings.chunk // len(sequences.order))
     nats, first = nats_of_images(len(pixels), rows, score, model, quiet)
     require_finite(isfinite(nats))
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
     every = nats / log(2) / pixels.size
     rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
-    main = WITHOUT_FIRST if task_options.without_first else BITS_PER_DIM
-    value = rest if task_options.without_first else every
-    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * task_options.without_first
+    main = WITHOUT_FIRST if options.without_first else BITS_PER_DIM
+    value = rest if options.without_first else every
+    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * options.without_first
     facts = {
         "images": len(pixels), "dimensions": per_image, "scored": scored,
         "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
@@ -396,7 +385,7 @@ def evaluate(
 def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Tensor | None:
     """Return the classes int64 [images] of images, as ``run`` numbers them; ``labels`` are the classes as ``data``
     numbers them. None for a model without classes."""
-    input: PixelInput = input_of(run.config)
+    input: Pixels.Config = input_of(run.config)
     if not input.classes:
         return None
     if labels is None:
@@ -507,7 +496,7 @@ def check_sampling(model: StackedCausalModel, options: GenerationSettings) -> No
 def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: int) -> Tensor | None:
     """Return the classes int64 [count] of the images to draw: the classes that ``label`` names in turns, or ``classes``
     [images], or all classes in turns; None for a model without classes."""
-    input: PixelInput = input_of(run.config)
+    input: Pixels.Config = input_of(run.config)
     if not input.classes:
         if label is not None:
             raise KinformerError(
@@ -527,14 +516,14 @@ def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: i
 
 
 def _occluded(
-    subject: LoadedRun, sequences: Sequences, task_options: ImageGenerationOptions
+    subject: LoadedRun, sequences: Sequences, options: ImageGenerationOptions
 ) -> tuple[Tensor | None, np.ndarray | None, Tensor | None]:
     """Return the part that stays of the images to complete, int64 [images, time(, channels)], the images themselves,
     and their classes, where the model takes them."""
-    if task_options.complete is None:
+    if options.complete is None:
         return None, None, None
-    input: PixelInput = input_of(subject.run.config)
-    rows = input.height // 2 if task_options.rows is None else task_options.rows
+    input: Pixels.Config = input_of(subject.run.config)
+    rows = input.height // 2 if options.rows is None else options.rows
     if rows >= input.height:
         raise KinformerError(
             f"`rows` {rows}: nothing is left to complete of {plural(input.height, 'row')}; keep fewer."
@@ -545,18 +534,16 @@ def _occluded(
             f"`rows` {rows}: this model draws blocks of {plural(input.raster.block_height, 'row')}; keep a multiple "
             "of that."
         )
-    if Path(task_options.complete).suffix.lower() in SUFFIXES:
-        originals = _picture(Path(task_options.complete).expanduser(), (input.height, input.width, input.channels))[
-            None
-        ]
-        if input.classes and task_options.label is None:
+    if Path(options.complete).suffix.lower() in SUFFIXES:
+        originals = _picture(Path(options.complete).expanduser(), (input.height, input.width, input.channels))[None]
+        if input.classes and options.label is None:
             raise KinformerError(
-                f"`complete` {task_options.complete}: a picture does not have a class; give `label` NAME too."
+                f"`complete` {options.complete}: a picture does not have a class; give `label` NAME too."
             )
         return sequences.of(originals)[:, :prefix], originals, None
-    data = data_of(subject.run, task_options.complete)
-    originals = np.asarray(data.test.pixels[: task_options.occluded])
-    classes = None if task_options.label is not None else labels_of(subject.run, data, data.test.labels)
+    data = data_of(subject.run, options.complete)
+    originals = np.asarray(data.test.pixels[: options.occluded])
+    classes = None if options.label is not None else labels_of(subject.run, data, data.test.labels)
     return sequences.of(originals)[:, :prefix], originals, None if classes is None else classes[: len(originals)]
 
 

@@ -20,10 +20,17 @@ from kinformer.lab.data import ImageData
 from kinformer.lab.data.files import readable
 from kinformer.lab.data.images import SUFFIXES, decode, read_head, read_images, require_pillow
 from kinformer.lab.data.labelled import STDIN, Inputs
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, FileSource, ItemSettings
+from kinformer.lab.tasks.evaluation import (
+    Embedded,
+    EmbeddingSettings,
+    FileSource,
+    ItemSettings,
+    LoadedRun,
+    TrainedRun,
+    batched,
+    input_of,
+)
 from kinformer.lab.tasks.options import PictureOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import PatchInput, batched, input_of
 from kinformer.lab.tasks.task import Source
 from kinformer.lab.tasks.texts import pooled, spec_of
 from kinformer.runtime.errors import KinformerError, plural
@@ -55,16 +62,12 @@ def rand_augment(images: Tensor, generator: Generator) -> Tensor:
         strength = ((MAGNITUDE + noise) / MOST).clamp(0, 1)
         sign = torch.where(torch.rand(rows, generator=generator) < 0.5, -1.0, 1.0)
         changed = images.clone()
-        for number, change in enumerate(CHANGES):
+        for number, change in enumerate(CHANGES.values()):
             chosen = drawn == number
             if bool(chosen.any()):
                 changed[chosen] = change(images[chosen], strength[chosen], sign[chosen]).clamp(0, 1)
         images = changed
     return images
-
-
-def _identity(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return x
 
 
 def _autocontrast(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
@@ -88,26 +91,10 @@ def _rotate(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     return _moved(x, [cos, -sin * ratio, zero], [sin / ratio, cos, zero])
 
 
-def _solarise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return torch.where(x >= 1 - _wide(strength), 1 - x, x)
-
-
-def _colour(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(luminance(x), x, strength, sign)
-
-
 def _posterise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     """Reduce the 8 bits of each value to as few as 4."""
     levels = 2.0 ** (8 - (4 * _wide(strength)).round())
     return (x * 255 / 256 * levels).floor() / levels * 256 / 255
-
-
-def _contrast(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(x.mean((1, 2, 3), keepdim=True), x, strength, sign)
-
-
-def _brightness(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(torch.zeros_like(x), x, strength, sign)
 
 
 def _sharpness(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
@@ -120,32 +107,6 @@ def _sharpness(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     blurred = x.clone()
     blurred[:, :, 1:-1, 1:-1] = functional.conv2d(x, kernel, groups=x.shape[1])
     return _blended(blurred, x, strength, sign)
-
-
-def _shear_x(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, 0.3 * strength * sign, zero], [zero, one, zero])
-
-
-def _shear_y(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, zero, zero], [0.3 * strength * sign, one, zero])
-
-
-def _translate_x(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, zero, 0.9 * strength * sign], [zero, one, zero])
-
-
-def _translate_y(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, zero, zero], [zero, one, 0.9 * strength * sign])
-
-
-CHANGES: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
-    _identity, _autocontrast, _equalise, _rotate, _solarise, _colour, _posterise, _contrast, _brightness, _sharpness,
-    _shear_x, _shear_y, _translate_x, _translate_y,
-)  # fmt: skip
 
 
 def _wide(strength: Tensor) -> Tensor:
@@ -162,6 +123,34 @@ def _moved(x: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
     maps = torch.stack([torch.stack(across, 1), torch.stack(down, 1)], 1)
     grid = functional.affine_grid(maps, list(x.shape), align_corners=False)
     return functional.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+def _sheared(x: Tensor, across: Tensor | float = 0.0, down: Tensor | float = 0.0) -> Tensor:
+    zero, one = torch.zeros(len(x)), torch.ones(len(x))
+    return _moved(x, [one, zero + across, zero], [zero + down, one, zero])
+
+
+def _translated(x: Tensor, across: Tensor | float = 0.0, down: Tensor | float = 0.0) -> Tensor:
+    zero, one = torch.zeros(len(x)), torch.ones(len(x))
+    return _moved(x, [one, zero, zero + across], [zero, one, zero + down])
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "identity": lambda x, strength, sign: x,
+    "autocontrast": _autocontrast,
+    "equalise": _equalise,
+    "rotate": _rotate,
+    "solarise": lambda x, strength, sign: torch.where(x >= 1 - _wide(strength), 1 - x, x),
+    "colour": lambda x, strength, sign: _blended(luminance(x), x, strength, sign),
+    "posterise": _posterise,
+    "contrast": lambda x, strength, sign: _blended(x.mean((1, 2, 3), keepdim=True), x, strength, sign),
+    "brightness": lambda x, strength, sign: _blended(torch.zeros_like(x), x, strength, sign),
+    "sharpness": _sharpness,
+    "shear_x": lambda x, strength, sign: _sheared(x, across=0.3 * strength * sign),
+    "shear_y": lambda x, strength, sign: _sheared(x, down=0.3 * strength * sign),
+    "translate_x": lambda x, strength, sign: _translated(x, across=0.9 * strength * sign),
+    "translate_y": lambda x, strength, sign: _translated(x, down=0.9 * strength * sign),
+}
 
 
 # Training images changed at random, in plain PyTorch: shifts, flips, RandAugment, erased boxes, two images in one.
@@ -391,7 +380,7 @@ def pictures_in(
     if not files:
         raise KinformerError(f"{source}: does not hold pictures; give a PNG or JPEG, a folder of pictures, or data.")
     files = [file for file, _ in readable(files, read_head, skip_bad)]
-    input: PatchInput = input_of(run.config)
+    input = input_of(run.config)
     shape = (*input.size, input.channels)
     items = (
         Picture(str(file), pixels, file.parent.name if file.parent.name in classes else None)
@@ -412,7 +401,7 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
 
     Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's.
     """
-    input: PatchInput = input_of(run.config)
+    input = input_of(run.config)
     shape = (*input.size, input.channels)
     path = Path(spec).expanduser()
     if files := files_in(path):
@@ -426,15 +415,21 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
             yield Picture(str(file), decode(file, shape))
         return
     images = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
+    require_channels(images, run)
     test = images.test
-    if test.shape[2] != input.channels:
-        raise KinformerError(
-            f"{images.name}: its images have {plural(test.shape[2], 'channel')}, but {run.folder} reads "
-            f"{input.channels}; give others."
-        )
     for index in range(min(count, len(test))):
         label = None if test.labels is None else test.classes[int(test.labels[index])]
         yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
+
+
+def require_channels(images: ImageData, run: TrainedRun) -> None:
+    """Refuse images of other channels than the model of ``run`` reads."""
+    reads, channels = input_of(run.config).channels, images.shape[2]
+    if channels != reads:
+        raise KinformerError(
+            f"{images.name}: its images have {plural(channels, 'channel')}, but {run.folder} reads {reads}; give "
+            "others."
+        )
 
 
 def png_of(run: TrainedRun, out: str | None, usual: str) -> Path:

@@ -18,7 +18,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from math import ceil, isfinite, log, prod
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,25 +26,32 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.encoder import GridOnly
-from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.core.state import State
-from kinformer.lab.data import ImageData, Images, read_images
+from kinformer.inputs.images import Patches
+from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.images import write_png
 from kinformer.lab.data.sampling import in_epochs, mix
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, Made, evaluated, input_of, part_of
 from kinformer.lab.tasks.image import OCCLUDED, grid
 from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
 from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import Made, PatchInput, PatchModule, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings
-from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
-from kinformer.lab.tasks.vision import LOOKED_AT, check_channels, check_images_read, fitted, pixels_of
+from kinformer.lab.tasks.texts import heading, identity_of_part
+from kinformer.lab.tasks.vision import (
+    LOOKED_AT,
+    HeldOutRows,
+    check_channels,
+    check_images_read,
+    fitted,
+    held_out_images,
+    pixels_of,
+)
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields, take_rows
 from kinformer.lab.training.logging import ACCURACY, Metric
-from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.models.encoder import Encoder
+from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,18 +102,21 @@ def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Te
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
 
-class PatchRows(DataModule, Generic[O, B]):
+def patches_of(config: ModelConfig, images: ImageData | Images) -> int:
+    """Return how many patches ``images`` have for a model of ``config``."""
+    input: Patches.Config = input_of(config)
+    return prod(input.replace(size=images.shape[:2]).grid)
+
+
+class PatchRows(HeldOutRows, Generic[O, B]):
     """Training images in a new order in every epoch, and the first validation images, always with the same masks."""
 
-    def __init__(self, data: ImageData, settings: Settings, options: O, input: PatchInput) -> None:
-        self.data, self.settings, self.options = data, settings, options
-        self.patches = prod(input.replace(size=data.shape[:2]).grid)
+    def __init__(self, plan: TrainingPlan) -> None:
+        data, settings = plan.data, plan.settings
+        self.data, self.settings, self.options = data, settings, plan.options
+        self.patches = patches_of(plan.config, data)
         enough = ceil(settings.validation_tokens / settings.length)
         self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
-
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
 
     @abstractmethod
     def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> B:
@@ -126,10 +136,7 @@ class PatchRows(DataModule, Generic[O, B]):
 
     def validation(self, rank: int, world: int) -> Iterator[B]:
         """Yield the process's images; where the last cannot be shared evenly, some are measured twice."""
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            share = -(-min(rows, self.held_out - first) // world)
-            index = np.minimum(first + np.arange(rank * share, (rank + 1) * share), self.held_out - 1)
+        for index, _ in self.shares(rank, world):
             yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
 
 
@@ -188,8 +195,7 @@ def check_masks(plan: TrainingPlan, model: nn.Module) -> None:
     config = plan.config
     if config.head.kind != PIXEL_HEAD:
         raise KinformerError(f"`set` head={config.head.kind}: predicts no pixels; leave it out.")
-    input: PatchInput = input_of(config)
-    seen_count(prod(input.replace(size=plan.data.shape[:2]).grid), plan.options.masked)
+    seen_count(patches_of(config, plan.data), plan.options.masked)
     placed = mixer_of_places(config)
     if placed is not None:
         raise KinformerError(
@@ -218,14 +224,6 @@ def mixer_of_places(config: ModelConfig) -> str | None:
 EPS = 1e-6
 
 
-class PatchModel(StackedWholeModel, Protocol):
-    """An encoder of patches, which may read a part of the patches."""
-
-    def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
-        """Return the hidden states of the positions ``chosen`` [rows, n] (None: of all)."""
-        ...
-
-
 class Targets(NamedTuple):
     """The targets ``values`` [rows, patches, pixels]: the pixels less ``mean``, divided by ``scale``."""
 
@@ -234,9 +232,9 @@ class Targets(NamedTuple):
     scale: Tensor
 
 
-def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
+def targets_of(model: Encoder, images: Tensor, raw_pixels: bool) -> Targets:
     """Return the targets of all patches."""
-    input: PatchModule = part_of(model, "input")
+    input: Patches = part_of(model, "input")
     pixels = input.cut(images)
     pixels = pixels.to(torch.promote_types(pixels.dtype, torch.float32))
     if raw_pixels:
@@ -250,9 +248,9 @@ def targets_of(model: PatchModel, images: Tensor, raw_pixels: bool) -> Targets:
     return Targets((pixels - mean) / scale, mean, scale)
 
 
-def predict_patches(model: PatchModel, batch: MaeBatch) -> Tensor:
+def predict_patches(model: Encoder, batch: MaeBatch) -> Tensor:
     """Return the targets of all patches as the model predicts them from the seen ones, [rows, patches, pixels]."""
-    input: PatchModule = part_of(model, "input")
+    input: Patches = part_of(model, "input")
     before = input.config.before
     tokens = torch.arange(before, device=batch.seen.device).expand(len(batch.seen), -1)
     chosen = torch.cat([tokens, batch.seen + before], 1)
@@ -272,7 +270,12 @@ class MaskedPatches:
     def __init__(self, options: MaeOptions) -> None:
         self.options = options
 
-    def __call__(self, model: PatchModel, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
+    @classmethod
+    def of(cls, model: Encoder, data: DataModule | None) -> MaskedPatches:
+        """Make the objective with the options of the rows ``data``."""
+        return cls(data.options if isinstance(data, MaeRows) else MaeOptions())
+
+    def __call__(self, model: Encoder, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
         targets = targets_of(model, batch.images, self.options.raw_pixels).values
         errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
         masked = masked_of(batch, errors.shape[1])
@@ -280,87 +283,42 @@ class MaskedPatches:
         return error / count, {"error": error.detach(), "predicted": count}, None
 
 
-def mask_rows(plan: TrainingPlan) -> MaeRows:
-    """Return the rows of training."""
-    return MaeRows(plan.data, plan.settings, plan.options, input_of(plan.config))
-
-
-def mask_loss(model: PatchModel, data: DataModule | None) -> MaskedPatches:
-    """Return the objective, with the options of the rows ``data``."""
-    return MaskedPatches(data.options if isinstance(data, MaeRows) else MaeOptions())
-
-
 # How well a run predicts the masked patches of held-out images, beside the mean of every patch.
 
 AT_ONCE = 64
 
 
-def measure_patches(
-    model: PatchModel, images: Images, count: int, options: MaeOptions, progress: ProgressCallback | None = None
-) -> tuple[float, float]:
-    """Return the mean squared error of the masked patches of the first ``count`` of ``images``: the model's error, and
-    the error of predicting each patch's own mean (for raw pixels: the mean of all images)."""
-    input: PatchInput = input_of(model.config)
-    patches = prod(input.replace(size=images.shape[:2]).grid)
-    total, plain, masked = 0.0, 0.0, 0
-    with torch.inference_mode():
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
+    """Evaluate a run on held-out images, each always with the same mask."""
+    run, model, device = subject.run, subject.model, device_of(subject.model)
+    result, part, count, same = held_out_images(run, settings, options)
+    started_at = time.perf_counter()
+    with progressing(quiet) as progress:
+        total, plain, masked = 0.0, 0.0, 0
+        patches = patches_of(model.config, part)
         for first in range(0, count, AT_ONCE):
             index = np.arange(first, min(first + AT_ONCE, count))
-            batch = held_out(images, index, patches, options.masked)
-            batch = batch._replace(images=batch.images.to(device_of(model)), seen=batch.seen.to(device_of(model)))
-            targets = targets_of(model, batch.images, options.raw_pixels).values
+            batch = map_fields(held_out(part, index, patches, run.options.masked), lambda field: field.to(device))
+            with torch.inference_mode():
+                targets = targets_of(model, batch.images, run.options.raw_pixels).values
+                errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
             chosen = masked_of(batch, patches)
-            errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
+            # beside the model: predicting each patch's own mean (of raw pixels, the mean of all images)
             total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
             masked += int(chosen.sum())
             require_finite(isfinite(total))
             if progress is not None:
                 progress(first + len(index), count)
-    return total / masked, plain / masked
-
-
-class HeldOut(NamedTuple):
-    """The images that a run is measured on: the first ``images`` of the split ``part`` of ``data``; ``same`` says
-    whether this is the run's own data."""
-
-    data: ImageData
-    part: Images
-    images: int
-    same: bool
-
-
-def held_out_images(run: TrainedRun, settings: EvaluationSettings, options: FirstImages) -> HeldOut:
-    """Return the images that ``settings`` name, or the images of ``run``."""
-    data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    input: PatchInput = input_of(run.config)
-    same, reads = note_other_data(run, data, settings.data is not None), input.channels
-    if data.shape[2] != reads:
-        raise KinformerError(
-            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but {run.folder} reads {reads}; "
-            "give others."
-        )
-    part = data.splits[choose(settings.split, data.splits, "`split`")]
-    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
-
-
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
-) -> Evaluation:
-    """Evaluate a run on held-out images, each always with the same mask."""
-    run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
-    started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        error, mean = measure_patches(model, part, count, run.options, progress)
+    error, mean = total / masked, plain / masked
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"{MASKED_ERROR.text(error)} ({what}), {mean:.4f} by the mean: {plural(count, 'image')}, "
         f"{run.options.masked:.0%} of each masked",
     )
     baselines = {"mean": mean}
     facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
-    identity = identity_of_part(result, evaluation_settings.split, same)
+    identity = identity_of_part(result, settings.split, same)
     metrics = {MASKED_ERROR: error}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)
 
@@ -376,7 +334,7 @@ def complete(
     Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
     """
     run, model = subject.run, subject.model
-    input: PatchModule = model.input
+    input: Patches = model.input
     task_options: MaeGenerationOptions = options.task_options
     out = png_of(run, task_options.out, "completed.png")
     shown = list(pictures(run, task_options.image or run.data["spec"], options.samples))
@@ -402,7 +360,7 @@ def complete(
     return Made(facts, f"{out}: {plural(len(images), 'image')} of {seen.shape[1]} of {patches} patches each{of}")
 
 
-def _pixels(input: PatchModule, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
+def _pixels(input: Patches, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
     """Return normalised ``patches`` [images, patches, pixels] as images uint8 [images, channels, height, width], grey
     where ``veil`` is True."""
     config, (rows, columns) = input.config, input.grid(images)
@@ -533,13 +491,13 @@ def colours_of(images: Tensor, patch: int, bits: int) -> Tensor:
     return (levels * places[:, None]).sum(1)
 
 
-def sizes_of(model: PatchModel) -> tuple[int, int]:
+def sizes_of(model: Encoder) -> tuple[int, int]:
     """Return the pixels of a patch's side, and the bits of a channel's colour."""
-    input: PatchInput = input_of(model.config)
+    input: Patches.Config = input_of(model.config)
     return input.patch, part_of(model.config.head, "bits")
 
 
-def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
+def predict_colours(model: Encoder, batch: MppBatch) -> Tensor:
     """Return the logits [rows, patches, colours] that the model predicts from the corrupted images."""
     states = model.hidden_of(batch.images, sources=batch.sources, mask=part_of(model.head, "mask"))
     return model.head(states, model.input)
@@ -548,7 +506,7 @@ def predict_colours(model: PatchModel, batch: MppBatch) -> Tensor:
 class PatchColours:
     """The objective; metrics are summed over corrupted patches."""
 
-    def __call__(self, model: PatchModel, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Encoder, batch: MppBatch, state: State, progress: float) -> ObjectiveOutput:
         colours = colours_of(batch.images, *sizes_of(model))
         nats, right = nats_of(model, batch, colours)
         chosen, zero = batch.corrupted, nats.new_zeros(())
@@ -556,7 +514,7 @@ class PatchColours:
         return total / count, {"nats": total.detach(), "right": (right & chosen).sum(), "predicted": count}, None
 
 
-def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
+def nats_of(model: Encoder, batch: MppBatch, colours: Tensor) -> tuple[Tensor, Tensor]:
     """Return for every patch -log p of its colour, and whether the colour is the most probable one, [rows, patches];
     ``colours`` are the colours of ``batch``."""
     logits = predict_colours(model, batch)
@@ -565,52 +523,10 @@ def nats_of(model: PatchModel, batch: MppBatch, colours: Tensor) -> tuple[Tensor
     return nats.view_as(colours), logits.argmax(-1) == colours
 
 
-def colour_rows(plan: TrainingPlan) -> MppRows:
-    """Return the rows of training."""
-    return MppRows(plan.data, plan.settings, plan.options, input_of(plan.config))
-
-
-def colour_loss(model: PatchModel, data: DataModule | None) -> PatchColours:
-    """Return the objective of colours."""
-    return PatchColours()
-
-
 # How well a run predicts the colours of corrupted patches of held-out images, beside counting the colours.
 
 
-def measure_colours(
-    model: PatchModel,
-    images: Images,
-    count: int,
-    share: float,
-    costs: np.ndarray,
-    progress: ProgressCallback | None = None,
-) -> tuple[float, float, float]:
-    """Return bits per colour of the corrupted patches of the first ``count`` of ``images``, the share of colours
-    predicted as most probable, and the bits of the same patches by ``costs`` [colours], the bits of each colour."""
-    device, sums, corrupted = device_of(model), np.zeros(3), 0
-    table, sizes = torch.from_numpy(costs).to(device), sizes_of(model)
-    input: PatchModule = part_of(model, "input")
-    with torch.inference_mode():
-        for first in range(0, count, AT_ONCE):
-            index = np.arange(first, min(first + AT_ONCE, count))
-            pixels = pixels_of(images, index)
-            patches = input.length(pixels) - input.config.before
-            batch = MppBatch(pixels, *corrupted_patches(patches, share, index, 0, MASKS))
-            batch = map_fields(batch, lambda field: field.to(device))
-            colours = colours_of(batch.images, *sizes)
-            nats, right = nats_of(model, batch, colours)
-            chosen = batch.corrupted
-            sums += [float(item[chosen].double().sum()) for item in (nats, right, table[colours])]
-            corrupted += int(chosen.sum())
-            require_finite(isfinite(sums[0]))
-            if progress is not None:
-                progress(first + len(index), count)
-    bits, accuracy, counted = sums / corrupted
-    return bits / log(2), accuracy, counted
-
-
-def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
+def counted_colours(data: ImageData, model: Encoder) -> np.ndarray:
     """Return the bits of each colour by its frequency among the patches of the training images, with one added to every
     count."""
     patch, bits = sizes_of(model)
@@ -622,23 +538,37 @@ def counted_colours(data: ImageData, model: PatchModel) -> np.ndarray:
     return -np.log2(counts / counts.sum())
 
 
-def evaluate_colours(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
-) -> Evaluation:
+def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always corrupted alike."""
-    run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, evaluation_settings, task_options)
+    run, model, device = subject.run, subject.model, device_of(subject.model)
+    result, part, count, same = held_out_images(run, settings, options)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
-        costs = counted_colours(result, model)
-        bits, accuracy, counted = measure_colours(model, part, count, run.options.corrupted, costs, progress)
+        costs = torch.from_numpy(counted_colours(result, model)).to(device)
+        sums, corrupted = np.zeros(3), 0
+        for first in range(0, count, AT_ONCE):
+            index = np.arange(first, min(first + AT_ONCE, count))
+            pixels = pixels_of(part, index)
+            patches = model.input.length(pixels) - model.input.config.before
+            batch = MppBatch(pixels, *corrupted_patches(patches, run.options.corrupted, index, 0, MASKS))
+            batch = map_fields(batch, lambda field: field.to(device))
+            colours, chosen = colours_of(batch.images, *sizes_of(model)), batch.corrupted
+            with torch.inference_mode():
+                nats, right = nats_of(model, batch, colours)
+            sums += [float(item[chosen].double().sum()) for item in (nats, right, costs[colours])]
+            corrupted += int(chosen.sum())
+            require_finite(isfinite(sums[0]))
+            if progress is not None:
+                progress(first + len(index), count)
+    nats_per_colour, accuracy, counted = sums / corrupted
+    bits = nats_per_colour / log(2)
     measured = f"{BITS_PER_COLOUR.text(bits)}, {counted:.4f} by counting; {ACCURACY.text(accuracy)}"
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"{measured}: {plural(count, 'image')}, {run.options.corrupted:.0%} of each corrupted",
     )
     facts = {"counted_bits": counted, "measured_images": count, "corrupted": run.options.corrupted}
-    identity = identity_of_part(result, evaluation_settings.split, same)
+    identity = identity_of_part(result, settings.split, same)
     metrics = {BITS_PER_COLOUR: bits, ACCURACY: accuracy}
     baselines = {"counted": counted}
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mpp", since=started_at)

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import isfinite, log
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.model import StackedWholeModel, WholeModel, device_of
+from kinformer.core.model import WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
@@ -30,10 +30,17 @@ from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
 from kinformer.lab.tasks.classify import scored
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    evaluated,
+    in_batches,
+    part_of,
+)
 from kinformer.lab.tasks.options import MaskPredictionOptions, MlmOptions
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import in_batches, part_of
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
@@ -51,6 +58,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, bits_per_masked
 from kinformer.lab.training.settings import Settings
+from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
 from kinformer.runtime.tables import PredictionTable, WriteRow
@@ -187,16 +195,6 @@ def training_rows(plan: TrainingPlan) -> MaskedTokens:
     return MaskedTokens(plan.data, plan.settings, masking, ends_of(plan.config))
 
 
-def masked_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguage:
-    """Return the objective of masked tokens."""
-    return MaskedLanguage()
-
-
-def cpc_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguageCpc:
-    """Return the objective of masked tokens and of masked sentences."""
-    return MaskedLanguageCpc.of(model)
-
-
 # Masked tokens, and masked sentences that their global tokens predict (Ainslie et al. 2020, ETC; contrastive
 # predictive coding after van den Oord et al. 2018).
 #
@@ -211,17 +209,6 @@ def cpc_loss(model: nn.Module, data: DataModule | None) -> MaskedLanguageCpc:
 # masked sentences are not predicted one by one.
 
 SHARE, WEIGHT, EPS = 0.1, 0.2, 1e-5
-
-
-class GlobalInputModel(StackedWholeModel, Protocol):
-    """An encoder with a global input, whose tokens each stand for a sentence of the long input."""
-
-    @property
-    def global_input(self) -> nn.Module: ...
-
-    def hidden(self, values: Tensor, *, valid: Tensor | None = None, sentences: Tensor | None = None) -> Any:
-        """Return the hidden states of the ``long_input`` and of the ``global_input``; ``sentences`` are of tokens."""
-        ...
 
 
 class MaskedSentences(NamedTuple):
@@ -248,7 +235,7 @@ class MaskedLanguageCpc:
         self.length, self.mask_token, self.ends = length, mask_token, ends
 
     @classmethod
-    def of(cls, model: nn.Module | GlobalInputModel) -> MaskedLanguageCpc:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> MaskedLanguageCpc:
         """Make the objective for ``model``, from which it takes the length of sentences and the mask token;
         KinformerError if the model lacks either."""
         length = getattr(getattr(model, "global_input", None), "length", None)
@@ -260,7 +247,7 @@ class MaskedLanguageCpc:
         ends = tuple(token for token in ends_of(part_of(model, "config")) if token is not None)
         return cls(length, mask, ends)
 
-    def __call__(self, model: GlobalInputModel, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
+    def __call__(self, model: Any, batch: MaskedBatch, state: State, progress: float) -> ObjectiveOutput:
         chosen = self.choose(batch, fresh=model.training)
         if chosen is None:
             return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
@@ -410,23 +397,12 @@ class MaskNotes:
                 tokens = tokens[batch.valid[row]]
             text = tokens[self.ends.before : len(tokens) - (self.ends.size - self.ends.before)].tolist()
             columns = (places - self.ends.before, labels, best[row][masks], shares[row][masks])
-            for line in self._rows(text, *(column.tolist() for column in columns)):
-                self.write(line)
-
-    def _rows(
-        self,
-        text: Sequence[int],
-        places: Sequence[int],
-        labels: Sequence[int],
-        best: Sequence[int],
-        shares: Sequence[float],
-    ) -> Iterator[dict[str, object]]:
-        for at, label, guess, share in zip(places, labels, best, shares, strict=True):
-            before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
-            token, predicted = self._text([label]), self._text([guess])
-            text_around = f"{before}[MASK]{after}"
-            right = {"correct": label == guess}  # two bytes outside any text look alike
-            yield {"text": text_around, "label": token, "token": predicted, "probability": share} | right
+            for at, label, guess, share in zip(*(column.tolist() for column in columns), strict=True):
+                before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
+                token, predicted = self._text([label]), self._text([guess])
+                answer = {"label": token, "token": predicted, "probability": share}
+                right = {"correct": label == guess}  # two bytes outside any text look alike
+                self.write({"text": f"{before}[MASK]{after}", **answer, **right})
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, without ids that the tokenizer lacks, such as the mask token's."""
@@ -435,17 +411,15 @@ class MaskNotes:
         )
 
 
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, table: PredictionTable, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out text, beside counts of its training split; its global input too, where it has one.
     Every masked token is written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    data = held_out(run, evaluation_settings)
+    data = held_out(run, settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), evaluation_settings.seed)
+    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), settings.seed)
     started_at = time.perf_counter()
-    rows = max(1, evaluation_settings.chunk // length)
+    rows = max(1, settings.chunk // length)
     with table.writing_predictions() as write, progressing(quiet) as progress:
         counts = Bigrams(data.corpus.splits["train"])
         note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
@@ -453,7 +427,7 @@ def evaluate(
     unit, words = unit_of(data.corpus), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [
-        heading(subject, data.corpus, evaluation_settings.split),
+        heading(subject, data.corpus, settings.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
         f"{plural(length, 'token')}{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
@@ -464,7 +438,7 @@ def evaluate(
     facts = baselines | {"masked": measured.masked} | asdict(run.options)
     facts |= {"length": length, "windows": measured.windows}
     if has_global_input(model):
-        more_facts, more_text = _global_input(subject, masked_text, evaluation_settings, quiet)
+        more_facts, more_text = _global_input(subject, masked_text, settings, quiet)
         facts, text = facts | more_facts, text + more_text
     return evaluated(
         subject, metrics, data.identity, text, facts=facts, baselines=baselines, task="mlm", since=started_at
@@ -472,11 +446,11 @@ def evaluate(
 
 
 def _global_input(
-    subject: LoadedRun, text: MaskedText, evaluation_settings: EvaluationSettings, quiet: bool
+    subject: LoadedRun, text: MaskedText, settings: EvaluationSettings, quiet: bool
 ) -> tuple[dict[str, object], list[str]]:
     """Return the gain from the global input, for JSON and as text."""
     training = subject.run.training
-    rows = training.get("batch_size", max(1, evaluation_settings.chunk // text.length))
+    rows = training.get("batch_size", max(1, settings.chunk // text.length))
     with progressing(quiet) as progress:
         effect = measure_global_input(subject.model, text, rows, progress)
     lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
@@ -513,7 +487,7 @@ def has_global_input(model: nn.Module) -> bool:
 
 
 def measure_global_input(
-    model: GlobalInputModel, text: MaskedText, rows: int, progress: ProgressCallback | None = None
+    model: Encoder, text: MaskedText, rows: int, progress: ProgressCallback | None = None
 ) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)
@@ -547,7 +521,7 @@ def measure_global_input(
 
 
 @contextmanager
-def silenced(model: GlobalInputModel) -> Iterator[None]:
+def silenced(model: Encoder) -> Iterator[None]:
     """Give the global tokens of ``model`` the vector 0 meanwhile."""
     weight: Tensor = part_of(model.global_input, "table").weight
     weight_before = weight.detach().clone()
@@ -560,7 +534,7 @@ def silenced(model: GlobalInputModel) -> Iterator[None]:
             weight.copy_(weight_before)
 
 
-def _nats(model: GlobalInputModel, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
+def _nats(model: Encoder, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
     """Return the sums of masked language modelling over ``batch``: nats, tokens and how many are right."""
     return masked_tokens(model, model.hidden(batch.tokens, valid=batch.valid, sentences=sentences).long_input, batch)[1]
 
@@ -626,16 +600,17 @@ class MaskFiller:
             hidden = self.model.hidden(torch.from_numpy(tokens).to(device), valid=valid_here).long_input
             logits = self.model.logits(hidden[rows, places][None])[0].float().cpu()
         require_finite(bool(logits.isfinite().all()))
-        no_text = torch.tensor([self._is_no_text(number) for number in range(logits.shape[-1])])
+        no_text = torch.tensor(
+            [
+                (number in (self.mask, *self.ends) or number >= self.tokenizer.vocab_size)
+                for number in range(logits.shape[-1])
+            ]
+        )
         probabilities, numbers = (
             logits.masked_fill(no_text, -torch.inf).softmax(-1).topk(min(self.top_k, int((~no_text).sum())))
         )
         candidates = iter(zip(probabilities.tolist(), numbers.tolist(), strict=True))
         return [self._predicted(item.item, [next(candidates) for _ in item.masks]) for item in batch]
-
-    def _is_no_text(self, token: int) -> bool:
-        """Return whether an id is the model's for a mask or an end, or beyond the tokenizer's."""
-        return token in (self.mask, *self.ends) or token >= self.tokenizer.vocab_size
 
     def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
         masks: list[list[Candidate]] = [
@@ -657,17 +632,12 @@ def _spelled(mask: Sequence[Candidate]) -> str:
 
 
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: MaskPredictionOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: MaskPredictionOptions
 ) -> Iterator[Predicted]:
     """Yield the texts of ``source`` with their masks filled in, in order."""
-    filler = MaskFiller(subject, task_options.mask, settings.top_k)
+    filler = MaskFiller(subject, options.mask, settings.top_k)
     inputs = texts_in(source, settings, filler.encode)
     encode: Callable[[TextItem], MaskedItem] = filler.encode
     yield from in_batches(
-        map(encode, inputs.items),
-        settings.batch_size,
-        lambda item: len(item.ids),
-        filler,
-        inputs.total,
-        settings.quiet,
+        map(encode, inputs.items), settings.batch_size, lambda item: len(item.ids), filler, inputs.total, settings.quiet
     )

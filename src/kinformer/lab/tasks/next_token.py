@@ -34,8 +34,7 @@ from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentS
 from kinformer.lab.data.corpus import MixedWindows
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import part_of
+from kinformer.lab.tasks.evaluation import LoadedRun, part_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_ids,
@@ -66,32 +65,30 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     check_ids(plan, vocab_size(plan.data), special_apart=False)
     check_sequence(model)
     if plan.options.segments:
-        _check_endless(model)
+        if (limit := part_of(model, "max_length")) is not None:
+            raise KinformerError(
+                f"`segments`: the state is carried without end, but this model's positions end at {limit}; choose "
+                "another member, or another position such as `set` position=sinusoidal."
+            )
+        if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
+            raise KinformerError(
+                "`segments`: the state is carried without end, but this model's state grows with every token; choose "
+                "another member, or bound it, as `set` "
+                '\'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
+            )
     rows = plan.settings.batch_size if plan.options.segments else 1
     check_long_enough(plan.data, rows, plan.settings.length)
 
 
-def _check_endless(model: nn.Module) -> None:
-    """Refuse a model whose state grows, or whose positions end, while it is carried through the whole corpus."""
-    if (limit := part_of(model, "max_length")) is not None:
-        raise KinformerError(
-            f"`segments`: the state is carried without end, but this model's positions end at {limit}; choose "
-            "another member, or another position such as `set` position=sinusoidal."
-        )
-    if any(getattr(module, "growth", "") == "linear" for module in model.modules()):
-        raise KinformerError(
-            "`segments`: the state is carried without end, but this model's state grows with every token; choose "
-            'another member, or bound it, as `set` \'layers.*.mixer.pattern={"kind": "local", "window": 256}\' does.'
-        )
-
-
 class TokenBatch(NamedTuple):
     """``tokens`` [batch, time + 1] int64, inputs and, one later, targets; ``reset`` and ``valid`` [batch, time] bool or
-    None."""
+    None; ``neighbours`` [batch, time, k] int64, the tokens that followed where they were retrieved, -1 where is
+    none."""
 
     tokens: Tensor
     reset: Tensor | None = None
     valid: Tensor | None = None
+    neighbours: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -107,10 +104,13 @@ class TokenBatch(NamedTuple):
         if lacking and valid is None:
             valid = torch.ones_like(self.tokens[:, 1:], dtype=torch.bool)
         begin, end = number * size, (number + 1) * size
-        marks = (
+        reset, valid = (
             None if mark is None else functional.pad(mark, (0, lacking))[:, begin:end] for mark in (self.reset, valid)
         )
-        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], *marks)
+        near = self.neighbours
+        if near is not None:
+            near = functional.pad(near, (0, 0, 0, lacking), value=-1)[:, begin:end]
+        return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], reset, valid, near)
 
 
 class NextTokens(DataModule):
@@ -161,20 +161,6 @@ class NextTokens(DataModule):
         return RetrievedTokens(self, train, validation)
 
 
-class RetrievedBatch(NamedTuple):
-    """A :class:`TokenBatch` and ``neighbours`` [batch, time, k] int64, the tokens that followed, -1 where is none."""
-
-    tokens: Tensor
-    reset: Tensor | None
-    valid: Tensor | None
-    neighbours: Tensor
-
-    @property
-    def size(self) -> int:
-        """Return how many tokens are predicted."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-
-
 class RetrievedTokens(DataModule):
     """The rows of ``texts`` with their neighbours.
 
@@ -193,11 +179,11 @@ class RetrievedTokens(DataModule):
     def validations(self) -> int:
         return self.texts.validations
 
-    def batch(self, step: int, rank: int, world: int) -> RetrievedBatch:
+    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
         batch = self.texts.batch(step, rank, world)
         return _with_rows(batch, self.train, self.texts.sampler.starts(step), rank)
 
-    def validation(self, rank: int, world: int) -> Iterator[RetrievedBatch]:
+    def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
         stream = self.texts.stream
         for index, batch in enumerate(self.texts.validation(rank, world)):
             yield _with_rows(batch, self.held_out, stream.starts + index * stream.length, rank)
@@ -214,21 +200,6 @@ def training_rows(plan: TrainingPlan) -> NextTokens:
 def token_loss(model: nn.Module, data: DataModule | None) -> NextTokenLoss | RetrievedNextToken:
     """Return the objective of the next token, of rows with retrieved neighbours where ``data`` has them."""
     return RetrievedNextToken() if isinstance(data, RetrievedTokens) else NextTokenLoss()
-
-
-def deep_supervision(model: nn.Module, data: DataModule | None) -> DeepSupervision:
-    """Return the objective of the next token at several layers."""
-    return DeepSupervision.of(model)
-
-
-def exit_losses(model: nn.Module, data: DataModule | None) -> ExitLosses:
-    """Return the objective of the next token at all exits."""
-    return ExitLosses.of(model)
-
-
-def multi_token(model: nn.Module, data: DataModule | None) -> MultiToken:
-    """Return the objective of several next tokens."""
-    return MultiToken.of(model)
 
 
 class NextTokenLoss:
@@ -248,7 +219,7 @@ class NextTokenLoss:
         return loss, {"nats": nats, "predicted": predicted(batch)}, state
 
 
-def predicted(batch: TokenBatch | RetrievedBatch) -> Tensor:
+def predicted(batch: TokenBatch) -> Tensor:
     """Return how many tokens of a batch are predicted and count."""
     return torch.full((), batch.size, device=batch.tokens.device) if batch.valid is None else batch.valid.sum()
 
@@ -295,7 +266,7 @@ def _marks(reset: np.ndarray | None) -> Tensor | None:
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
 
 
-def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> RetrievedBatch:
+def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> TokenBatch:
     """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows; the last
     process may have fewer rows than the others."""
     count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
@@ -303,7 +274,7 @@ def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: i
     for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
         rows_of_table = table[start : start + time]
         row[: len(rows_of_table)] = rows_of_table
-    return RetrievedBatch(*batch, torch.from_numpy(rows))
+    return batch._replace(neighbours=torch.from_numpy(rows))
 
 
 class RetrievedNextToken:
@@ -312,9 +283,7 @@ class RetrievedNextToken:
 
     reads_hidden = True
 
-    def __call__(
-        self, model: StackedCausalModel, batch: RetrievedBatch, state: State, progress: float
-    ) -> ObjectiveOutput:
+    def __call__(self, model: StackedCausalModel, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
         hidden_states, state, _ = model.hidden(batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset)
         logits = model.head(hidden_states, model.input, neighbours=batch.neighbours)
         loss, nats = next_token_nats(logits, batch.tokens[:, 1:], batch.valid)
@@ -338,7 +307,7 @@ class ExitLosses:
     trains_exits = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> ExitLosses:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> ExitLosses:
         """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitDecoder):
             raise KinformerError(
@@ -405,7 +374,7 @@ class DeepSupervision(nn.Module):
         self.readers.append(_Reader(dim, vocab_size, targets=1))
 
     @classmethod
-    def of(cls, model: nn.Module) -> DeepSupervision:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> DeepSupervision:
         """Make the objective for the sizes of ``model``, which must show its layers' outputs by ``hidden(tokens, state,
         taps=...)``; KinformerError if it does not."""
         if not (hasattr(model, "hidden") and units_of(model)):
@@ -478,7 +447,7 @@ class MultiToken:
     trains_ahead = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> MultiToken:
+    def of(cls, model: nn.Module, data: DataModule | None = None) -> MultiToken:
         """Make the objective for ``model``; KinformerError if it predicts no further tokens."""
         if getattr(model, "ahead", None) is None:
             raise KinformerError(

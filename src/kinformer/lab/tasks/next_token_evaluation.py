@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +30,16 @@ from kinformer.lab.evaluation.depths import (
 )
 from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
 from kinformer.lab.evaluation.usage import Usage, record_usage
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationReport,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    TrainedRun,
+    evaluated,
+)
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.tasks.task import Load
 from kinformer.lab.tasks.texts import (
     HeldOut,
@@ -59,33 +67,44 @@ RECL = Metric("recl", "tokens", lower_is_better=False)
 def evaluate_recl(
     runs: Sequence[TrainedRun],
     load: Load,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     contexts: Sequence[int],
     quiet: bool,
 ) -> EvaluationReport:
     """Measure the group at every context."""
-    check(contexts, task_options.hardest)
-    held = _same_data(runs, evaluation_settings, task_options.holdout)
-    losses = np.stack(
-        [_losses(load(run), held, contexts, evaluation_settings.chunk, task_options, quiet) for run in runs]
-    )
-    curves = recl(losses, contexts, hardest=task_options.hardest)
+    check(contexts, options.hardest)
+    first = runs[0]
+    for other in runs[1:]:
+        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
+            raise KinformerError(
+                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
+                "tokenizers; measure them separately."
+            )
+    held = held_out(first, settings, options.holdout)
+    positions = spread_positions(held.split, contexts[-1], options.positions)
+    nats = []
+    for run in runs:
+        with progressing(quiet) as progress:
+            beside: dict[str, Any] = {"chunk": settings.chunk, "progress": progress, "prefix": tokenizer_of(run).prefix}
+            nats.append(context_losses(load(run).model, held.split, contexts, positions, **beside))
+    losses = np.stack(nats)
+    curves = recl(losses, contexts, hardest=options.hardest)
     names = short_names([run.folder for run in runs])
-    if task_options.plot is not None:
+    if options.plot is not None:
         from kinformer.lab.drawing.plots import plot_effective_context
 
-        plot_effective_context(names, contexts, curves, Path(task_options.plot))
-        note(f"drew {task_options.plot}")
+        plot_effective_context(names, contexts, curves, Path(options.plot))
+        note(f"drew {options.plot}")
     evaluations = [
         evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
         for run, result, loss in zip(runs, curves, losses, strict=True)
     ]
-    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": task_options.hardest}
+    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": options.hardest}
     by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
     return EvaluationReport(
         evaluations,
-        _blocks(names, held, contexts, curves, f"{task_options.hardest:.0%} of {losses.shape[2]}"),
+        _blocks(names, held, contexts, curves, f"{options.hardest:.0%} of {losses.shape[2]}"),
         facts | by_run,
     )
 
@@ -102,40 +121,8 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
-def _same_data(runs: Sequence[TrainedRun], evaluation_settings: EvaluationSettings, holdout: float | None) -> HeldOut:
-    """Return the data that all are measured on, the first run's if none was named; all must have one tokenizer."""
-    first = runs[0]
-    for other in runs[1:]:
-        if tokenizer_of(other).fingerprint != tokenizer_of(first).fingerprint:
-            raise KinformerError(
-                f"`recl` compares losses token by token, but {other.folder} and {first.folder} have different "
-                "tokenizers; measure them separately."
-            )
-    return held_out(first, evaluation_settings, holdout)
-
-
-def _losses(
-    subject: LoadedRun,
-    held: HeldOut,
-    contexts: Sequence[int],
-    chunk: int,
-    task_options: NextTokenEvaluationOptions,
-    quiet: bool,
-) -> Losses:
-    positions = spread_positions(held.split, contexts[-1], task_options.positions)
-    with progressing(quiet) as progress:
-        prefix = tokenizer_of(subject.run).prefix
-        return context_losses(
-            subject.model, held.split, contexts, positions, chunk=chunk, progress=progress, prefix=prefix
-        )
-
-
 def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
-    return {
-        "at_least": curves.at_least,
-        "gains": list(curves.gains),
-        "mean_nats": losses.mean(axis=1).tolist(),
-    }
+    return {"at_least": curves.at_least, "gains": list(curves.gains), "mean_nats": losses.mean(axis=1).tolist()}
 
 
 def _blocks(
@@ -227,65 +214,67 @@ class Measured:
 def evaluate(
     runs: Sequence[TrainedRun],
     load: Load,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     quiet: bool,
 ) -> EvaluationReport:
     """Evaluate runs in windows or with carried state, at further lengths, or by their effective context.
 
-    ``task_options`` says which."""
-    if task_options.plot is not None:
-        from kinformer.lab.drawing.style import check
+    ``options`` says which."""
+    if options.plot is not None:
+        from kinformer.lab.drawing.plots import check
 
-        check(Path(task_options.plot))
-        if task_options.lengths is None and not task_options.recl:
-            raise KinformerError(
-                f"`plot` {task_options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too."
-            )
-    lengths = parse_lengths(task_options.lengths)
-    if task_options.recl:
-        return evaluate_recl(runs, load, evaluation_settings, task_options, contexts_of(runs, lengths), quiet)
-    results = [_measure(load(run), evaluation_settings, task_options, lengths, quiet) for run in runs]
+        check(Path(options.plot))
+        if options.lengths is None and not options.recl:
+            raise KinformerError(f"`plot` {options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too.")
+    lengths = parse_lengths(options.lengths)
+    if options.recl:
+        return evaluate_recl(runs, load, settings, options, contexts_of(runs, lengths), quiet)
+    results = [_measure(load(run), settings, options, lengths, quiet) for run in runs]
     names = short_names([run.folder for run in runs])
-    if task_options.plot is not None:
-        _plot(names, results, Path(task_options.plot))
+    if options.plot is not None:
+        _plot(names, results, Path(options.plot))
     return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
 
 
 def _measure(
     subject: LoadedRun,
-    evaluation_settings: EvaluationSettings,
-    task_options: NextTokenEvaluationOptions,
+    settings: EvaluationSettings,
+    options: NextTokenEvaluationOptions,
     lengths: Sequence[Length],
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
-    beside = task_options.lengths is not None
-    main = main_windows(run, model, task_options.context, task_options.overlap, beside_lengths=beside)
+    beside = options.lengths is not None
+    main = main_windows(run, model, options.context, options.overlap, beside_lengths=beside)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]
     skipped = [length for length in tokens if length not in within]
-    further = [Windows(context=length, overlap=task_options.overlap) for length in within]
-    beyond = [Windows(context=length, overlap=task_options.overlap) for length in skipped if not within]
+    further = [Windows(context=length, overlap=options.overlap) for length in within]
+    beyond = [Windows(context=length, overlap=options.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
         check_positions(model, windows)
     tell_untrained(run, (main.context if main else None) or 0)
-    held = held_out(run, evaluation_settings, task_options.holdout)
+    held = held_out(run, settings, options.holdout)
     done: dict[Windows | None, Measurement] = {}
-    measured_by = partial(measure, model, held.split, chunk=evaluation_settings.chunk, prefix=tokenizer_of(run).prefix)
+    measured_by = partial(measure, model, held.split, chunk=settings.chunk, prefix=tokenizer_of(run).prefix)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         with record_usage(model) as usages, noting_steps(model) as ponder_recorder, noting_exits(model) as leaving:
             done[main] = measured_by(main, progress=progress)
         seconds = time.perf_counter() - started_at
-        exits, all_layers = _without_exits(subject, leaving.result, held, main, evaluation_settings, seconds)
+        exits, all_layers = leaving.result, None
+        if exits is not None:
+            started_at = time.perf_counter()
+            with with_rule(early_exit_stack(model), None):
+                all_layers = measured_by(main)
+            past = (main.context if main else settings.chunk) // 2
+            exits = replace(saved(model, exits, past), speedup=(time.perf_counter() - started_at) / seconds)
         for windows in further:
             if windows not in done:
                 done[windows] = measured_by(windows, progress=progress)
     ngram = (
-        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
-        if task_options.baseline
-        else None
+        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if options.baseline else None
     )
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
@@ -294,48 +283,24 @@ def _measure(
     return Measured(subject._replace(model=None), held, *measured)
 
 
-def _without_exits(
-    subject: LoadedRun,
-    exits: Exited | None,
-    held: HeldOut,
-    main: Windows | None,
-    evaluation_settings: EvaluationSettings,
-    seconds: float,
-) -> tuple[Exited | None, Measurement | None]:
-    """Return the savings of early exits, and the measurement with all layers; None where no token could leave early."""
-    if exits is None:
-        return None, None
-    model, started_at = subject.model, time.perf_counter()
-    with with_rule(early_exit_stack(model), None):
-        all_layers = measure(
-            model, held.split, main, chunk=evaluation_settings.chunk, prefix=tokenizer_of(subject.run).prefix
-        )
-    taken = time.perf_counter() - started_at
-    past = (main.context if main else evaluation_settings.chunk) // 2
-    return replace(saved(model, exits, past), speedup=taken / seconds), all_layers
-
-
 def _evaluation(result: Measured) -> Evaluation:
     first, metrics = result.first, {BITS_PER_BYTE: result.first.bits_per_byte}
     metrics |= {} if result.steps is None else {PONDER_STEPS: result.steps}
     metrics |= {} if result.exits is None else {LAYERS_PER_TOKEN: result.exits.layers_per_token}
+    exits = {}
+    if result.exits is not None and result.all_layers is not None:
+        exits = {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
     facts = (
         _facts_of_run(first)
         | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
         | {"lengths": [_facts_of_run(item) for item in result.rest], "not_possible": result.skipped}
         | {"ngram_bits_per_byte": result.ngram}
         | dict(result.subject.lookup or {})
-        | _exit_facts(result)
+        | exits
         | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
     )
     baselines = {} if result.ngram is None else {"ngram_bits_per_byte": result.ngram}
     return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
-
-
-def _exit_facts(result: Measured) -> dict[str, object]:
-    if result.exits is None or result.all_layers is None:
-        return {}
-    return {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
 
 
 def _lines(result: Measured) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_share
+from kinformer.runtime.errors import KinformerError, choose, marked, require_above
 from kinformer.runtime.fields import Checked
 from kinformer.runtime.files import absolute
 from kinformer.runtime.parsing import parse_counts
@@ -73,19 +73,10 @@ class NextTokenEvaluationOptions(Checked):
     limit: int | None = None
     """With `harness`: the first N items of every task."""
 
-    def __post_init__(self) -> None:
-        require("positions", self.positions, 1)
-        require("fewshot", self.fewshot, 0)
-        require("limit", self.limit, 1)
-        require_share("overlap", self.overlap, zero=True)
-        require_share("holdout", self.holdout)
-        if not 0 < self.hardest <= 1:
-            raise KinformerError(f"`hardest` is {self.hardest:g} but must be above 0 and at most 1.")
-        self._check_unread()
-        super().__post_init__()
+    LEAST = {"positions": 1, "fewshot": 0, "limit": 1}
+    SHARES = {"overlap": "[0, 1)", "holdout": "(0, 1)", "hardest": "(0, 1]"}
 
-    def _check_unread(self) -> None:
-        """Refuse options that the way of measuring does not read."""
+    def __post_init__(self) -> None:
         for option in fields(self):
             if getattr(self, option.name) == option.default:
                 continue
@@ -97,10 +88,11 @@ class NextTokenEvaluationOptions(Checked):
                 raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
             if option.name in ("context", "overlap", "baseline") and self.recl:
                 raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlmOptions:
+class MlmOptions(Checked):
     """Options of masked language modelling."""
 
     mask_share: float = 0.15
@@ -108,9 +100,7 @@ class MlmOptions:
     whole_words: bool = False
     """All tokens of a word are masked together."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_share < 1:
-            raise KinformerError(f"`mask_share` is {self.mask_share:g} but must lie between 0 and 1.")
+    SHARES = {"mask_share": "(0, 1)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +124,7 @@ class ClassifyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranslateOptions:
+class TranslateOptions(Checked):
     """Options of training on translation."""
 
     source: str | None = None
@@ -144,9 +134,7 @@ class TranslateOptions:
     label_smoothing: float = 0.1
     """The share of the probability that training spreads over all ids."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise KinformerError(f"`label_smoothing` is {self.label_smoothing:g} but must be 0 or more and below 1.")
+    SHARES = {"label_smoothing": "[0, 1)"}
 
     @property
     def languages(self) -> Languages:
@@ -157,7 +145,7 @@ class TranslateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamOptions:
+class BeamOptions(Checked):
     """Options of searching for translations with a beam."""
 
     beam: int = 4
@@ -165,9 +153,7 @@ class BeamOptions:
     length_penalty: float = 0.6
     """The exponent by which long translations are preferred; 0 prefers short ones."""
 
-    def __post_init__(self) -> None:
-        require("beam", self.beam, 1)
-        require("length_penalty", self.length_penalty, 0)
+    LEAST = {"beam": 1, "length_penalty": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +163,7 @@ class Decoding(BeamOptions):
     batch_size: int = 32
     """Sentences to translate at a time; bounds the memory, does not change the result."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require("batch_size", self.batch_size, 1)
+    LEAST = {"batch_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +173,7 @@ class TranslateEvaluationOptions(Decoding, PredictionTable):
     first: int | None = None
     """Measure the first N pairs only."""
 
-    def __post_init__(self) -> None:
-        Decoding.__post_init__(self)
-        PredictionTable.__post_init__(self)
-        require("first", self.first, 1)
+    LEAST = {"first": 1}
 
 
 # Data that a task makes.
@@ -207,7 +188,7 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallOptions:
+class RecallOptions(Checked):
     """Options of training on recall."""
 
     pairs: str = "4,8,16"
@@ -219,10 +200,12 @@ class RecallOptions:
     zero_fillers: bool = False
     """Zeros stand between queries, instead of random tokens."""
 
+    LEAST = {"symbols": 4}
+
     def __post_init__(self) -> None:
         numbers("`pairs`", self.pairs)
-        require("symbols", self.symbols, 4)
         require_above("gap_power", self.gap_power, 0)
+        super().__post_init__()
 
     @property
     def data(self) -> Recall:
@@ -246,8 +229,9 @@ class RecallEvaluationOptions(PredictionTable):
     rows: int = 512
     """How many rows of each number of pairs are measured."""
 
+    LEAST = {"rows": 1}
+
     def __post_init__(self) -> None:
-        require("rows", self.rows, 1)
         if self.at_pairs is not None:
             numbers("`at_pairs`", self.at_pairs)
         super().__post_init__()
@@ -297,8 +281,9 @@ class AlgorithmEvaluationOptions(PredictionTable):
     problems: int = 256
     """How many problems of each number of digits are measured."""
 
+    LEAST = {"problems": 1}
+
     def __post_init__(self) -> None:
-        require("problems", self.problems, 1)
         if self.at_digits is not None:
             lengths_of(self.at_digits)
         super().__post_init__()
@@ -355,25 +340,23 @@ PATCH_AUGMENTATIONS = ("crop", "resized-crop", "flip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstImages:
+class FirstImages(Checked):
     """Options of evaluating on images."""
 
     max_items: int | None = None
     """Measure on the first N images only."""
 
-    def __post_init__(self) -> None:
-        require("max_items", self.max_items, 1)
+    LEAST = {"max_items": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureOptions:
+class PictureOptions(Checked):
     """Options of training on images."""
 
     resize: int | None = None
     """Scale pictures of a folder until their shorter side has N pixels, and take the middle square."""
 
-    def __post_init__(self) -> None:
-        require("resize", self.resize, 1)
+    LEAST = {"resize": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,7 +394,7 @@ class ImageEvaluationOptions(FirstImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageGenerationOptions:
+class ImageGenerationOptions(Checked):
     """Options of generating images."""
 
     out: str | None = None
@@ -426,9 +409,10 @@ class ImageGenerationOptions:
     """Of a run trained with `conditional`: the class, or classes a,b,c, of the images, in turns. If not given, all
     classes in turns, or the classes of the images to complete."""
 
+    LEAST = {"rows": 0, "occluded": 1}
+
     def __post_init__(self) -> None:
-        require("rows", self.rows, 0)
-        require("occluded", self.occluded, 1)
+        super().__post_init__()
         if self.rows is not None and self.complete is None:
             raise KinformerError(
                 f"`rows` {self.rows}: says how many rows of an image are kept; give `complete` FILE too."
@@ -444,13 +428,11 @@ class SuperResolutionOptions(PictureOptions):
     factor: int = 4
     """How many times as many pixels on a side the drawn image has: 4 makes 32 x 32 of 8 x 8."""
 
-    def __post_init__(self) -> None:
-        require("factor", self.factor, 2)
-        super().__post_init__()
+    LEAST = {"factor": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuperResolutionGenerationOptions:
+class SuperResolutionGenerationOptions(Checked):
     """Options of enlarging images."""
 
     image: str | None = None
@@ -463,8 +445,7 @@ class SuperResolutionGenerationOptions:
     enlarged: int = 8
     """How many test images of data are enlarged, `samples` times each."""
 
-    def __post_init__(self) -> None:
-        require("enlarged", self.enlarged, 1)
+    LEAST = {"enlarged": 1}
 
 
 AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasing", "mixup", "cutmix")
@@ -494,9 +475,11 @@ class VisionOptions(PictureOptions):
     distillation_temperature: float = 3.0
     """With `distillation` soft: the divisor of the teacher's and the student's logits."""
 
+    LEAST = {"repeats": 1}
+    SHARES = {"smoothing": "[0, 1)", "label_share": "(0, 1]", "distillation_weight": "[0, 1]"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("repeats", self.repeats, 1)
         changes = self.augmentations
         if self.repeats > 1 and not changes:
             raise KinformerError(
@@ -505,19 +488,7 @@ class VisionOptions(PictureOptions):
             )
         if self.teacher is not None:
             object.__setattr__(self, "teacher", str(absolute(self.teacher)))
-        self._check_distillation()
-        if not 0 <= self.smoothing < 1:
-            raise KinformerError(f"`smoothing` is {self.smoothing:g} but must be at least 0 and below 1.")
-        if not 0 < self.label_share <= 1:
-            raise KinformerError(f"`label_share` is {self.label_share:g} but must be above 0 and at most 1.")
-
-    def _check_distillation(self) -> None:
-        if not 0 <= self.distillation_weight <= 1:
-            raise KinformerError(f"`distillation_weight` is {self.distillation_weight:g} but must lie between 0 and 1.")
-        if self.distillation_temperature <= 0:
-            raise KinformerError(
-                f"`distillation_temperature` is {self.distillation_temperature:g} but must be above 0."
-            )
+        require_above("distillation_temperature", self.distillation_temperature, 0)
         for name, needs, idle in (
             ("distillation", "`teacher` RUN", self.teacher is None),
             ("distillation_weight", "`teacher` RUN", self.teacher is None),
@@ -536,13 +507,9 @@ class VisionOptions(PictureOptions):
 class VisionEvaluationOptions(FirstImages, PredictionTable):
     """Options of evaluating image classification."""
 
-    def __post_init__(self) -> None:
-        FirstImages.__post_init__(self)
-        PredictionTable.__post_init__(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class VisionGenerationOptions:
+class VisionGenerationOptions(Checked):
     """Options of classifying images."""
 
     image: str | None = None
@@ -551,8 +518,7 @@ class VisionGenerationOptions:
     classes: int = 5
     """How many of the most probable classes are shown."""
 
-    def __post_init__(self) -> None:
-        require("classes", self.classes, 1)
+    LEAST = {"classes": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,14 +543,13 @@ class DinoOptions(PictureOptions):
     teacher_temperature: float = 0.04
     """The divisor of the teacher's logits, the lower the sharper; the student's divisor is 0.1."""
 
+    LEAST = {"level": 1, "prototypes": 2, "local_views": 0}
+    SHARES = {"teacher_momentum": "[0, 1]"}
+
     def __post_init__(self) -> None:
-        for name, least in (("level", 1), ("prototypes", 2), ("local_views", 0)):
-            require(name, getattr(self, name), least)
         super().__post_init__()
         if not 0.05 <= self.area <= 1:
             raise KinformerError(f"`area` is {self.area:g} but must lie between 0.05 and 1.")
-        if not 0 <= self.teacher_momentum <= 1:
-            raise KinformerError(f"`teacher_momentum` is {self.teacher_momentum:g} but must lie between 0 and 1.")
         require_above("teacher_temperature", self.teacher_temperature, 0)
 
 
@@ -595,9 +560,7 @@ class DinoEvaluationOptions(FirstImages):
     nearest: int = 20
     """How many of the nearest training images decide the class of an image."""
 
-    def __post_init__(self) -> None:
-        require("nearest", self.nearest, 1)
-        super().__post_init__()
+    LEAST = {"nearest": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -609,10 +572,7 @@ class MaeOptions(PatchOptions):
     raw_pixels: bool = False
     """Predict raw pixels, instead of each patch's deviations from its mean in units of its standard deviation."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.masked < 1:
-            raise KinformerError(f"`masked` is {self.masked:g} but must be above 0 and below 1.")
-        super().__post_init__()
+    SHARES = {"masked": "(0, 1)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -635,18 +595,15 @@ class MppOptions(PatchOptions):
     """The share of an image's patches to corrupt; their colours are predicted: 80 % are masked, 10 % are another patch
     of the image, and 10 % are unchanged."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.corrupted <= 1:
-            raise KinformerError(f"`corrupted` is {self.corrupted:g} but must be above 0 and at most 1.")
-        super().__post_init__()
+    SHARES = {"corrupted": "(0, 1]"}
 
 
 # Sound.
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
-    """Options of decoding, beside ``prefixes``, how many the beam follows."""
+class DecodingOptions(Checked):
+    """Decode with a language model beside the sound."""
 
     language_model: str | None = None
     """With `prefixes`: a run of next-token, trained on transcripts, one a line, which guides the search."""
@@ -655,12 +612,14 @@ class DecodingOptions:
     beta: float = 0.0
     """With `language_model`: what every symbol adds to a transcript's score, as the model prefers short transcripts."""
 
-    def check(self, prefixes: int) -> None:
-        """Refuse values that cannot be, and a language model without a beam."""
-        require("prefixes", prefixes, 1)
-        require("alpha", self.alpha, 0)
-        require("beta", self.beta, 0)
-        if self.language_model is not None and prefixes == 1:
+    prefixes: int = 1
+    """Search the most probable transcript among N prefixes; 1 follows the most probable path (greedy)."""
+
+    LEAST = {"prefixes": 1, "alpha": 0, "beta": 0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.language_model is not None and self.prefixes == 1:
             raise KinformerError(
                 f"`language_model` {self.language_model}: guides a search, but `prefixes` 1 searches nothing; give "
                 "`prefixes` 8, or more."
@@ -675,7 +634,7 @@ class DecodingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeechOptions:
+class SpeechOptions(Checked):
     """Options of training on speech."""
 
     units: Literal["characters", "labels"] | None = None
@@ -693,8 +652,10 @@ class SpeechOptions:
     augment: str = NOTHING
     """How training utterances are changed at each step: some of speed,specaugment, or none."""
 
+    LEAST = {"sample_rate": 1000}
+
     def __post_init__(self) -> None:
-        require("sample_rate", self.sample_rate, 1000)
+        super().__post_init__()
         _ = self.joined, self.changes
 
     @property
@@ -724,12 +685,6 @@ class SpeechOptions:
 class SpeechPredictionOptions(DecodingOptions):
     """Options of predicting transcripts."""
 
-    prefixes: int = 1
-    """Search the most probable transcript among N prefixes; 1 follows the most probable path (greedy)."""
-
-    def __post_init__(self) -> None:
-        self.check(self.prefixes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
@@ -738,10 +693,6 @@ class SpeechEvaluationOptions(SpeechPredictionOptions, PredictionTable):
     fold: Literal["timit39"] | None = None
     """Count errors after folding phones into classes, for transcripts of phones with spaces between: timit39, TIMIT's
     61 phones into the 39 classes of Lee and Hon (1989)."""
-
-    def __post_init__(self) -> None:
-        SpeechPredictionOptions.__post_init__(self)
-        PredictionTable.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -753,6 +704,3 @@ class SpeechGenerationOptions(DecodingOptions):
     it comes, as in: arecord -f S16_LE -r 16000 | kinformer generate DIR --audio -."""
     prefixes: int = 1
     """Search the most probable transcript among N prefixes, when all is heard; 1 writes at once (greedy)."""
-
-    def __post_init__(self) -> None:
-        self.check(self.prefixes)

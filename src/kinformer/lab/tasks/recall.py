@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel, device_of
+from kinformer.core.model import device_of
 from kinformer.core.state import nbytes
 from kinformer.lab.data.labelled import TextSource
 from kinformer.lab.data.mqar import SPLITS, Recall, RecallRows
@@ -26,6 +26,7 @@ from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBa
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
@@ -34,14 +35,11 @@ from kinformer.lab.tasks.evaluation import (
 )
 from kinformer.lab.tasks.next_token import Generated, Sample
 from kinformer.lab.tasks.options import RecallOptions
-from kinformer.lab.tasks.runs import LoadedRun
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids, check_sequence
 from kinformer.lab.training.data_module import DataModule, map_fields
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metric
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.tables import WriteRow
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import RecallEvaluationOptions
@@ -60,11 +58,11 @@ class RecallData(MadeRows):
 
     data: Recall
 
-    def __init__(self, data: Recall, settings: Settings) -> None:
-        super().__init__(data, settings)
-        by_pairs = (f"{name}_{number}" for number in data.pairs for name in ("correct", "asked"))
+    def __init__(self, plan: TrainingPlan) -> None:
+        super().__init__(plan)
+        by_pairs = (f"{name}_{number}" for number in self.data.pairs for name in ("correct", "asked"))
         self.sums = ("nats", "correct", *by_pairs)
-        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, data.pairs))
+        self.metrics = (ACCURACY, BITS_PER_LABEL, *map(accuracy_of, self.data.pairs))
 
     @property
     def width(self) -> int:
@@ -98,21 +96,16 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     plan.data.check(plan.settings.length)
 
 
-def training_rows(plan: TrainingPlan) -> RecallData:
-    """Return the rows of training."""
-    return RecallData(plan.data, plan.settings)
-
-
-def recall_loss(model: nn.Module, data: DataModule | None) -> RecallLoss:
-    """Return the objective, whose metrics count the numbers of pairs of the rows ``data``."""
-    return RecallLoss(data.data.pairs if isinstance(data, RecallData) else ())
-
-
 class RecallLoss(AnswersLoss):
     """The mean cross-entropy of the queried values; its metrics count the right ones for each of ``pairs``."""
 
     def __init__(self, pairs: Sequence[int]) -> None:
         self.pairs = tuple(pairs)
+
+    @classmethod
+    def of(cls, model: nn.Module, data: DataModule | None) -> RecallLoss:
+        """Make the objective, whose metrics count the numbers of pairs of the rows ``data``."""
+        return cls(data.data.pairs if isinstance(data, RecallData) else ())
 
     def counted(self, batch: ScoredBatch, rows: Tensor, right: Tensor) -> dict[str, Tensor]:
         counts: dict[str, Tensor] = {}
@@ -139,24 +132,48 @@ class PairsMeasured(TypedDict):
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on new rows of each number of pairs, of the length of training or as long as the pairs need; every
     query is written to the table that the options name."""
-    run, started_at = subject.run, time.perf_counter()
+    run, model, started_at = subject.run, subject.model, time.perf_counter()
     data: Recall = run.options.data
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
-    pairs, rows = options.pairs_to_measure or data.pairs, options.rows
-    with options.writing_predictions() as write:
+    split = choose(settings.split, SPLITS, "`split`")
+    all_pairs, rows = options.pairs_to_measure or data.pairs, options.rows
 
-        def measure(number: int) -> PairsMeasured:
-            length = max(run.training["length"], 4 * number)
-            return _measured(subject.model, data, split, number, length, rows, evaluation_settings, write)
+    def measure(pairs: int) -> PairsMeasured:
+        length = max(run.training["length"], 4 * pairs)
+        data.check(length, (pairs,))
+        if model.max_length is not None and length > model.max_length:
+            raise KinformerError(
+                f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
+                f"{model.max_length}; give fewer pairs."
+            )
+        queries, right, nats, done = 0, 0, 0.0, 0
 
-        groups = by_group(pairs, measure, quiet)
+        def draw(part: int, count: int) -> RecallRows:
+            return data.rows(split, part, count, length, settings.seed, (pairs,))
+
+        for batch in drawn_batches(draw, rows, length, settings.chunk):
+            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+            queries += len(answered.labels)
+            right += int(answered.right.sum())
+            nats += float(answered.nats)
+            if write is not None:
+                for row in _queries(batch, answered, done):
+                    write({"pairs": pairs, **row})
+            done += len(batch.tokens)
+        require_finite(isfinite(nats))
+        return {
+            "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
+            "nats": nats,
+        }  # fmt: skip
+
+    with options.writing_predictions() as write, torch.inference_mode():
+        groups = by_group(all_pairs, measure, quiet)
     queries = sum(group["queries"] for group in groups)
     correct, nats = sum(group["correct"] for group in groups), sum(group["nats"] for group in groups)
-    guessing = rows * len(pairs) / queries
+    guessing = rows * len(all_pairs) / queries
     metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
     metrics |= {accuracy_of(group["pairs"]): group["accuracy"] for group in groups}
     lines = [
@@ -176,45 +193,6 @@ def evaluate(
     )
 
 
-def _measured(
-    model: CausalModel,
-    data: Recall,
-    split: str,
-    pairs: int,
-    length: int,
-    rows: int,
-    evaluation_settings: EvaluationSettings,
-    write: WriteRow | None,
-) -> PairsMeasured:
-    """Measure rows of this many pairs."""
-    data.check(length, (pairs,))
-    if model.max_length is not None and length > model.max_length:
-        raise KinformerError(
-            f"`at_pairs` {pairs}: takes rows of {plural(length, 'token')}, but this model's positions end at "
-            f"{model.max_length}; give fewer pairs."
-        )
-    queries, right, nats, done = 0, 0, 0.0, 0
-
-    def draw(part: int, count: int) -> RecallRows:
-        return data.rows(split, part, count, length, evaluation_settings.seed, (pairs,))
-
-    with torch.inference_mode():
-        for batch in drawn_batches(draw, rows, length, evaluation_settings.chunk):
-            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
-            queries += len(answered.labels)
-            right += int(answered.right.sum())
-            nats += float(answered.nats)
-            if write is not None:
-                for row in _queries(batch, answered, done):
-                    write({"pairs": pairs, **row})
-            done += len(batch.tokens)
-    require_finite(isfinite(nats))
-    return {
-        "pairs": pairs, "length": length, "queries": queries, "correct": right, "accuracy": right / queries,
-        "nats": nats,
-    }  # fmt: skip
-
-
 def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dict[str, int | float]]:
     """Yield every query of a batch, whose rows are numbered after those ``before``: its key, the right value, the most
     probable one, and its probability."""
@@ -225,22 +203,15 @@ def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dic
         yield {"row": before + row + 1, "key": key, "label": label, "value": value, "probability": share}
 
 
-def generate(
-    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
-) -> Generated:
-    """Return the value of the last key of ``prompt``."""
-    return answer(subject, prompt, options.seed, write)
-
-
 def predict(
-    subject: LoadedRun, source: TextSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the values of the last keys of the lines of ``source``."""
-    return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, answer)
+    return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, generate)
 
 
-def answer(
-    subject: LoadedRun, prompt: str | bytes, seed: int = 0, write: Callable[[str], None] | None = None
+def generate(
+    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None = None
 ) -> Generated:
     """Return the most probable value after ``prompt``: numbers of symbols, keys with values and at last a key."""
     words = symbols_of(prompt, subject.model.vocab_size)
@@ -254,7 +225,7 @@ def answer(
     return Generated(
         [Sample([value], str(value))],
         len(words),
-        seed=seed,
+        seed=options.seed,
         state_bytes=nbytes(state),
         prompt_seconds=time.perf_counter() - started_at,
         new_tokens=1,

@@ -39,6 +39,7 @@ from kinformer.inputs.filterbank import (
     normalised_features,
     windows,
 )
+from kinformer.inputs.signals import Frames
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.files import readable, reading_corpus
 from kinformer.lab.data.labelled import STDIN
@@ -64,14 +65,16 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     FileSource,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
+    TrainedRun,
     evaluated,
+    input_of,
+    part_of,
 )
 from kinformer.lab.tasks.options import DecodingOptions, SpeechOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import FrameInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_sequence,
@@ -85,7 +88,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, note, progressing
+from kinformer.runtime.progress import note, progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import SpeechEvaluationOptions, SpeechGenerationOptions, SpeechPredictionOptions
@@ -117,7 +120,7 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
     jiwer()
     check_sequence(model)
     classes: int = part_of(plan.config.head, "classes")
-    input: FrameInput = input_of(plan.config)
+    input: Frames.Config = input_of(plan.config)
     if classes != 1 + len(plan.data.symbols):
         raise KinformerError(
             f"`set` head.classes={classes}: the data has {plural(len(plan.data.symbols), 'symbol')}, and one "
@@ -209,7 +212,7 @@ class Rows:
     ) -> None:
         self.changes = changes
         self.data, self.utterances, self.config = data, data.splits[split], config
-        self.input: FrameInput = input_of(config)
+        self.input: Frames.Config = input_of(config)
         self.bank = Filterbank(data.rate, self.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
         count = len(self.utterances.lengths)
@@ -283,7 +286,7 @@ def features_of(
     """Return sound, float32 [time], as positions [positions, width, mels] of a model of ``config``, after a ``change``
     of its normalised features [frames, mels]; for a causal model the features are normalised by the sound so far."""
     features = normalised_features(samples, bank, config.protocol is CausalModel)
-    input: FrameInput = input_of(config)
+    input: Frames.Config = input_of(config)
     return windows(features if change is None else change(features), input.width, input.stride)
 
 
@@ -345,11 +348,6 @@ class CTC:
         hypotheses, heard = transcripts(logits.detach(), lengths, batch)
         errors = torch.full_like(symbols, count_errors(hypotheses, heard).edits)
         return nats / symbols.clamp_min(1), {"nats": nats.detach(), "predicted": symbols, "errors": errors}, state
-
-
-def ctc_loss(model: nn.Module, data: DataModule | None) -> CTC:
-    """Return the objective of transcripts."""
-    return CTC()
 
 
 def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
@@ -416,84 +414,20 @@ SHOWN = 8
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: SpeechEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: SpeechEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on all held-out utterances, however long or short."""
-    run, model, prefixes = subject.run, subject.model, task_options.prefixes
-    data = _data(subject, evaluation_settings)
-    same = note_other_data(run, data, evaluation_settings.data is not None)
-    rows = Rows(data, choose(evaluation_settings.split, data.splits, "`split`"), model.config)
-    decode = decoder_of(subject, data.symbols, data.unit, prefixes, task_options)
+    run, model, prefixes = subject.run, subject.model, options.prefixes
+    data = _data(subject, settings)
+    same = note_other_data(run, data, settings.data is not None)
+    rows = Rows(data, choose(settings.split, data.splits, "`split`"), model.config)
+    decode = decoder_of(subject, data.symbols, data.unit, prefixes, options)
     started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        heard, nats = _heard(model, rows, evaluation_settings.chunk, decode, progress)
-    references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
-    heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
-    if rows.short.any():
-        note(f"note: {rows.left_out(evaluation_settings.split, rows.short)} and are left out of the bits per symbol.")
-    frequent = _most_frequent(data)
-    if task_options.fold is not None:
-        references, heard_symbols, (frequent,) = (
-            [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
-        )
-    task_options.write_predictions(_rows(rows, references, heard_symbols))
-    errors = count_errors(references, heard_symbols)
-    possible = int(sum(len(rows.targets[number]) for number in rows.usable))
-    bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
-    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
-    baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
-    right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
-    facts: dict[str, object] = errors._asdict() | {
-        "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
-        "fold": task_options.fold,
-        **{name: getattr(task_options, name) for name in ("language_model", "alpha", "beta") if task_options.name},
-    }  # fmt: skip
-    text: list[str | TextTable] = [
-        heading(subject, data, evaluation_settings.split),
-        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], task_options),
-        f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
-        f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
-        _worst(rows, references, heard_symbols),
-    ]
-    if data.unit == CHARACTERS:
-        words = _words(references, heard_symbols)
-        facts["word_error_rate"] = words.rate
-        text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
-    identity = identity_of_part(data, evaluation_settings.split, same)
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
-    )
-
-
-def _data(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> Sound:
-    """Return the data to measure on, with the symbols and the rate of the run's."""
-    run = subject.run
-    identity = run.data.get("identity") or {}
-    symbols, rate = identity.get("symbols"), identity.get("rate")
-    if not isinstance(symbols, list) or not isinstance(rate, int):
-        raise KinformerError(f"{run.folder}: does not say which symbols it writes; measure the run that was trained.")
-    spec = spec_of(run, evaluation_settings.data)
-    options = run.options.reading(run.data.get("holdout"))
-    options = replace(options, rate=None if spec == "dtmf" else rate, units=identity.get("unit"))
-    if evaluation_settings.data is not None:  # the run's held-out clips say nothing about other data
-        options = replace(options, held=Holdout(share=run.data.get("holdout")))
-    return open_sound(spec, options, symbols)
-
-
-def _heard(
-    model: CausalModel | WholeModel,
-    rows: Rows,
-    chunk: int,
-    decode: Callable[[Tensor], list[int]],
-    progress: ProgressCallback | None,
-) -> tuple[list[list[int]], float]:
-    """Return the classes that the model writes for every utterance, and the nats of all transcripts."""
     heard: list[list[int]] = [[] for _ in rows.positions]
     order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
-    with torch.inference_mode():
+    with torch.inference_mode(), progressing(quiet) as progress:
         while begin < len(order):
-            widest = int(rows.positions[order[begin:]][0])
-            end = begin + max(1, chunk // widest)
+            end = begin + max(1, settings.chunk // int(rows.positions[order[begin]]))
             batch = rows.batch(order[begin:end])
             outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
             logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
@@ -505,7 +439,56 @@ def _heard(
             begin = end
             if progress is not None:
                 progress(min(begin, len(order)), len(order))
-    return heard, nats
+    references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
+    heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
+    if rows.short.any():
+        note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
+    train = data.splits["train"]
+    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
+    frequent = split_symbols(counts.most_common(1)[0][0], data.unit)
+    if options.fold is not None:
+        references, heard_symbols, (frequent,) = (
+            [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
+        )
+    options.write_predictions(_rows(rows, references, heard_symbols))
+    errors = count_errors(references, heard_symbols)
+    possible = int(sum(len(rows.targets[number]) for number in rows.usable))
+    bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
+    metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
+    baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
+    right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
+    facts: dict[str, object] = errors._asdict() | {
+        "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
+        "fold": options.fold,
+        **{name: getattr(options, name) for name in ("language_model", "alpha", "beta") if options.name},
+    }  # fmt: skip
+    text: list[str | TextTable] = [
+        heading(subject, data, settings.split),
+        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], options),
+        f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
+        f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
+        _worst(rows, references, heard_symbols),
+    ]
+    if data.unit == CHARACTERS:
+        words = _words(references, heard_symbols)
+        facts["word_error_rate"] = words.rate
+        text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
+    identity = identity_of_part(data, settings.split, same)
+    return evaluated(
+        subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
+    )
+
+
+def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
+    """Return the data to measure on, with the symbols and the rate of the run's."""
+    run = subject.run
+    symbols, _, rate = writing_of(run)
+    spec = spec_of(run, settings.data)
+    options = run.options.reading(run.data.get("holdout"))
+    options = replace(options, rate=None if spec == "dtmf" else rate, units=run.data["identity"].get("unit"))
+    if settings.data is not None:  # the run's held-out clips say nothing about other data
+        options = replace(options, held=Holdout(share=run.data.get("holdout")))
+    return open_sound(spec, options, symbols)
 
 
 def _folded(phones: list[str], unit: str) -> list[str]:
@@ -516,13 +499,6 @@ def _folded(phones: list[str], unit: str) -> list[str]:
             "with `units` labels."
         )
     return folded(phones)
-
-
-def _most_frequent(data: Sound) -> list[str]:
-    """Return the most frequent transcript of training."""
-    train = data.splits["train"]
-    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
-    return split_symbols(counts.most_common(1)[0][0], data.unit)
 
 
 def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
@@ -599,7 +575,7 @@ class Listener:
     def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
         self.model: Any = model  # called as its protocol says
         self.state: State = None
-        self.input: FrameInput = input_of(model.config)
+        self.input: Frames.Config = input_of(model.config)
         self.causal = model.config.protocol is CausalModel
         self.resampler, self.bank = Resampler(rate, heard_rate), Filterbank(heard_rate, self.input.mels)
         self.norm: Callable[[Tensor], Tensor] = RunningNorm() if self.causal else normalised

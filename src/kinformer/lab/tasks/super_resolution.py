@@ -23,6 +23,7 @@ from kinformer.core.config import to_dict
 from kinformer.core.model import SourceModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
+from kinformer.inputs.images import Pixels
 from kinformer.lab.data.images import (
     ImageData,
     Images,
@@ -33,7 +34,16 @@ from kinformer.lab.data.images import (
     reduced,
     write_png,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, TextTable, evaluated
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    TextTable,
+    encoder_of,
+    evaluated,
+    input_of,
+    part_of,
+)
 from kinformer.lab.tasks.image import (
     ABSOLUTE,
     INPUT,
@@ -41,8 +51,8 @@ from kinformer.lab.tasks.image import (
     ImageRows,
     PixelLoss,
     Sequences,
+    check,
     check_blocks_of,
-    check_image,
     check_sampling,
     data_of,
     grid,
@@ -55,12 +65,9 @@ from kinformer.lab.tasks.image import (
 )
 from kinformer.lab.tasks.images import files_in, open_images, png_of
 from kinformer.lab.tasks.options import FirstImages, SuperResolutionOptions
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import PixelInput, encoder_of, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data
 from kinformer.lab.training.logging import BITS_PER_DIM
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 
 if TYPE_CHECKING:
@@ -96,10 +103,11 @@ def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, 
     return changes
 
 
-def source_changes(config: ModelConfig, data: ImageData, factor: int) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` to an encoder of the images of ``data`` made ``factor`` times
-    smaller."""
-    encoder, (height, width, channels) = encoder_of(config), data.shape
+def requested(config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, object]:
+    """Return the changes of a fitted ``config`` to an encoder of the images of ``data``, made smaller by the factor."""
+    if data is None:
+        return {}
+    encoder, factor, (height, width, channels) = encoder_of(config), options.factor, data.shape
     input = to_dict(encoder.input)
     if channels == 1:
         input = {name: value for name, value in input.items() if name not in ("joint", "per_channel")}
@@ -109,34 +117,24 @@ def source_changes(config: ModelConfig, data: ImageData, factor: int) -> dict[st
     return {"encoder.input": input | sizes} | changes
 
 
-def requested(config: ModelConfig, data: ImageData | None, options: SuperResolutionOptions) -> dict[str, object]:
-    """Return the changes of a fitted ``config`` that follow from the factor."""
-    return {} if data is None else source_changes(config, data, options.factor)
-
-
 def length(data: ImageData, config: ModelConfig) -> int:
     """Return how many positions a large image has."""
-    require_pixels(config)
-    input: PixelInput = input_of(config)
-    return input.raster.size
-
-
-def require_pixels(config: ModelConfig) -> None:
-    """Refuse a model whose halves do not both read pixels."""
     for name, input in (("input", config.input), ("encoder.input", encoder_of(config).input)):
         if getattr(input, "kind", None) != INPUT:
             raise KinformerError(
                 f"`set` {name}={getattr(input, 'kind', None)}: the task super-resolution needs the input pixels; leave "
                 "it out, or choose another task."
             )
+    large: Pixels.Config = input_of(config)
+    return large.raster.size
 
 
 def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model for images of other shapes, or whose attention runs through other cells than its inputs."""
     config, data, factor = plan.config, plan.data, plan.options.factor
-    large: PixelInput = input_of(config)
-    source: PixelInput = input_of(encoder_of(config))
-    check_image(config, data, nn.ModuleList([part_of(model, "stack")]))
+    large: Pixels.Config = input_of(config)
+    source: Pixels.Config = input_of(encoder_of(config))
+    check(plan, nn.ModuleList([part_of(model, "stack")]))
     check_blocks_of(part_of(model, "encoder").stack, source)
     shape = (source.height * factor, source.width * factor, source.channels)
     if shape != data.shape or source.shifted:
@@ -170,8 +168,8 @@ class EnlargingSequences:
     """Large and small images as sequences, in the orders of the two inputs of ``config``, an encoder-decoder's."""
 
     def __init__(self, config: ModelConfig) -> None:
-        large: PixelInput = input_of(config)
-        small: PixelInput = input_of(encoder_of(config))
+        large: Pixels.Config = input_of(config)
+        small: Pixels.Config = input_of(encoder_of(config))
         self.large, self.small, self.factor = Sequences(large), Sequences(small), large.height // small.height
 
     def of(self, pixels: np.ndarray) -> EnlargingBatch:
@@ -182,17 +180,12 @@ class EnlargingSequences:
 class EnlargingRows(ImageRows):
     """Images in a new order in every epoch; the same first ones in every validation."""
 
-    def __init__(self, data: ImageData, settings: Settings, config: ModelConfig) -> None:
-        super().__init__(data, settings, input_of(config))
-        self.both = EnlargingSequences(config)
+    def __init__(self, plan: TrainingPlan) -> None:
+        super().__init__(plan)
+        self.both = EnlargingSequences(plan.config)
 
     def _of(self, images: Images, chosen: np.ndarray) -> EnlargingBatch:
         return self.both.of(images.pixels[chosen])
-
-
-def training_rows(plan: TrainingPlan) -> EnlargingRows:
-    """Return the rows of training."""
-    return EnlargingRows(plan.data, plan.settings, plan.config)
 
 
 class EnlargingLoss(PixelLoss):
@@ -205,22 +198,20 @@ class EnlargingLoss(PixelLoss):
 # Bits per dimension of large images given small images, beside baselines of counting.
 
 
-def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: FirstImages, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored."""
     run, started_at = subject.run, time.perf_counter()
-    data = data_of(run, evaluation_settings.data)
-    split = data.splits[choose(evaluation_settings.split, data.splits, "`split`")]
-    same = note_other_data(run, data, evaluation_settings.data is not None)
-    pixels, sequences = np.asarray(split.pixels[: task_options.max_items]), EnlargingSequences(run.config)
+    data = data_of(run, settings.data)
+    split = data.splits[choose(settings.split, data.splits, "`split`")]
+    same = note_other_data(run, data, settings.data is not None)
+    pixels, sequences = np.asarray(split.pixels[: options.max_items]), EnlargingSequences(run.config)
     model: SourceModel = subject.model
 
     def score(part: slice) -> tuple[Tensor, Tensor]:
         values, source = (item.to(device_of(model)) for item in sequences.of(pixels[part]))
         return model(shifted(values), model.begin(source))[0], values
 
-    rows = max(1, evaluation_settings.chunk // len(sequences.large.order))
+    rows = max(1, settings.chunk // len(sequences.large.order))
     nats, _ = nats_of_images(len(pixels), rows, score, subject.model, quiet)
     require_finite(isfinite(nats))
     value = nats / log(2) / pixels.size
@@ -286,12 +277,12 @@ def enlarge(
 
 
 def _pictures(
-    subject: LoadedRun, sequences: EnlargingSequences, task_options: SuperResolutionGenerationOptions
+    subject: LoadedRun, sequences: EnlargingSequences, options: SuperResolutionGenerationOptions
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the small pictures uint8 [count, height, width, channels], and the large pictures where all are known."""
-    files = [] if task_options.image is None else files_in(Path(task_options.image).expanduser())
+    files = [] if options.image is None else files_in(Path(options.image).expanduser())
     if not files:
-        large = np.asarray(data_of(subject.run, task_options.image).test.pixels[: task_options.enlarged])
+        large = np.asarray(data_of(subject.run, options.image).test.pixels[: options.enlarged])
         return reduced(large, sequences.factor), large
     small, large_input = sequences.small.input, sequences.large.input
     shape = (small.height, small.width, small.channels)

@@ -46,12 +46,18 @@ if TYPE_CHECKING:
 
     from kinformer.core.stack import ModelConfig
 
+
+def refuse(names: str, why: str) -> dict[str, str]:
+    """Return the options ``names``, each refused for the reason ``why``."""
+    return dict.fromkeys(names.split(), why)
+
+
 READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
 PATCH_INPUTS = ("patches", "tiles")
 OF_IMAGES = DataNeeds(
     default="digits",
-    refused=dict.fromkeys(("tokenizer", "train_tokenizer", "text_field"), "is for text, not for images; leave it out."),
+    refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for images; leave it out."),
 )
 EVALUATED_IMAGES = EvaluationNeeds(
     refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
@@ -79,9 +85,9 @@ RECORDS = (
         metrics=(BITS_PER_BYTE,),
         objectives={
             "next-token": "next_token:token_loss",
-            "deep-supervision": "next_token:deep_supervision",
-            "exits": "next_token:exit_losses",
-            "multi-token": "next_token:multi_token",
+            "deep-supervision": "next_token:DeepSupervision",
+            "exits": "next_token:ExitLosses",
+            "multi-token": "next_token:MultiToken",
         },
         Options=options.NextTokenOptions,
         EvaluationOptions=options.NextTokenEvaluationOptions,
@@ -105,26 +111,23 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(
             default="recall",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "recall makes its own rows of symbols; leave it out.",
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer", "recall makes its own rows of symbols; leave it out."
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "max_bytes"), "recall makes its own rows; leave it out, or give `rows` and `at_pairs`."
-            )
+            refused=refuse("data max_bytes", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         ),
         generation=Generation(reads=(), unread="a key has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
         metrics=(ACCURACY, BITS_PER_LABEL),
-        objectives={"recall": "recall:recall_loss"},
+        objectives={"recall": "recall:RecallLoss"},
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
         open="recall:open_rows",
         vocab_size="recall:vocab_size",
         check="recall:check",
-        data_module="recall:training_rows",
+        data_module="recall:RecallData",
         measure="recall:evaluate",
         generate="recall:generate",
         predict="recall:predict",
@@ -140,26 +143,23 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(
             default="algorithm",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "an algorithm makes its own problems; leave it out.",
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer", "an algorithm makes its own problems; leave it out."
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "max_bytes"), "an algorithm makes its own problems; give `problems` and `at_digits`."
-            )
+            refused=refuse("data max_bytes", "an algorithm makes its own problems; give `problems` and `at_digits`.")
         ),
         generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
         metrics=(ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL),
-        objectives={"answers": "algorithm:algorithm_loss"},
+        objectives={"answers": "algorithm:AlgorithmLoss"},
         Options=options.AlgorithmOptions,
         EvaluationOptions=options.AlgorithmEvaluationOptions,
         open="algorithm:open_problems",
         vocab_size="algorithm:vocab_size",
         check="algorithm:check",
-        data_module="algorithm:training_rows",
+        data_module="algorithm:AlgorithmModule",
         measure="algorithm:evaluate",
         generate="algorithm:generate",
         predict="algorithm:predict",
@@ -193,7 +193,7 @@ RECORDS = (
         requested="image:requested",
         length="image:length",
         check="image:check",
-        data_module="image:training_rows",
+        data_module="image:ImageRows",
         measure="image:evaluate",
         check_generation="images:check_png",
         generate="image:draw",
@@ -210,9 +210,7 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), made_for={"input": "steps"}),
         data=DataNeeds(
             default="key-to-door",
-            refused=dict.fromkeys(
-                ("tokenizer", "train_tokenizer", "text_field"), "is for text, not for trajectories; leave it out."
-            ),
+            refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for trajectories; leave it out."),
         ),
         evaluation=EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."}),
         generation=Generation(
@@ -220,7 +218,7 @@ RECORDS = (
         ),
         prediction=Prediction(reads=("top_k", "batch_size")),
         metrics=(BITS_PER_ACTION, ACCURACY),
-        objectives={"actions": "trajectories:action_loss"},
+        objectives={"actions": "trajectories:ActionLoss"},
         Options=acting.TrajectoryOptions,
         EvaluationOptions=acting.TrajectoryEvaluationOptions,
         GenerationOptions=acting.TrajectoryGenerationOptions,
@@ -244,18 +242,15 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), made_for={"input": "observations"}),
         data=DataNeeds(
             default="control",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer"),
-                "control learns by acting in `env`; leave it out.",
-            )
+            refused=refuse("data holdout tokenizer train_tokenizer", "control learns by acting in `env`; leave it out.")
             | {
                 "devices": "control acts in one process; leave it out.",
                 "validation_tokens": "control is validated by acting; leave it out.",
             },
         ),
         evaluation=EvaluationNeeds(
-            refused=dict.fromkeys(
-                ("data", "split", "max_bytes", "chunk"),
+            refused=refuse(
+                "data split max_bytes chunk",
                 "control acts in new episodes; leave it out, or give `env` and `episodes`.",
             )
         ),
@@ -289,7 +284,7 @@ RECORDS = (
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(bits_per_masked("byte"), ACCURACY),
-        objectives={"masked-language": "mlm:masked_loss", "mlm-cpc": "mlm:cpc_loss"},
+        objectives={"masked-language": "mlm:MaskedLanguage", "mlm-cpc": "mlm:MaskedLanguageCpc"},
         Options=options.MlmOptions,
         EvaluationOptions=PredictionTable,
         PredictionOptions=options.MaskPredictionOptions,
@@ -322,7 +317,7 @@ RECORDS = (
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(ACCURACY, BITS_PER_LABEL),
-        objectives={"classification": "classify:class_loss"},
+        objectives={"classification": "classify:Classification"},
         Options=options.ClassifyOptions,
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
@@ -345,8 +340,8 @@ RECORDS = (
         models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
         data=DataNeeds(
             default="listops",
-            refused=dict.fromkeys(
-                ("data", "holdout", "tokenizer", "train_tokenizer", "text_field"),
+            refused=refuse(
+                "data holdout tokenizer train_tokenizer text_field",
                 "ListOps brings its own data and symbols; leave it out.",
             ),
         ),
@@ -360,7 +355,7 @@ RECORDS = (
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(ACCURACY, BITS_PER_LABEL),
-        objectives={"classification": "classify:class_loss"},
+        objectives={"classification": "classify:Classification"},
         Options=options.ListOpsOptions,
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
@@ -386,9 +381,8 @@ RECORDS = (
         ),
         data=DataNeeds(
             default="dtmf",
-            refused=dict.fromkeys(
-                ("tokenizer", "train_tokenizer", "text_field"),
-                "is for text; the symbols of speech come from its transcripts.",
+            refused=refuse(
+                "tokenizer train_tokenizer text_field", "is for text; the symbols of speech come from its transcripts."
             ),
         ),
         evaluation=EvaluationNeeds(
@@ -397,7 +391,7 @@ RECORDS = (
         generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
         prediction=Prediction(reads=("skip_bad",)),
         metrics=(ERROR_RATE, BITS_PER_SYMBOL),
-        objectives={"ctc": "speech:ctc_loss"},
+        objectives={"ctc": "speech:CTC"},
         Options=options.SpeechOptions,
         EvaluationOptions=options.SpeechEvaluationOptions,
         GenerationOptions=options.SpeechGenerationOptions,
@@ -490,7 +484,7 @@ RECORDS = (
         ),
         prediction=Prediction(refusal=NO_CLASSES),
         metrics=(Metric("masked_error", "mean squared error of masked patches"),),
-        objectives={"masked-patches": "mae:mask_loss"},
+        objectives={"masked-patches": "mae:MaskedPatches"},
         Options=options.MaeOptions,
         EvaluationOptions=options.FirstImages,
         GenerationOptions=options.MaeGenerationOptions,
@@ -499,7 +493,7 @@ RECORDS = (
         fit="mae:fitted_to_masks",
         length="vision:length_of",
         check="mae:check_masks",
-        data_module="mae:mask_rows",
+        data_module="mae:MaeRows",
         measure="mae:evaluate",
         check_generation="images:check_png",
         generate="mae:complete",
@@ -520,7 +514,7 @@ RECORDS = (
         generation=Generation(refusal=NO_CLASSES),
         prediction=Prediction(refusal=NO_CLASSES),
         metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
-        objectives={"patch-colours": "mae:colour_loss"},
+        objectives={"patch-colours": "mae:PatchColours"},
         Options=options.MppOptions,
         EvaluationOptions=options.FirstImages,
         open="images:open_images",
@@ -528,7 +522,7 @@ RECORDS = (
         fit="mae:fitted_to_colours",
         length="vision:length_of",
         check="mae:check_colours",
-        data_module="mae:colour_rows",
+        data_module="mae:MppRows",
         measure="mae:evaluate_colours",
         embed="images:embed_pictures",
     ),
@@ -602,7 +596,7 @@ RECORDS = (
         requested="super_resolution:requested",
         length="super_resolution:length",
         check="super_resolution:check_enlarging",
-        data_module="super_resolution:training_rows",
+        data_module="super_resolution:EnlargingRows",
         measure="super_resolution:evaluate",
         check_generation="images:check_png",
         generate="super_resolution:enlarge",
@@ -656,7 +650,7 @@ def task_of(config: ModelConfig) -> Task:
 
 def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
-        raise KinformerError(f"no task takes {name}; {what_tasks_there_are()}")
+        raise KinformerError(f"no task takes {name}; the tasks are {', '.join(ALL)}.")
     return fitting[0]
 
 
@@ -678,51 +672,21 @@ def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> No
             raise KinformerError(f"{marked(option.name)} {value}: {refused[option.name]}")
 
 
-def what_tasks_there_are() -> str:
-    """Return a list of all tasks for an error message."""
-    return f"the tasks are {', '.join(ALL)}."
-
-
 def option_names(kind: OptionKind) -> dict[str, Task]:
     """Return the names of all tasks' own options of one kind, each with its first task."""
     return {option.name: item for item in reversed(tasks()) for option in fields(getattr(item, kind))}
 
 
-def training_options(task_: Task, values: Mapping[str, object]) -> DataclassInstance:
-    """Return the task's own options of training from ``values`` by name; refuse one of another task."""
-    return _options_of(task_, "Options", values, lambda owner: f"the task {owner.name}, not for {task_.name}")
-
-
-def evaluation_options(task_: Task, values: Mapping[str, object], folder: str) -> Any:
-    """Return the task's own options of measuring from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "EvaluationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def generation_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
-    """Return the task's own options of generating from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "GenerationOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def prediction_options(task_: Task, values: Mapping[str, object], folder: str) -> DataclassInstance:
-    """Return the task's own options of predicting from ``values`` by name; refuse one of another task."""
-    return _options_of(
-        task_, "PredictionOptions", values, lambda owner: f"models of the {owner.title}, not for {folder}"
-    )
-
-
-def _options_of(
-    task_: Task, kind: OptionKind, values: Mapping[str, object], describe: Callable[[Task], str]
-) -> DataclassInstance:
+def options_for(task_: Task, kind: OptionKind, values: Mapping[str, object], folder: str | None = None) -> Any:
+    """Return the task's own options of one kind from ``values`` by name; refuse an option of another task.
+    ``folder`` is the run folder that a message names; without one the message names the task."""
     options, owners = getattr(task_, kind), option_names(kind)
     for name, value in values.items():
         if name in {option.name for option in fields(options)}:
             continue
         if name not in owners:
             raise KinformerError(f"{name!r} is not an option of the task {task_.name}; {nearest(name, owners)}")
-        shown = "" if isinstance(value, bool) or kind != "Options" else f" {value}"
-        raise KinformerError(f"{marked(name)}{shown}: is for {describe(owners[name])}; leave it out.")
+        shown = "" if isinstance(value, bool) or folder is not None else f" {value}"
+        owner = f"the task {owners[name].name}" if folder is None else f"models of the {owners[name].title}"
+        raise KinformerError(f"{marked(name)}{shown}: is for {owner}, not for {folder or task_.name}; leave it out.")
     return options(**values)

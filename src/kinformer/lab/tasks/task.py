@@ -18,11 +18,12 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationReport,
     EvaluationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
+    TrainedRun,
 )
 from kinformer.lab.tasks.evaluation import GenerationSettings as GenerationSettings
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
 
@@ -201,9 +202,13 @@ class Later:
     def __init__(self, place: str) -> None:
         self.place = place
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def load(self) -> Any:
+        """Return what the place names."""
         page, _, name = self.place.partition(":")
-        return getattr(import_module(f"{__package__}.{page}"), name)(*arguments, **named)
+        return getattr(import_module(f"{__package__}.{page}"), name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.load()(*arguments, **named)
 
 
 TEXTS = ("name", "title", "description")
@@ -224,7 +229,7 @@ class Task:
     A task of one's own is a subclass with attributes and methods. Kinformer's records are instances of this class:
     ``Task(name="mae", fit="mae:fitted_to_masks", ...)`` gives the record the function in place of the method, and the
     function takes the method's arguments without ``self``. A named function in ``objectives`` also takes the rows of
-    training, or None.
+    training, or None; a named class is made by its ``of(model, rows)``, or without arguments.
     """
 
     name: str
@@ -323,7 +328,10 @@ class Task:
     def objective(self, name: str | None, model: Any, data: Any = None) -> Objective:
         """Return the objective called ``name``, or the usual one, for ``model`` on ``data``."""
         make = self.objectives[self.choose_objective(name)]
-        return make(model, data) if isinstance(make, Later) else make(model)
+        if not isinstance(make, Later):
+            return make(model)
+        made = make.load()
+        return getattr(made, "of", made)(model, data) if not isinstance(made, type) or hasattr(made, "of") else made()
 
     def choose_objective(self, name: str | None, preferred: str | None = None) -> str:
         """Return ``name`` if it is one of the objectives; where it is None, the ``preferred`` or the usual one."""
@@ -338,22 +346,15 @@ class Task:
         return name
 
     def evaluate(
-        self,
-        runs: Sequence[TrainedRun],
-        load: Load,
-        evaluation_settings: EvaluationSettings,
-        task_options: Any,
-        quiet: bool = True,
+        self, runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, options: Any, quiet: bool = True
     ) -> EvaluationReport:
-        """Measure runs, one by one unless the task compares them, with the task's own ``task_options``.
+        """Measure runs, one by one unless the task compares them, with the task's own ``options``.
 
         ``load`` gives a run its model; one model at a time is in memory.
         """
-        return EvaluationReport([self.measure(load(run), evaluation_settings, task_options, quiet) for run in runs])
+        return EvaluationReport([self.measure(load(run), settings, options, quiet) for run in runs])
 
-    def measure(
-        self, subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: Any, quiet: bool
-    ) -> Evaluation:
+    def measure(self, subject: LoadedRun, settings: EvaluationSettings, options: Any, quiet: bool) -> Evaluation:
         """Measure one run beside the task's baselines."""
         raise NotImplementedError
 
@@ -369,7 +370,7 @@ class Task:
         raise NotImplementedError
 
     def predict(
-        self, subject: LoadedRun, source: Any, settings: PredictionSettings, task_options: Any
+        self, subject: LoadedRun, source: Any, settings: PredictionSettings, options: Any
     ) -> Iterator[Predicted]:
         """Yield the predictions of the items of ``source`` (a path, "-", or a list of items), in their order; the task
         has a ``prediction`` without a refusal."""

@@ -20,9 +20,7 @@ from kinformer.lab.data.files import shared_bytes
 from kinformer.lab.data.labelled import Check, Columns, Inputs, TextItem, TextSource, read_texts, refuse_empty
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import Windows, streamable
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import TokenInput, in_batches, input_of
+from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, LoadedRun, TrainedRun, in_batches, input_of
 from kinformer.lab.tasks.task import Source
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
@@ -50,8 +48,7 @@ def open_text(source: Source, options: object, cache: Path | None = None) -> Cor
 
 def vocab_size_of(config: ModelConfig) -> int:
     """Return how many ids a model of tokens knows."""
-    input: TokenInput = input_of(config)
-    return input.vocab_size
+    return input_of(config).vocab_size
 
 
 def mask_token_of(config: ModelConfig) -> int | None:
@@ -131,30 +128,28 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
     return spec
 
 
-def held_out(run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
+def held_out(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """Return the part of the data to measure on; a note says where it is not the run's own.
 
     ``holdout``: the held-out share, the run's own if None.
     """
-    corpus, part = measured_part(run, evaluation_settings, holdout)
-    same = note_other_data(run, corpus, evaluation_settings.data is not None)
+    corpus, part = measured_part(run, settings, holdout)
+    same = note_other_data(run, corpus, settings.data is not None)
     trained_at = run.data.get("holdout")
     if same and part.name != "train" and holdout not in (None, trained_at):
-        trained = open_corpus(spec_of(run, evaluation_settings.data), holdout=trained_at).splits["train"]
+        trained = open_corpus(spec_of(run, settings.data), holdout=trained_at).splits["train"]
         note_shared([trained], part, "among the text that the run was trained on")
     return HeldOut(corpus, part, same)
 
 
-def measured_part(
-    run: TrainedRun, evaluation_settings: EvaluationSettings, holdout: float | None = None
-) -> tuple[Corpus, Split]:
-    """Return the data that ``evaluation_settings`` name, and their part to measure on; ``holdout`` as of
+def measured_part(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> tuple[Corpus, Split]:
+    """Return the data that ``settings`` name, and their part to measure on; ``holdout`` as of
     :func:`held_out`."""
     holdout = run.data.get("holdout") if holdout is None else holdout
-    corpus = open_corpus(spec_of(run, evaluation_settings.data), tokenizer=run.tokenizer, holdout=holdout)
-    part = corpus.splits[choose(evaluation_settings.split, corpus.splits, "`split`")]
-    if evaluation_settings.max_bytes is not None:
-        part = first_bytes(part, evaluation_settings.max_bytes, corpus.tokenizer)
+    corpus = open_corpus(spec_of(run, settings.data), tokenizer=run.tokenizer, holdout=holdout)
+    part = corpus.splits[choose(settings.split, corpus.splits, "`split`")]
+    if settings.max_bytes is not None:
+        part = first_bytes(part, settings.max_bytes, corpus.tokenizer)
     return corpus, part
 
 
@@ -268,26 +263,42 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
     inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty, settings.skip_bad)
     pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
     yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
-    if embedder.cut:
-        note(
-            f"note: {plural(embedder.cut, 'text')} of more than {embedder.length} tokens, the training length, "
-            "counted by their beginning only."
-        )
+    embedder.note_cut()
 
 
-class TextEmbedder:
-    """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last.
+class TextReader:
+    """A ``model`` of ``run`` that reads texts, cut to the length that the run was trained at; ``cut`` counts the longer
+    texts."""
 
-    Texts are cut to the length that the run was trained at; ``cut`` counts the longer texts.
-    """
+    def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, ends: BosEos) -> None:
+        self.model, self.ends, self.length, self.cut = model, ends, whole_length(run, model), 0
+
+    def lay(self, texts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens [batch, time] of ``texts`` on the model's device, and which are valid (None: all)."""
+        room = self.length - self.ends.size
+        self.cut += sum(len(ids) > room for ids in texts)
+        longest = min(max(map(len, texts)), room) + self.ends.size
+        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
+        tokens, valid = lay([ids[:room] for ids in texts], self.ends, width)
+        device = device_of(self.model)
+        return torch.from_numpy(tokens).to(device), None if valid is None else torch.from_numpy(valid).to(device)
+
+    def note_cut(self) -> None:
+        """Note how many texts were cut."""
+        if self.cut:
+            note(
+                f"note: {plural(self.cut, 'text')} of more than {self.length} tokens, the training length, counted by "
+                "their beginning only."
+            )
+
+
+class TextEmbedder(TextReader):
+    """A run that makes vectors of texts by ``pooling`` its last hidden states: their mean, the first or the last."""
 
     def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, pooling: str) -> None:
         assert run.tokenizer is not None
-        self.tokenizer, self.model, self.pooling = run.tokenizer, model, pooling
-        self.causal = run.config.protocol is CausalModel
-        self.ends = BosEos() if self.causal else ends_of(model.config)
-        self.length = whole_length(run, model)
-        self.cut = 0
+        super().__init__(run, model, BosEos() if run.config.protocol is CausalModel else ends_of(model.config))
+        self.tokenizer, self.pooling = run.tokenizer, pooling
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [tokens]."""
@@ -295,15 +306,10 @@ class TextEmbedder:
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Embedded]:
         """Return the vectors of texts that come with their ids."""
-        room = self.length - self.ends.size
-        texts = [ids[:room] for _, ids in batch]
-        self.cut += sum(len(ids) > room for _, ids in batch)
-        longest = max(map(len, texts)) + self.ends.size
-        tokens, valid = lay(texts, self.ends, min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH))
-        device = device_of(self.model)
-        real = torch.from_numpy(np.ones(tokens.shape, bool) if valid is None else valid).to(device)
+        tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            encoded = self.model.hidden(torch.from_numpy(tokens).to(device), valid=None if valid is None else real)
+            encoded = self.model.hidden(tokens, valid=valid)
+            real = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
             vectors = pooled(encoded[0], real, self.pooling)
         return [Embedded("text", item.text, row) for (item, _), row in zip(batch, vectors.numpy(), strict=True)]
 

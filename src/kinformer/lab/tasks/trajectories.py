@@ -11,9 +11,9 @@ A training row is a stretch of an episode, three positions a step: return to go,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from math import isfinite, log, prod
+from math import hypot, isfinite, log, prod
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from kinformer.lab.control.acting import (
     Summary,
     cells,
     check_picture,
+    episode_text,
     remembering,
     returns_to_get,
     rollouts,
@@ -52,16 +53,19 @@ from kinformer.lab.tasks.answers import most_probable, spell_classes
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
+    LoadedRun,
+    Made,
     Predicted,
     PredictionSettings,
     TextTable,
+    TrainedRun,
     evaluated,
+    input_of,
+    part_of,
 )
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import Made, StepInput, input_of, part_of
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of
-from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.training.data_module import map_fields
 from kinformer.lab.training.logging import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
 from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite, spelled
 from kinformer.runtime.progress import progressing
@@ -82,7 +86,7 @@ def open_episodes(source: Source, options: TrajectoryOptions, cache: Path | None
 def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
     """Return the data of a run, or other data of its environment."""
     data = open_data(spec_of(run, spec), run.data.get("holdout"), run.options)
-    input: StepInput = input_of(run.config)
+    input = input_of(run.config)
     if (data.trajectories.state_dim, data.actions.dim) != (input.state_dim, input.action_dim):
         raise KinformerError(
             f"{data.name}: has states of {plural(data.trajectories.state_dim, 'number')} and "
@@ -173,11 +177,6 @@ def training_rows(plan: TrainingPlan) -> TrajectoryRows:
     return TrajectoryRows(plan.data, plan.settings, plan.config)
 
 
-def action_loss(model: nn.Module, data: DataModule | None) -> ActionLoss:
-    """Return the objective of the actions of episodes."""
-    return ActionLoss()
-
-
 # How good an agent is: its held-out actions, and its returns beside their targets, with 95 % confidence.
 
 SPLITS = ("train", "validation", "test")
@@ -193,21 +192,26 @@ class ReturnRow(Summary):
     steps_per_second: float
 
 
+def target_words(target: float | None) -> str:
+    """Return a target return as text; None is the best return of an episode."""
+    return "optimal" if target is None else f"{target:g}"
+
+
 def return_at(target: float | None) -> Metric:
     """Return the metric of the mean return of episodes that aim at ``target``."""
-    return Metric(f"return_at_{'optimal' if target is None else f'{target:g}'}", "return", lower_is_better=False)
+    return Metric(f"return_at_{target_words(target)}", "return", lower_is_better=False)
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on its held-out episodes and, where there is an environment, acting in it."""
     run, model = subject.run, subject.model
-    chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
-    data, started_at = data_of(run, evaluation_settings.data), time.perf_counter()
-    split = choose(evaluation_settings.split, SPLITS, "`split`")
-    note_other_data(run, data, evaluation_settings.data is not None)
-    metrics = _held_out(model, data, split, evaluation_settings.chunk)
+    chosen = import_named(options.env)  # before the run's own environment, whose module this may import
+    data, started_at = data_of(run, settings.data), time.perf_counter()
+    split = choose(settings.split, SPLITS, "`split`")
+    note_other_data(run, data, settings.data is not None)
+    metrics = _held_out(model, data, split, settings.chunk)
     shown = ", ".join(metric.text(value) for metric, value in metrics.items())
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
     env = chosen or data.env
@@ -215,34 +219,42 @@ def evaluate(
     baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
     facts: dict[str, object] = {"env": env, **baselines}
     if env is None:
-        _refuse_acting(evaluation_settings, task_options, str(run.folder))
+        acting = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+        for name in acting or ["seed"] * (settings.seed > 0):
+            raise KinformerError(f"{marked(name)}: {run.folder} names no environment; give `env` NAME too.")
         text.append(spelled("returns are measured in an environment: give `env` NAME\n"))
     else:
-        rows, clone = _acted(subject, data, env, task_options, evaluation_settings.seed, quiet)
+        rows, clone = _acted(subject, data, env, options, settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
         metrics |= {return_at(row["target"]): row["mean"] for row in rows}
-        if len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows):
+        ranked = len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows)
+        if ranked and differ(rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
-        text += _acting_text(env, rows, clone, baselines, metrics.get(RANK_CORRELATION), task_options.episodes)
-        if task_options.picture is not None:
+        optimal = ["optimal"] if "optimal_share" in rows[0] else []
+        headers = ("asked for", "return", "95 %", "steps", *optimal, "steps/s")
+        lines = [[target_words(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
+        lines += [] if clone is None else [["cloned behaviour", *cells(clone), ""]]
+        for name in ("best", "mean"):
+            lines.append([f"data, {name}", f"{baselines[f'data_{name}']:.2f}", *[""] * (len(headers) - 2)])
+        context = rows[0]["context_steps"]
+        how = remembering(context if isinstance(context, int) else None)
+        text.append(f"{plural(options.episodes, 'episode')} each in {env}, {how}\n")
+        text.append(TextTable(headers, lines, range(1, len(headers))))
+        if RANK_CORRELATION in metrics:
+            text.append(f"\nrank correlation of returns and targets {metrics[RANK_CORRELATION]:.3f}")
+        elif ranked:
+            why = "the returns differ by less than their 95 % intervals, which more `episodes` narrow"
+            text.append(spelled(f"\nno rank correlation of returns and targets: {why}"))
+        if options.picture is not None:
             from kinformer.lab.drawing.plots import plot_returns
 
-            plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(task_options.picture))
-            text.append(f"wrote {task_options.picture}")
+            plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(options.picture))
+            text.append(f"wrote {options.picture}")
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
     identity = data.identity | {"split": split}
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
     )
-
-
-def _refuse_acting(
-    evaluation_settings: EvaluationSettings, task_options: TrajectoryEvaluationOptions, folder: str
-) -> None:
-    """Refuse options of acting without an environment."""
-    acting = [option.name for option in fields(task_options) if getattr(task_options, option.name) != option.default]
-    for name in acting or ["seed"] * (evaluation_settings.seed > 0):
-        raise KinformerError(f"{marked(name)}: {folder} names no environment; give `env` NAME too.")
 
 
 def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
@@ -267,38 +279,33 @@ def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) 
     return {metric: sums[name] * factor / sums["predicted"] for metric, name, factor in metrics if name in sums}
 
 
-def agent_of(subject: LoadedRun, data: TrajectoryData, task_options: Acting, seed: int) -> TrajectoryAgent:
-    """Return the run as a policy that remembers as ``task_options`` say, or as in training."""
-    drawing = ActionSampler(data.actions, task_options.action_temperature, seed)
+def agent_of(subject: LoadedRun, data: TrajectoryData, options: Acting, seed: int) -> TrajectoryAgent:
+    """Return the run as a policy that remembers as ``options`` say, or as in training."""
+    drawing = ActionSampler(data.actions, options.action_temperature, seed)
     trained, longest = subject.run.training.get("length"), int(data.trajectories.lengths.max())
     steps = longest if trained is None else max(1, trained // PER_STEP)
-    context = task_options.context
-    if task_options.context_steps is None and not streamable(subject.model) and steps < longest:
+    context = options.context
+    if options.context_steps is None and not streamable(subject.model) and steps < longest:
         context = steps
     return TrajectoryAgent(subject.model, drawing, context)
 
 
 def _acted(
-    subject: LoadedRun,
-    data: TrajectoryData,
-    env: str,
-    task_options: TrajectoryEvaluationOptions,
-    seed: int,
-    quiet: bool,
+    subject: LoadedRun, data: TrajectoryData, env: str, options: TrajectoryEvaluationOptions, seed: int, quiet: bool
 ) -> tuple[list[ReturnRow], Summary | None]:
     """Act in ``env``; return the results for every target, and the results of cloned behaviour, if any."""
     environment = Environments(env)
     check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{subject.run.folder}")
     environment.close()
     best = float(data.trajectories.returns[data.trajectories.splits["train"]].max())
-    targets = (best,) if task_options.target is None else targets_of(task_options.target)
-    agent = agent_of(subject, data, task_options, seed)
+    targets = (best,) if options.target is None else targets_of(options.target)
+    agent = agent_of(subject, data, options, seed)
     rows: list[ReturnRow] = []
     episodes: list[dict[str, object]] = []
     with progressing(quiet, "acting") as progress:
         for target in targets:
             started_at = time.perf_counter()
-            trajectories = rollouts(agent, env, target, task_options.episodes, MEASURED_SEEDS + seed, progress)
+            trajectories = rollouts(agent, env, target, options.episodes, MEASURED_SEEDS + seed, progress)
             seconds = time.perf_counter() - started_at
             episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
             row: ReturnRow = {
@@ -308,53 +315,28 @@ def _acted(
                 "steps_per_second": float(trajectories.lengths.sum()) / seconds,
             }
             rows.append(row)
-        task_options.write_predictions(episodes)
+        options.write_predictions(episodes)
         clone = None
-        if task_options.cloning_steps:
-            policy = Clone(data, task_options.cloning_steps, agent.drawing, seed)
-            clone = summary(rollouts(policy, env, 0.0, task_options.episodes, MEASURED_SEEDS + seed))
+        if options.cloning_steps:
+            policy = Clone(data, options.cloning_steps, agent.drawing, seed)
+            clone = summary(rollouts(policy, env, 0.0, options.episodes, MEASURED_SEEDS + seed))
     return rows, clone
+
+
+def differ(rows: Sequence[ReturnRow]) -> bool:
+    """Return whether the lowest and the highest mean return differ by more than chance: by more than the half width of
+    the 95 % interval of their difference."""
+    low, high = min(rows, key=lambda row: row["mean"]), max(rows, key=lambda row: row["mean"])
+    return high["mean"] - low["mean"] > hypot(low["confidence"], high["confidence"])
 
 
 def facts_correlation(rows: Sequence[ReturnRow]) -> float:
     """Return Spearman's correlation of mean returns and targets; 0 where all returns are alike."""
-    targets, returns = (_ranks(np.array([row[name] for row in rows])) for name in ("target", "mean"))
-    if returns.std() == 0:
-        return 0.0
-    return float(np.corrcoef(targets, returns)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 0 of ``values`` [n]; equal values share the mean of their ranks."""
-    return ((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2
-
-
-def _acting_text(
-    env: str,
-    rows: Sequence[ReturnRow],
-    clone: Summary | None,
-    of_data: Mapping[str, float],
-    correlation: float | None,
-    episodes: int,
-) -> list[str | TextTable]:
-    optimal = "optimal_share" in rows[0]
-    lines = [[_shown(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
-    if clone is not None:
-        lines.append(["cloned behaviour", *cells(clone), ""])
-    lines.append(["data, best", f"{of_data['data_best']:.2f}", "", "", *([""] * optimal), ""])
-    lines.append(["data, mean", f"{of_data['data_mean']:.2f}", "", "", *([""] * optimal), ""])
-    headers = ("asked for", "return", "95 %", "steps", *(["optimal"] if optimal else []), "steps/s")
-    context = rows[0]["context_steps"]
-    how = remembering(context if isinstance(context, int) else None)
-    text: list[str | TextTable] = [f"{plural(episodes, 'episode')} each in {env}, {how}\n"]
-    text.append(TextTable(headers, lines, range(1, len(headers))))
-    if correlation is not None:
-        text.append(f"\nrank correlation of returns and targets {correlation:.3f}")
-    return text
-
-
-def _shown(target: float | None) -> str:
-    return "optimal" if target is None else f"{target:g}"
+    ranks = []
+    for values in (np.array([row[name] for row in rows]) for name in ("target", "mean")):
+        # from 0; equal values share the mean of their ranks
+        ranks.append(((values[:, None] > values).sum(1) + (values[:, None] >= values).sum(1) - 1) / 2)
+    return 0.0 if ranks[1].std() == 0 else float(np.corrcoef(*ranks)[0, 1])
 
 
 # One episode of an agent with a target return.
@@ -381,41 +363,24 @@ def play(
     try:
         check_environment(environment, data.trajectories.state_dim, data.trajectories.discrete, f"{run.folder}")
         agent = agent_of(subject, data, task_options, options.seed)
-        return _played(subject, environment, agent, targets[0], task_options.render, options.seed, write)
+        observation = environment.reset([options.seed])
+        target = float(returns_to_get(environment, targets[0])[0])
+        played = play_episode(environment, agent, observation, target, task_options.render, write)
     finally:
         environment.close()
-
-
-def _played(
-    subject: LoadedRun,
-    environment: Environments,
-    agent: TrajectoryAgent,
-    target: float | None,
-    render: str | None,
-    seed: int,
-    write: Callable[[str], None] | None,
-) -> Made:
-    observation = environment.reset([seed])
-    target = float(returns_to_get(environment, target)[0])
-    episode = play_episode(environment, agent, observation, target, render, write)
-    played = episode.facts
     facts = {
-        "run": str(subject.run.folder), "env": environment.name, "target": target, **played, "seed": seed,
-        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": render,
+        "run": str(run.folder), "env": env, "target": target, **played, "seed": options.seed,
+        "state_bytes": agent.state_bytes, "context_steps": agent.context or "carried", "render": task_options.render,
     }  # fmt: skip
-    text = (
-        f"return {played['return']:g} of {target:g} asked for, {plural(played['steps'], 'step')} in "
-        f"{environment.name}, {played['steps_per_second']:.1f} steps/s; "
-        f"state {plural(agent.state_bytes, 'byte')}; seed {seed}"
-    )
-    return Made(facts, text if render is None else f"{text}; wrote {render}")
+    text = episode_text(env, played, target, agent, options.seed)
+    return Made(facts, text if task_options.render is None else f"{text}; wrote {task_options.render}")
 
 
 # The actions that a run would take at every step of recorded episodes, after what was done before it.
 
 
 def predict(
-    subject: LoadedRun, source: object, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: object, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
 

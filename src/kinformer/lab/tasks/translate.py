@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import isfinite, lcm, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,19 +34,20 @@ from kinformer.lab.data.buckets import TokenBatches
 from kinformer.lab.data.labelled import LABEL_NAMES, TEXT_NAMES, Columns, TextItem, TextSource
 from kinformer.lab.data.pairs import NUMBER_WORDS, Languages, Pairs, Parallel, open_pairs
 from kinformer.lab.data.tokenizer import Tokenizer, as_bytes
-from kinformer.lab.evaluation.depths import (
-    LAYERS_PER_TOKEN,
-    Exited,
-    early_exit_stack,
-    noting_exits,
-    saved,
-    with_rule,
+from kinformer.lab.evaluation.depths import LAYERS_PER_TOKEN, Exited, early_exit_stack, noting_exits, saved, with_rule
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Predicted,
+    PredictionSettings,
+    TrainedRun,
+    arriving,
+    evaluated,
+    in_batches,
 )
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, Predicted, PredictionSettings, evaluated
 from kinformer.lab.tasks.next_token import Generated, Sample
 from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
-from kinformer.lab.tasks.runs import LoadedRun, TrainedRun
-from kinformer.lab.tasks.shared import arriving, in_batches
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_ids,
@@ -64,10 +65,6 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite
 from kinformer.runtime.progress import note, note_once, progressing
-
-if TYPE_CHECKING:
-    pass
-
 
 # The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
 
@@ -140,13 +137,13 @@ class HeldOutPairs(NamedTuple):
     same: bool
 
 
-def held_out_pairs(run: TrainedRun, evaluation_settings: EvaluationSettings) -> HeldOutPairs:
+def held_out_pairs(run: TrainedRun, settings: EvaluationSettings) -> HeldOutPairs:
     """Open the part of the pairs to measure on; a note says where it is not the run's own."""
-    spec = spec_of(run, evaluation_settings.data)
+    spec = spec_of(run, settings.data)
     holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
     data = open_parallel(Source(spec, holdout, run.tokenizer), run.options)
-    same = note_other_data(run, data, evaluation_settings.data is not None)
-    return HeldOutPairs(data, data.splits[choose(evaluation_settings.split, data.splits, "`split`")], same)
+    same = note_other_data(run, data, settings.data is not None)
+    return HeldOutPairs(data, data.splits[choose(settings.split, data.splits, "`split`")], same)
 
 
 # Rows of pairs for an encoder-decoder, in batches of this many tokens, and the objective of translating them.
@@ -415,7 +412,10 @@ class Translator:
             tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
             room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
             limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
-            for number, hypothesis in zip(full, self._searched(tokens, valid, limits), strict=True):
+            with torch.inference_mode():
+                searched = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
+            self.state_bytes = max(self.state_bytes, searched.state_bytes)
+            for number, hypothesis in zip(full, searched.best, strict=True):
                 hypotheses[number] = hypothesis
         return hypotheses
 
@@ -430,14 +430,6 @@ class Translator:
                     f"model reads sources of {longest} at most; split it."
                 )
         return ids
-
-    def _searched(self, tokens: Tensor, valid: Tensor, limits: Sequence[int]) -> list[Hypothesis]:
-        import torch
-
-        with torch.inference_mode():
-            hypotheses = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
-        self.state_bytes = max(self.state_bytes, hypotheses.state_bytes)
-        return hypotheses.best
 
     def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
         """Return ``exited`` with the savings of early exits for a token in the middle of a translation, where ``lines``
@@ -614,39 +606,39 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: TranslateEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: TranslateEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on held-out pairs: how well it predicts the references, and how similar its translations are."""
     check_ends(subject.run.config)
-    data, pairs, same = held_out_pairs(subject.run, evaluation_settings)
-    pairs = Pairs(pairs.source[: task_options.first], pairs.target[: task_options.first])
+    data, pairs, same = held_out_pairs(subject.run, settings)
+    pairs = Pairs(pairs.source[: options.first], pairs.target[: options.first])
     scores([""], [""])  # before an hour's work
     started_at = time.perf_counter()
-    bits = bits_per_byte(subject, data, pairs, evaluation_settings.chunk)
+    bits = bits_per_byte(subject, data, pairs, settings.chunk)
     with noting_exits(subject.model) as leaving:
-        translations = translated(subject, pairs, task_options, quiet)
+        translations = translated(subject, pairs, options, quiet)
     seconds = time.perf_counter() - started_at
     references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
     scored, copied = scores(translations, references), scores(sources, references)
     metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
-    exits, beside, lines = beside_all_layers(subject, pairs, task_options, leaving.result, quiet)
+    exits, beside, lines = beside_all_layers(subject, pairs, options, leaving.result, quiet)
     metrics |= {} if exits is None else {LAYERS_PER_TOKEN: exits.layers_per_token}
-    identity = identity_of_part(data, evaluation_settings.split, same)
+    identity = identity_of_part(data, settings.split, same)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
     examples = [
         {"source": source, "translation": translation, "reference": reference}
         for source, translation, reference in zip(sources, translations, references, strict=True)
     ]
-    task_options.write_predictions(examples)
+    options.write_predictions(examples)
     facts = baselines | beside | {
         "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
-        "beam": task_options.beam,
-        "length_penalty": task_options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
+        "beam": options.beam,
+        "length_penalty": options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
     }  # fmt: skip
     text = (
-        heading(subject, data, evaluation_settings.split),
+        heading(subject, data, settings.split),
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
-        f"({_search(task_options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"({_search(options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *lines,
         *(
@@ -660,16 +652,16 @@ def evaluate(
 
 
 def beside_all_layers(
-    subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
+    subject: LoadedRun, pairs: Pairs, options: TranslateEvaluationOptions, exits: Exited | None, quiet: bool
 ) -> tuple[Exited | None, dict[str, object], tuple[str, ...]]:
     """Return the savings of early exits, with facts and text that compare the translations by all layers; nothing where
     no token could leave early."""
     if exits is None:
         return None, {}, ()
-    translator = Translator(subject, task_options)
+    translator = Translator(subject, options)
     early = early_exit_stack(subject.model)
     with with_rule(early, None):
-        translations = translated(subject, pairs, task_options, quiet)
+        translations = translated(subject, pairs, options, quiet)
     references = [line.decode() for line in pairs.target]
     sources, written = (
         sum(len(ids) for ids in translator.tokenizer.encode_batch(side))
@@ -682,10 +674,10 @@ def beside_all_layers(
     return exits, facts, (text,)
 
 
-def _search(task_options: TranslateEvaluationOptions) -> str:
-    if task_options.beam == 1:
+def _search(options: TranslateEvaluationOptions) -> str:
+    if options.beam == 1:
         return "greedy"
-    return f"beam {task_options.beam}, length penalty {task_options.length_penalty:g}"
+    return f"beam {options.beam}, length penalty {options.length_penalty:g}"
 
 
 def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
@@ -702,13 +694,13 @@ def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int)
     return nats / log(2) / count
 
 
-def translated(subject: LoadedRun, pairs: Pairs, task_options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
+def translated(subject: LoadedRun, pairs: Pairs, options: TranslateEvaluationOptions, quiet: bool) -> list[str]:
     """Return the translation of every source, in order; sources of similar length are translated together."""
-    translator, result = Translator(subject, task_options), [""] * len(pairs.source)
+    translator, result = Translator(subject, options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
     with progressing(quiet, "translating") as progress:
-        for first in range(0, len(order), task_options.batch_size):
-            some = order[first : first + task_options.batch_size]
+        for first in range(0, len(order), options.batch_size):
+            some = order[first : first + options.batch_size]
             for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
                 result[index] = translator.text(hypothesis)
             if progress is not None:

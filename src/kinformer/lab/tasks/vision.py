@@ -25,25 +25,32 @@ from torch.nn import functional
 
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.pattern import check_grid
+from kinformer.inputs.images import Patches
 from kinformer.lab.data import IGNORED, ImageData, Images, read_images
 from kinformer.lab.data.sampling import in_epochs, mix
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
+    LabelMeasurement,
     by_class,
     classes_of,
     most_probable,
     numbers_of,
     spell_classes,
 )
-from kinformer.lab.tasks.classify import LabelMeasurement
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     FileSource,
+    LoadedRun,
+    Made,
     Predicted,
     PredictionSettings,
+    TrainedRun,
+    batched,
     evaluated,
+    input_of,
+    part_of,
 )
 from kinformer.lab.tasks.images import (
     Augmented,
@@ -56,10 +63,9 @@ from kinformer.lab.tasks.images import (
     picture_batches,
     pictures,
     pictures_in,
+    require_channels,
 )
-from kinformer.lab.tasks.options import VisionEvaluationOptions, VisionOptions
-from kinformer.lab.tasks.runs import LoadedRun
-from kinformer.lab.tasks.shared import Made, PatchInput, batched, input_of, part_of
+from kinformer.lab.tasks.options import FirstImages, VisionEvaluationOptions, VisionOptions
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
@@ -112,7 +118,7 @@ def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = No
     text = config.input.kind not in (INPUT, TILES)
     if text:
         changes |= {"position": "none", "input": INPUT}
-    input: PatchInput = input_of(config)
+    input: Patches.Config = input_of(config)
     if data is None or (not text and input.mean):
         return changes
     if config.input.kind == TILES:
@@ -140,7 +146,7 @@ def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
     """Return the overrides of an input of tiles. Patches have the recipe's size, reduced in proportion for smaller
     images, but two pixels or more where four tiles of such patches fit on a side. A tile has as many patches on a side,
     and a region as many tiles, as the recipe has."""
-    levels: list[PatchInput] = [input_of(config)]
+    levels: list[Patches.Config] = [input_of(config)]
     while config.input.kind == TILES:
         config = part_of(config.input, "encoder")
         levels.insert(0, input_of(config))
@@ -177,7 +183,7 @@ def length_of(data: ImageData, config: ModelConfig) -> int:
             f"`set` input={config.input.kind}: images need the input patches or tiles; leave it out, or choose "
             "another task."
         )
-    input: PatchInput = input_of(config)
+    input: Patches.Config = input_of(config)
     return input.replace(size=data.shape[:2]).length
 
 
@@ -197,7 +203,7 @@ def check_images_read(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model of images of other channels, or whose patterns are for another grid of patches."""
     check_channels(plan)
     if plan.config.input.kind == INPUT:
-        recipe: PatchInput = input_of(plan.config)
+        recipe: Patches.Config = input_of(plan.config)
         input = recipe.replace(size=plan.data.shape[:2])
         for module in model.modules():
             check_grid(getattr(module, "pattern", None), input.grid, input.length)
@@ -205,7 +211,7 @@ def check_images_read(plan: TrainingPlan, model: nn.Module) -> None:
 
 def check_channels(plan: TrainingPlan) -> None:
     """Refuse a model of images of other channels."""
-    input: PatchInput = input_of(plan.config)
+    input: Patches.Config = input_of(plan.config)
     data = plan.data
     if input.channels != data.shape[2]:
         raise KinformerError(
@@ -239,7 +245,28 @@ class ImageBatch(NamedTuple):
         return self.positions.numel()
 
 
-class ImageRows(DataModule):
+class HeldOutRows(DataModule):
+    """Rows whose validation has the first ``held_out`` items of a split."""
+
+    settings: Settings
+    held_out: int
+
+    @property
+    def validations(self) -> int:
+        return -(-self.held_out // self.settings.batch_size)
+
+    def shares(self, rank: int, world: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the numbers of the process's items of each batch, and which count: where a batch cannot be shared
+        evenly, its last item is repeated."""
+        rows = self.settings.batch_size
+        for first in range(0, self.held_out, rows):
+            count = min(rows, self.held_out - first)
+            share = -(-count // world)
+            place = np.arange(rank * share, (rank + 1) * share)
+            yield first + np.minimum(place, count - 1), place < count
+
+
+class ImageRows(HeldOutRows):
     """Training images in a new order in every epoch, and the first validation images.
 
     ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
@@ -255,10 +282,6 @@ class ImageRows(DataModule):
         enough = ceil(settings.validation_tokens / settings.length)
         self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
 
-    @property
-    def validations(self) -> int:
-        return -(-self.held_out // self.settings.batch_size)
-
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
         rows = self.settings.batch_size
@@ -273,13 +296,9 @@ class ImageRows(DataModule):
         return take_rows(self._batch(*augmented), slice(rank * share, (rank + 1) * share))
 
     def validation(self, rank: int, world: int) -> Iterator[ImageBatch]:
-        rows = self.settings.batch_size
-        for first in range(0, self.held_out, rows):
-            count = min(rows, self.held_out - first)
-            share = -(-count // world)
-            indices = np.arange(rank * share, (rank + 1) * share)
-            images, labels = self._read(self.data.validation, first + np.minimum(indices, count - 1))
-            yield self._batch(images, labels.masked_fill(torch.from_numpy(indices >= count), IGNORED))
+        for index, counts in self.shares(rank, world):
+            images, labels = self._read(self.data.validation, index)
+            yield self._batch(images, labels.masked_fill(torch.from_numpy(~counts), IGNORED))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
@@ -471,22 +490,23 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 
 
 def evaluate(
-    subject: LoadedRun, evaluation_settings: EvaluationSettings, task_options: VisionEvaluationOptions, quiet: bool
+    subject: LoadedRun, settings: EvaluationSettings, options: VisionEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on held-out images, class by class, beside the most frequent class."""
-    result, same, images = _images(subject, evaluation_settings)
-    classes = classes_of(subject.run)
-    count = len(images) if task_options.max_items is None else min(task_options.max_items, len(images))
+    result, images, count, same = held_out_images(subject.run, settings, options, labelled=True)
+    classes, number = classes_of(subject.run), numbers_of(subject.run, result.name, result.classes)
+    assert images.labels is not None
+    labels = number[np.asarray(images.labels)]
+    images = replace(images, labels=labels)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
-        predictions = None if task_options.predictions is None else ClassPredictions(count)
+        predictions = None if options.predictions is None else ClassPredictions(count)
         measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
     if predictions is not None:
-        assert images.labels is not None
-        task_options.write_predictions(predictions.rows(images.labels, classes))
+        options.write_predictions(predictions.rows(labels, classes))
     counts, table = by_class(classes, measured, "images")
     text = (
-        heading(subject, result, evaluation_settings.split),
+        heading(subject, result, settings.split),
         f"accuracy {measured.accuracy:.1%}, top-5 {measured.top_5:.1%}, {measured.bits:.4f} bits per label, "
         f"calibration error {measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of "
         "the most frequent class\n",
@@ -497,38 +517,34 @@ def evaluate(
         BITS_PER_LABEL: measured.bits,
         CALIBRATION_ERROR: measured.calibration_error,
     }
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, evaluation_settings.split, same)
+    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
     facts = baselines | {"measured_images": count, "top_5_accuracy": measured.top_5, "per_class": counts}
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=started_at
     )
 
 
-def _images(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
-    """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
-    images, same, part = labelled_part(subject, evaluation_settings)
-    number = numbers_of(subject.run, images.name, images.classes)
-    assert part.labels is not None
-    return images, same, replace(part, labels=number[np.asarray(part.labels)])
+class HeldOut(NamedTuple):
+    """The images that a run is measured on: the first ``used`` of the split ``part`` of ``data``; ``same`` says
+    whether this is the run's own data."""
+
+    data: ImageData
+    part: Images
+    used: int
+    same: bool
 
 
-def labelled_part(subject: LoadedRun, evaluation_settings: EvaluationSettings) -> tuple[ImageData, bool, Images]:
-    """Return the data, whether it is the run's own, and the part to measure on, whose images have labels and the
-    model's channels."""
-    run, model = subject.run, subject.model
-    images = read_images(
-        spec_of(run, evaluation_settings.data), holdout=run.data.get("holdout"), size=run.options.resize
-    )
-    same = note_other_data(run, images, evaluation_settings.data is not None)
-    if not images.classes:
-        raise KinformerError(f"{images.name}: its images do not have labels to measure by; give others.")
-    part = images.splits[choose(evaluation_settings.split, images.splits, "`split`")]
-    if part.shape[2] != model.config.input.channels:
-        raise KinformerError(
-            f"{images.name}: its images have {plural(part.shape[2], 'channel')}, but {run.folder} reads "
-            f"{model.config.input.channels}; give others."
-        )
-    return images, same, part
+def held_out_images(
+    run: TrainedRun, settings: EvaluationSettings, options: FirstImages, labelled: bool = False
+) -> HeldOut:
+    """Return the images that ``settings`` name, or the images of ``run``; ``labelled``: they must have labels."""
+    data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
+    same = note_other_data(run, data, settings.data is not None)
+    if labelled and not data.classes:
+        raise KinformerError(f"{data.name}: its images do not have labels to measure by; give others.")
+    require_channels(data, run)
+    part = data.splits[choose(settings.split, data.splits, "`split`")]
+    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
 
 
 # The most probable classes of pictures: of a file, of the files in a folder, or of test images.
@@ -567,7 +583,7 @@ def classify(
 
 
 def predict(
-    subject: LoadedRun, source: FileSource, settings: PredictionSettings, task_options: NoOptions
+    subject: LoadedRun, source: FileSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the most probable classes of the images of ``source``, in order: a picture, all in a folder and its
     folders, the test images of data, or a list of pictures' paths."""

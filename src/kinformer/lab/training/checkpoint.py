@@ -211,10 +211,21 @@ class Checkpoints:
                 raise KinformerError(f"{folder / PLAN}: is not of schema {SHARDED_SCHEMA} or before, as it must be")
             if plan.pop("sha256") != _digest(plan):
                 raise KinformerError(f"{folder / PLAN}: is damaged (it does not match its checksum)")
-            shards = _shards(folder, plan)
+            shards = None
+            if plan["schema"] != SCHEMA:
+                from kinformer.lab.training.shards import open_shards
+
+                shards = open_shards(folder, plan["shards"])
             names = plan["files"].keys() | ({path.split("/")[0] for path in shards.forms} if shards else set())
             _check(plan, step, names, required)
-            files = {name: _load(folder / f"{name}.safetensors", digest) for name, digest in plan["files"].items()}
+            files = {}
+            for name, digest in plan["files"].items():
+                files[name], metadata = load_tensors(folder / f"{name}.safetensors")
+                if metadata.get(DIGEST) != digest:
+                    raise KinformerError(
+                        f"{folder / f'{name}.safetensors'}: is not the file that the checkpoint's plan names; restore "
+                        "it from a copy."
+                    )
         if shards and group and verified:
             group.on_all(lambda: shards.verify(group.rank, group.world))
         elif shards and verified:
@@ -290,14 +301,6 @@ def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def _shards(folder: Path, plan: JsonObject) -> Shards | None:
-    if plan["schema"] == SCHEMA:
-        return None
-    from kinformer.lab.training.shards import open_shards
-
-    return open_shards(folder, plan["shards"])
-
-
 def _check(plan: Mapping[str, object], step: int, groups: set[str], required: frozenset[str]) -> None:
     """Raise unless ``plan``, which holds ``groups``, is the plan of step ``step`` of a run."""
     if type(plan["step"]) is not int or plan["step"] != step:
@@ -312,13 +315,6 @@ def _check(plan: Mapping[str, object], step: int, groups: set[str], required: fr
     for name, kinds in (("total", (int,)), ("seconds", (int, float))):
         if name in numbers and (not isinstance(numbers[name], kinds) or isinstance(numbers[name], bool)):
             raise ValueError(f"its {name} is {numbers[name]!r}, not a number")
-
-
-def _load(path: Path, digest: str) -> dict[str, Tensor]:
-    tensors, metadata = load_tensors(path)
-    if metadata.get(DIGEST) != digest:
-        raise KinformerError(f"{path}: is not the file that the checkpoint's plan names; restore it from a copy.")
-    return tensors
 
 
 def _pause(point: str) -> None:

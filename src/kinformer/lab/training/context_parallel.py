@@ -163,8 +163,11 @@ def hand_on(mixer: nn.Module, stretches: Stretches) -> None:
 
     def enter(_: nn.Module, inputs: Inputs) -> Inputs:
         chunk, state, *rest = inputs
-        x, state = _received(chunk.x, state, stretches)
-        return chunk._replace(x=x), state, *rest
+        if stretches.number == 0:
+            return inputs
+        x, *leaves = _Received.apply(chunk.x, _marker(), stretches, *(leaf.dtype for leaf in tensors(state)))
+        order = iter(leaves)
+        return chunk._replace(x=x), map_tensors(lambda _: next(order), state), *rest
 
     def leave(_: nn.Module, __: Inputs, outputs: Outputs) -> Outputs:
         y, state, *rest = outputs
@@ -180,14 +183,6 @@ def hand_on(mixer: nn.Module, stretches: Stretches) -> None:
 def _marker() -> Tensor:
     """Return a scalar that requires a gradient, so that all processes run the backward of their exchanges."""
     return torch.ones((), requires_grad=torch.is_grad_enabled())
-
-
-def _received(x: Tensor, state: State, stretches: Stretches) -> tuple[Tensor, State]:
-    if stretches.number == 0:
-        return x, state
-    x, *leaves = _Received.apply(x, _marker(), stretches, *(leaf.dtype for leaf in tensors(state)))
-    order = iter(leaves)
-    return x, map_tensors(lambda _: next(order), state)
 
 
 def _last(state: State, stretches: Stretches) -> State:
@@ -284,8 +279,6 @@ def check_time(model: nn.Module, ring: bool) -> None:
     if readers_of(model) == [model]:
         return
     _check_stack(stack)
-    if stack.adaptive:
-        raise _unshared(stack.config, "how many layers it applies depends on the tokens")
     waiting = [mixer for mixer in mixers_of(stack) if not crosses(mixer)]
     if stack.config.recomputes and waiting:
         raise _unshared(
@@ -317,8 +310,6 @@ def _check_reader(reader: Any, ring: bool) -> None:
     if config.global_tokens or config.global_input is not None:
         raise _unshared(config, "its global tokens see the whole row from one process")
     _check_stack(stack)
-    if stack.adaptive:
-        raise _unshared(stack.config, "how many layers it applies depends on the tokens")
     for mixer in stack.modules():
         if isinstance(mixer, EncoderMixer) and not mixer.crosses:
             raise _unshared(config, f"the mixer {type(mixer).__name__} needs a whole row at once")
@@ -331,6 +322,8 @@ def _check_stack(stack: Stack) -> None:
         raise _unshared(stack.config, "it computes layers again in the backward pass")
     if stack.config.stochastic_depth:
         raise _unshared(stack.config, "it drops sublayers for whole rows, but processes draw for themselves")
+    if stack.adaptive:
+        raise _unshared(stack.config, "how many layers it applies depends on the tokens")
 
 
 def _unshared(config: Config | None, why: str) -> KinformerError:
@@ -350,18 +343,9 @@ def readers_of(model: Any) -> list[Any]:
 
 def mixers_of(stack: Stack) -> list[CausalMixer]:
     """Return the causal mixers of ``stack``, without mixers inside other mixers."""
-    mixers: dict[CausalMixer, None] = {}
-    inner = {
-        part
-        for mixer in stack.modules()
-        if isinstance(mixer, CausalMixer)
-        for part in mixer.modules()
-        if part is not mixer
-    }
-    for module in stack.modules():
-        if isinstance(module, CausalMixer) and module not in inner:
-            mixers[module] = None
-    return list(mixers)
+    mixers = [module for module in stack.modules() if isinstance(module, CausalMixer)]
+    inner = {part for mixer in mixers for part in mixer.modules() if part is not mixer}
+    return [mixer for mixer in mixers if mixer not in inner]
 
 
 def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:

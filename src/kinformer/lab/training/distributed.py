@@ -15,29 +15,77 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kinformer.core.contract import ReadsSource
 from kinformer.core.model import modules_of
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveModule
-from kinformer.lab.training.interrupt import SIGNALS, heeded
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.autograd import Context
 from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
+
+# Ctrl-C, a scheduler's SIGTERM and a terminal's SIGHUP end a run in good order: after the step, with a checkpoint.
+
+
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_SECONDS = 1.0
+
+
+class Interrupt:
+    """A context manager that handles signals. It notes the first signal in ``signal`` and reports it unless ``quiet``;
+    a second signal ends the process at once.
+
+    A terminal that closes sends SIGHUP twice, so a second SIGHUP changes nothing. Under nohup SIGHUP stays ignored.
+    A launcher repeats the signal that the terminal has already sent to all processes. With ``echoed`` a second signal
+    within ``ECHO_SECONDS`` therefore counts as the first.
+    """
+
+    def __init__(self, echoed: bool = False, quiet: bool = True) -> None:
+        self.signal, self.quiet = 0, quiet
+        self._echo = ECHO_SECONDS if echoed else 0.0
+        self._at = 0.0
+        self._before: dict[int, Handler] = {}
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in heeded()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if not self.signal:
+            self.signal, self._at = number, time.monotonic()
+            text = f"kinformer: {signal.Signals(number).name}: finishing this step, then saving.\n"
+            if not self.quiet:  # straight to the descriptor: Python's own stream may be in the middle of a write
+                with suppress(OSError):
+                    os.write(2, text.encode())
+        elif number != signal.SIGHUP and time.monotonic() - self._at >= self._echo:
+            os._exit(128 + number)
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """Return the signals that end this process: without SIGHUP where the process ignores it, as under nohup."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in SIGNALS if not (nohup and number == signal.SIGHUP))
+
 
 # Processes that torchrun starts find each other in torchrun's store, with a prefix that every start has for itself.
 #
@@ -461,7 +509,15 @@ def average_gradients(engine: nn.Module) -> None:
 def check_divided(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
     """Raise for runs of several processes that do more with the model than compute losses of its rows."""
     if group.context > 1:
-        _check_stretches(data, objective, settings, group)
+        place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
+        if not (data.by_time and getattr(objective, "by_token", False)):
+            raise KinformerError(
+                f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train "
+                "with the task next-token, mlm, classify or translate and its first objective, or leave it out."
+            )
+        check_length(settings, group)
+        if settings.compile:
+            raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
     if group.tensor == 1:
         return
     if type(data).begin is not DataModule.begin:
@@ -473,19 +529,6 @@ def check_divided(data: DataModule, objective: object, settings: Settings, group
         raise KinformerError(
             f"`parallel` tp={group.tensor}: `compile` does not see how processes add up their parts; leave one out."
         )
-
-
-def _check_stretches(data: DataModule, objective: object, settings: Settings, group: Group) -> None:
-    """Raise for rows that cannot be cut along time into stretches of one length."""
-    place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
-    if not (data.by_time and getattr(objective, "by_token", False)):
-        raise KinformerError(
-            f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train with "
-            "the task next-token, mlm, classify or translate and its first objective, or leave it out."
-        )
-    check_length(settings, group)
-    if settings.compile:
-        raise KinformerError(f"{place}: `compile` does not see what processes send each other; leave one out.")
 
 
 def check_length(settings: Settings, group: Group) -> None:
@@ -529,44 +572,15 @@ def check_shared(model: nn.Module, group: Group) -> None:
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
-    return _Copied.apply(x, mesh.get_group())
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
-    return _Summed.apply(y, mesh.get_group())
+    return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
     spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-        ctx.processes = processes
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.processes), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, y: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-        return _all_reduced(y, processes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _all_reduced(x: Tensor, processes: distributed.ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    distributed.all_reduce(x, group=processes)
-    return x

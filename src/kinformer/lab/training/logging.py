@@ -159,8 +159,9 @@ class Log:
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
-        lines = [line for line in _lines(path) if _step(line) <= resumed]
-        write_atomic(path, lambda target: _fill(target, lines))
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        lines = [line for line in text.splitlines(keepends=True) if line[-1] == "\n" and _step(line) <= resumed]
+        write_atomic(path, lambda target: target.write_text("".join(lines), encoding="utf-8"))
         self._file = path.open("a", encoding="utf-8")
         self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
 
@@ -176,20 +177,6 @@ class Log:
         self._file.close()
         if self._events is not None:
             self._events.close()
-
-
-def _fill(path: Path, lines: list[str]) -> None:
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    return [
-        line
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        if line[-1] == "\n"
-    ]
 
 
 def _step(line: str) -> float:

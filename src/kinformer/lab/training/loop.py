@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kinformer.core import state as states
 from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_for_resampling, regularization_metrics
 from kinformer.core.model import modules_of
 from kinformer.core.state import State
 from kinformer.lab.data.sampling import mix
-from kinformer.lab.training.averaging import MovingAverage, mean_weights, replaced
-from kinformer.lab.training.carried import Carried
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -49,10 +48,16 @@ from kinformer.lab.training.data_module import (
     rows_of,
     take_rows,
 )
-from kinformer.lab.training.distributed import Group, average_gradients, check_divided, compile_units, wrapped
-from kinformer.lab.training.interrupt import Interrupt
+from kinformer.lab.training.distributed import (
+    Group,
+    Interrupt,
+    average_gradients,
+    check_divided,
+    compile_units,
+    wrapped,
+)
 from kinformer.lab.training.logging import Log, Metric, Result, Silence, TrainingProgress
-from kinformer.lab.training.optimisers import Optimiser, finite, gather
+from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
     PROBE_SHARE,
@@ -61,15 +66,116 @@ from kinformer.lab.training.schedule import (
     Pace,
     seconds_of,
     seconds_per_step,
+    stage_at,
 )
 from kinformer.lab.training.settings import Settings
 from kinformer.lab.training.shards import Part, part_of
-from kinformer.lab.training.stages import stage_at
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import is_here, reading
 from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
+
+if TYPE_CHECKING:
+    from kinformer.core.state import State
+    from kinformer.lab.training.distributed import Group
+
+
+# States carried from step to step: one per accumulated part of each process, stored in checkpoints by row.
+
+
+class Carried:
+    """The states of this process's ``parts`` accumulated parts; None before the first step.
+
+    A checkpoint holds the leaves of all parts of all processes, in the order of the global batch's rows, so that a run
+    with another number of processes or parts can read them.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self.states: list[State] = [None] * parts
+        self.cuts: list[int | None] = []
+
+    def clear(self) -> None:
+        """Reset all parts to the initial state."""
+        self.states = [None] * len(self.states)
+
+    def put(self, part: int, state: State) -> None:
+        """Store ``state`` for the next step, cut from its graph."""
+        self.states[part] = states.detach(state)
+
+    def divide(self, whole: State, model: Any, group: Group) -> None:
+        """Keep this process's heads of the carried states.
+
+        ``whole`` is a state of the undivided model, ``model`` this process's part of the model. Leaves without heads
+        are the same in all parts.
+        """
+        pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
+        for leaf, fewer in pairs:
+            dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]
+            self.cuts.append(dims[0] if dims else None)
+        if any(getattr(module, "context", 0) and hasattr(module, "combine") for module in model.modules()):
+            raise KinformerError(
+                "`parallel` tp: the state of the projections 'convolved' and 'kv_shift' holds heads of queries, keys "
+                "and values side by side, so it cannot be carried by heads; train without `segments`, or leave tp out."
+            )
+        part = group.rank % group.tensor
+        for index, state in enumerate(self.states):
+            if state is not None:
+                order = iter(self.cuts)
+                self.states[index] = states.map_tensors(lambda leaf: self._part(leaf, next(order), part, group), state)  # noqa: B023
+
+    @staticmethod
+    def _part(leaf: Tensor, dim: int | None, part: int, group: Group) -> Tensor:
+        return leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone()
+
+    def _joined(self, index: int, leaves: tuple[Tensor, ...]) -> Tensor:
+        dim = self.cuts[index]
+        return leaves[0] if dim is None else torch.cat(leaves, dim)
+
+    def tensors(self, group: Group) -> dict[str, Tensor]:
+        """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
+        if self.states[0] is None:
+            return {}
+        leaves_here = [leaf for state in self.states for leaf in states.tensors(state)]
+        everyone = group.collect(leaves_here)
+        per_part = len(leaves_here) // len(self.states)
+        if self.cuts:
+            parts = [everyone[begin : begin + group.tensor] for begin in range(0, len(everyone), group.tensor)]
+            everyone = [
+                [self._joined(i % per_part, same) for i, same in enumerate(zip(*part, strict=True))] for part in parts
+            ]
+        # Processes that share the time of rows have the same states.
+        flat = [leaf for leaves in everyone[:: group.context] for leaf in leaves]
+        return {f"{i // per_part:04d}.{i % per_part:04d}": leaf.clone() for i, leaf in enumerate(flat)}
+
+    def load(self, tensors: Mapping[str, Tensor], template: object, group: Group) -> None:
+        """Restore this process's share of the tensors of :meth:`tensors`. ``template`` is any state of the model."""
+        if not tensors:
+            return
+        rows: dict[str, list[Tensor]] = {}
+        for name in sorted(tensors):
+            rows.setdefault(name.split(".")[0], []).append(tensors[name])
+        all_states = [rebuilt(template, leaves) for leaves in rows.values()]
+        wanted = group.replicas * len(self.states)
+        if len(all_states) != wanted:
+            joint = states.join_rows(all_states)
+            rows_of_all = torch.arange(next(states.tensors(joint)).shape[0])
+            all_states = [states.select_rows(joint, some) for some in rows_of_all.chunk(wanted)]
+        rank_states = all_states[group.replica * len(self.states) : (group.replica + 1) * len(self.states)]
+        # Copied: the alignment of a tensor in memory can change the rounding of its sums, and files align otherwise.
+        self.states = [states.fork(states.to(state, device=group.device)) for state in rank_states]
+
+
+def rebuilt(template: object, leaves: list[Tensor]) -> State:
+    """Return a state of ``leaves`` in the order of ``core.state.tensors``, structured as the ``template``."""
+    if len(leaves) != len(list(states.tensors(template))):
+        raise KinformerError(
+            f"the checkpoint's carried state has {plural(len(leaves), 'tensor')} but this model's has "
+            f"{len(list(states.tensors(template)))}; resume with the model that wrote it."
+        )
+    source: Iterator[Tensor] = iter(leaves)
+    return states.map_tensors(lambda _: next(source), template)
+
 
 # Validation of the present weights, on a fixed piece of the validation split.
 
@@ -271,8 +377,14 @@ class Updater:
 
     def __call__(self, step: int, rate: float, progress: float) -> UpdateResult:
         """Make update number ``step``; return the results of this process's rows, still on the device."""
-        self._resample(step)
-        self._seed_masks(step)
+        for number, module in due_for_resampling(self.resampled, step):  # random features, which all processes share
+            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
+            self.carried.clear()  # states made with the old features
+        # The step's random masks depend on no earlier step, so that a resumed run draws the same.
+        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
+        torch.default_generator.manual_seed(seed)
+        if self.group.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         batch = self._batch(step)
         parts = self.settings.accumulate
         costs = []
@@ -282,8 +394,8 @@ class Updater:
         average_gradients(self.engine)
         norm = self.optimiser.clip(self.settings.clip)
         self.optimiser.step(rate)
-        for module in self.online:
-            module.learn(self.group.sum)
+        for learner in self.online:
+            learner.learn(self.group.sum)
         for bounded in self.regularized:
             bounded.constrain()
         loss, *metrics = torch.stack(costs).mean(dim=0)
@@ -300,19 +412,6 @@ class Updater:
         require_metrics(metrics, self.data.sums)
         means = [metrics[name] / metrics[PREDICTED].clamp_min(1) for name in self.data.sums]
         return torch.stack([loss.detach(), *means])
-
-    def _resample(self, step: int) -> None:
-        """Resample random features, which all processes share, and drop states made with the old features."""
-        for number, module in due_for_resampling(self.resampled, step):
-            module.draw(int(mix(self.settings.seed, _FEATURES, number, step)[0] >> np.uint64(1)))
-            self.carried.clear()
-
-    def _seed_masks(self, step: int) -> None:
-        """Seed the step's random masks, which depend on no earlier step, so that a resumed run draws the same."""
-        seed = int(mix(self.settings.seed, step, self.group.rank // self.group.tensor)[0])
-        torch.default_generator.manual_seed(seed)
-        if self.group.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
 
     def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
@@ -433,16 +532,13 @@ class Trainer:
         course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
         self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
         if saved and self.settings.steps and self.group.first:
-            self._tell_stretched(numbers["total"])
-
-    def _tell_stretched(self, before: int) -> None:
-        """Note where the learning rate jumps because the run had ``before`` steps when it was stopped."""
-        was, rate = (self.rate(self.step, total) for total in (before, self.total))
-        if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
-            note(
-                f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
-                f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
-            )
+            before = numbers["total"]
+            was, rate = (self.rate(self.step, total) for total in (before, self.total))
+            if self.step < self.total and not math.isclose(was, rate, rel_tol=0.01):
+                note(
+                    f"note: the schedule spans {plural(self.total, 'step')} from here on, and spanned {before:,}: the "
+                    f"learning rate at step {self.step} is {rate:.3g} instead of {was:.3g}."
+                )
 
     @property
     def total(self) -> int:
@@ -467,7 +563,10 @@ class Trainer:
         ):
             self.progress = progress
             try:
-                self._begin_stage()
+                if self.stage.count > 1 and self.step == self.stage.begin:
+                    self.progress.say(str(self.stage))
+                    if self.log:
+                        self.log.write(self.step + 1, self.stage.record)
                 self._steps(pace, interrupt)
             finally:
                 if self.log:
@@ -517,13 +616,6 @@ class Trainer:
                 interrupt.signal = stopped
                 break
 
-    def _begin_stage(self) -> None:
-        """Report a stage before its first update; the record has the step of that update."""
-        if self.stage.count > 1 and self.step == self.stage.begin:
-            self.progress.say(str(self.stage))
-            if self.log:
-                self.log.write(self.step + 1, self.stage.record)
-
     def _look(self, pace: Pace) -> int:
         """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""
         pace.look(self.step, time.monotonic())
@@ -546,10 +638,7 @@ class Trainer:
         limit = 60 * (self.settings.minutes or math.inf) - end
         age = 60 * (self.settings.checkpoint_minutes or math.inf)
         signal, over, old, failed = self.group.largest(
-            interrupt.signal,
-            self.seconds >= limit,
-            time.monotonic() - self.saved_at >= age,
-            self.storage.saves.failed,
+            interrupt.signal, self.seconds >= limit, time.monotonic() - self.saved_at >= age, self.storage.saves.failed
         )
         if failed:
             self.storage.saves.wait()

@@ -1,9 +1,10 @@
-"""The optimisers of training: Muon, LAMB and Adagrad, layer-wise decay, and the optimiser of all a model's
-parameters."""
+"""The optimisers of training: Muon, LAMB and Adagrad, layer-wise decay, the optimiser of all a model's parameters, and
+means of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, RAdam, SparseAdam
 
 from kinformer.core.stack import sparse_tables, units_of
+from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import spared
@@ -257,11 +259,7 @@ class Optimiser:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        settings: Settings,
-        extras: nn.Module | None = None,
-        layouts: Layouts = UNDIVIDED,
+        self, model: nn.Module, settings: Settings, extras: nn.Module | None = None, layouts: Layouts = UNDIVIDED
     ) -> None:
         self.layouts = layouts
         named = list(model.named_parameters())
@@ -373,19 +371,18 @@ def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, fl
 
 def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optimizer:
     betas = float(settings.momentum), float(settings.beta2)  # torch.optim refuses a whole number beside a float
-    if kind == "muon":
-        return spared(StackedMuon)(groups, settings.lr)
-    if kind == "lamb":
-        return spared(Lamb)(groups, lr=settings.lr, betas=betas)
-    if kind == "radam":
-        return spared(RAdam)(groups, lr=settings.lr, betas=betas, decoupled_weight_decay=True)
-    if kind == "adafactor":
-        return spared(Adafactor)(groups, lr=settings.lr)
-    if kind == "adagrad":
-        return spared(ClippedAdagrad)(groups, lr=settings.lr, clip=settings.clip)
-    if kind == "sgd":
-        return spared(SGD)(groups, lr=settings.lr, momentum=settings.momentum)
-    return spared(AdamW)(groups, lr=settings.lr, betas=betas, fused=True)
+    classes: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+        "adamw": (AdamW, {"betas": betas, "fused": True}),
+        "radam": (RAdam, {"betas": betas, "decoupled_weight_decay": True}),
+        "muon": (StackedMuon, {}),
+        "lamb": (Lamb, {"betas": betas}),
+        "adafactor": (Adafactor, {}),
+        "adagrad": (ClippedAdagrad, {"clip": settings.clip}),
+        "sgd": (SGD, {"momentum": settings.momentum}),
+    }
+    made, options = classes[kind]
+    build: Callable[..., Optimizer] = spared(made)
+    return build(groups, lr=settings.lr, **options)
 
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
@@ -433,3 +430,86 @@ class ClippedAdagrad(PerParameter):
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])
+
+
+# Means of weights: over the last checkpoints of a run (Vaswani et al. 2017, section 6.1), or a moving mean over steps.
+#
+# The moving mean forgets with the length of the run (polynomial-decay averaging, Shamir and Zhang 2013):
+#
+#     mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t),   t = 0, 1, ...
+#
+# At every step it covers about a ``share`` of the steps so far.
+
+
+class MovingAverage:
+    """The moving mean of the parameters of ``model``, without its buffers; empty where ``share`` is 0."""
+
+    def __init__(self, model: nn.Module, share: float, layouts: Layouts = UNDIVIDED) -> None:
+        self.share, self.layouts = share, layouts
+        self.named = {name: named_parameter.detach() for name, named_parameter in model.named_parameters() if share}
+        self.means = {name: value.clone() for name, value in self.named.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Add the weights after update number ``step``, counted from 0."""
+        if self.named:
+            # mean_t = mean_(t-1) + (w_t - mean_(t-1)) / (1 + share t)
+            torch._foreach_lerp_(list(self.means.values()), list(self.named.values()), 1 / (1 + self.share * step))
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Replace the model's weights by their means within the context."""
+        return swapped(self.named, self.means)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the means by the names of their parameters, sharded over processes as these are."""
+        return self.means
+
+    def rooms(self) -> dict[str, Tensor]:
+        """Return memory for the means of a checkpoint."""
+        return {name: self.layouts.room(name, mean, mean) for name, mean in self.means.items()}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from the means of a checkpoint, whole tensors by name."""
+        for name, mean in self.means.items():
+            mean.copy_(self.layouts.placed(name, tensors[name], mean))
+
+
+def mean_weights(
+    model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = UNDIVIDED
+) -> dict[str, Tensor]:
+    """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
+    model's weights are. Integer and boolean tensors are copied from the model."""
+    weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
+    # The sum is in float64, so only the final division rounds noticeably, whatever the number of checkpoints.
+    total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
+    for step in steps:
+        rooms = {name: layouts.room(name, weight, weight) for name, weight in weights_now.items()}
+        weights = checkpoints.weights(step, rooms)
+        for name, weight in weights_now.items():
+            total[name] += layouts.placed(name, weights[name], weight).to(weight.device)
+    return {name: (weight / (len(steps) + 1)).to(weights_now[name].dtype) for name, weight in total.items()}
+
+
+def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Replace the weights of ``model`` within the context. The other weights have the same names and the same sharding
+    over processes."""
+    weights_now = model.state_dict()
+    return swapped({name: weights_now[name] for name in weights}, weights)
+
+
+@contextmanager
+def swapped(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give the tensors ``weights`` the values of ``others`` within the context."""
+    before = {name: value.detach().clone() for name, value in weights.items()}
+    put(weights, others)
+    try:
+        yield
+    finally:
+        put(weights, before)
+
+
+@torch.no_grad()
+def put(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give the tensors ``weights`` the values of their names."""
+    for name, value in weights.items():
+        value.copy_(values[name])

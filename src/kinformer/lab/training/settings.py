@@ -8,13 +8,11 @@ from typing import Literal, TypeAlias
 
 from kinformer.runtime.errors import (
     KinformerError,
-    marked,
     nearest,
     plural,
     require,
     require_above,
     require_seed,
-    require_share,
 )
 from kinformer.runtime.fields import Checked, require_kind, require_types
 from kinformer.runtime.parsing import JsonObject
@@ -80,13 +78,11 @@ LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
 WARM_UP_STEPS = 20
 """A run has at least this many steps: at the usual share, the learning rate then rises for one step."""
 
-_COUNTS = (
-    "steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens",
-)  # fmt: skip
+_COUNTS = ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens")
 _FROM_ZERO = (
     "plateau_patience", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup",
+    "table_lr", "weight_decay", "clip",
 )  # fmt: skip
-
 
 OptimizerName: TypeAlias = Literal["adamw", "radam", "muon", "lamb", "adafactor", "adagrad", "sgd"]
 Precision: TypeAlias = Literal["fp32", "bf16-mixed"]
@@ -176,6 +172,12 @@ class Settings(Checked):
     log_every: int = 10
     """Steps between two looks at the loss (each waits for the device)."""
 
+    LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_FROM_ZERO, 0)
+    SHARES = {
+        "momentum": "[0, 1)", "beta2": "[0, 1)", "plateau_factor": "(0, 1)", "min_lr_ratio": "[0, 1]", "ema": "[0, 1]",
+        "layer_decay": "[0, 1]",
+    }  # fmt: skip
+
     def __post_init__(self) -> None:
         require_types(self, Settings)
         if self.steps is not None and self.minutes is not None:
@@ -186,11 +188,7 @@ class Settings(Checked):
                 f"`minutes` {self.minutes:g}: `stages` count steps, whose number follows the speed then; give `steps` "
                 "instead, or `stages` []."
             )
-        for name in _COUNTS:
-            require(name, getattr(self, name), 1)
         require_seed(self.seed)
-        for name in _FROM_ZERO:
-            require(name, getattr(self, name), 0)
         if self.patience and self.validate_every == 0:
             raise KinformerError(
                 f"`patience` {self.patience}: counts validations, but with `validate_every` 0 there are none; give "
@@ -205,15 +203,8 @@ class Settings(Checked):
                 f"`average` {self.average}: is of checkpoints, but with `checkpoint_every` 0 there is only the last; "
                 "give another `checkpoint_every`, or `average` 0."
             )
-        for name in ("table_lr", "weight_decay", "clip"):
-            require(name, getattr(self, name), 0)
         for name in ("lr", "minutes", "layer_decay"):
             require_above(name, getattr(self, name), 0)
-        for name in ("momentum", "beta2", "plateau_factor"):
-            require_share(name, getattr(self, name), zero=name != "plateau_factor")
-        for name in ("min_lr_ratio", "ema", "layer_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise KinformerError(f"{marked(name)} is {getattr(self, name):g} but must lie between 0 and 1.")
         super().__post_init__()
 
     def rows(self, world: int) -> int:

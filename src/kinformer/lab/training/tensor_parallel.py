@@ -15,9 +15,9 @@ weight at a time into the order of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -32,21 +32,16 @@ from kinformer.core.division import FollowsHeads, undivided
 from kinformer.core.learning import AuxLoss, Regularized, Resampled
 from kinformer.core.model import StackedModel, modules_of
 from kinformer.core.parts import OutputProduct, ResidualOutput
-from kinformer.core.stack import Stack, StackConfig, share, sparse_tables, units_of
+from kinformer.core.stack import Stack, share, sparse_tables, units_of
 from kinformer.core.state import State
 from kinformer.lab.training.data_module import Layouts, ObjectiveModule
 from kinformer.lab.training.distributed import copied, joined, summed
 from kinformer.runtime.errors import KinformerError
 
-# The division of a model's heads, hidden features and vocabulary into equal parts (Shoeybi et al. 2019, Megatron-LM,
-# section 3; arXiv 1909.08053).
+# The division of a model's heads, hidden features and vocabulary into equal parts.
 #
 # mixer, feed-forward   y = sum over parts of F_part(x), F_part with 1 / parts of the heads, or of the hidden features
 # table, logits         rows of the vocabulary
-#
-# ``part`` of a config returns the config of one part, which is built and computes like any module with fewer heads. The
-# rows of a weight that a part takes follow from the shapes of both, and from the ``blocks`` of products that make
-# several tensors side by side, such as queries, keys and values.
 
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
 _ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
@@ -61,12 +56,8 @@ class Cut(NamedTuple):
 
     def rows(self, part: int, parts: int) -> Tensor:
         """Return the indices along ``dim`` that part number ``part`` takes, in its order."""
-        taken, begin = [], 0
-        for size in self.blocks:
-            width = size // parts
-            taken.append(torch.arange(begin + part * width, begin + (part + 1) * width))
-            begin += size
-        return torch.cat(taken)
+        blocks = torch.arange(sum(self.blocks)).split(list(self.blocks))
+        return torch.cat([block.view(parts, -1)[part] for block in blocks])
 
     def order(self, parts: int) -> Tensor:
         """Return the indices along ``dim`` that the parts take, one part after the other."""
@@ -93,7 +84,7 @@ class Division:
     vocabulary: bool = False
 
 
-def divide(model: DivisibleModel, part: int, parts: int) -> Division:
+def divide(model: Any, part: int, parts: int) -> Division:
     """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
 
     Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
@@ -117,47 +108,16 @@ def divide(model: DivisibleModel, part: int, parts: int) -> Division:
     return division
 
 
-class DivisibleModel(StackedModel, Protocol):
-    """A decoder, an encoder or both in one, as PyTorch's modules are: all of its parts have names."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]: ...
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]: ...
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]: ...
-
-    def get_submodule(self, target: str) -> nn.Module: ...
-
-
-class _LayersConfig(Protocol):
-    """The config of a model, or of the encoder in one."""
-
-    @property
-    def layers(self) -> tuple[Any, ...]: ...
-
-    @property
-    def stack(self) -> StackConfig: ...
-
-
 class _Layers(NamedTuple):
     """The layers of a ``stack`` at ``place`` in a model, the ``config`` that holds theirs, and the width of each."""
 
     place: str
     stack: Stack
-    config: _LayersConfig
+    config: Any
     widths: Sequence[int]
 
 
-def _stacks(model: DivisibleModel) -> list[_Layers]:
+def _stacks(model: Any) -> list[_Layers]:
     """Return the stacks of a decoder, of an encoder, or of both in one model.
 
     Errors: ``KinformerError`` for other models.
@@ -178,7 +138,7 @@ def _stacks(model: DivisibleModel) -> list[_Layers]:
     return stacks
 
 
-def _replacements(model: DivisibleModel, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
+def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
     """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer of
     chunks and states."""
     stacks = _stacks(model)
@@ -193,7 +153,12 @@ def _replacements(model: DivisibleModel, parts: int) -> dict[str, tuple[nn.Modul
                 mixes = isinstance(module, CausalMixer)
                 replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
     for path, (_, _, module, _) in replaced.items():
-        _require_local(path, module)
+        for inner in module.modules():
+            if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
+                what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
+                raise KinformerError(
+                    f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
+                )
     return replaced
 
 
@@ -214,22 +179,8 @@ def _parts_of_layer(
     return made
 
 
-def _require_local(path: str, module: nn.Module) -> None:
-    """Raise for a divided ``module`` that learns by other means than the gradients of its outputs."""
-    for inner in module.modules():
-        if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
-            what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
-            raise KinformerError(
-                f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
-            )
-
-
 def _take(
-    model: DivisibleModel,
-    whole: Mapping[str, Tensor],
-    blocks: Mapping[str, tuple[int, ...]],
-    division: Division,
-    part: int,
+    model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, tuple[int, ...]], division: Division, part: int
 ) -> None:
     """Fill the tensors of a divided ``model`` from the tensors of the ``whole`` model, and record in ``division`` how
     each was cut."""
@@ -258,7 +209,7 @@ def _take(
 
 
 @torch.no_grad()
-def _put(model: DivisibleModel, name: str, value: Tensor) -> None:
+def _put(model: Any, name: str, value: Tensor) -> None:
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     old = getattr(owner, key)
@@ -268,11 +219,11 @@ def _put(model: DivisibleModel, name: str, value: Tensor) -> None:
         owner._buffers[key] = value.detach().clone()
 
 
-def _tensors(model: DivisibleModel) -> dict[str, Tensor]:
+def _tensors(model: Any) -> dict[str, Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
-def _modules(model: DivisibleModel) -> dict[str, nn.Module]:
+def _modules(model: Any) -> dict[str, nn.Module]:
     return dict(model.named_modules(remove_duplicate=False))
 
 
@@ -287,7 +238,7 @@ def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
     return path, head
 
 
-def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
+def _divides_vocabulary(model: Any, parts: int) -> bool:
     """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
     embedding = getattr(model.config.input, "embedding", None)
     simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
@@ -298,7 +249,7 @@ def _divides_vocabulary(model: DivisibleModel, parts: int) -> bool:
     return output_product(model) is not None
 
 
-def _vocabulary(model: DivisibleModel) -> set[str]:
+def _vocabulary(model: Any) -> set[str]:
     """Return the names of the tensors with a row for every token of the vocabulary."""
     product = output_product(model)
     assert product is not None
@@ -389,10 +340,14 @@ class FeedForwardPart(ParallelStyle):
     """A feed-forward of some of the hidden features: its input is copied, its outputs are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            part = inputs[0] / device_mesh.size()
+            return (part + (inputs[0] - part).detach(),)
+
         module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
         module.register_forward_hook(lambda _, __, y: summed(y, device_mesh))
         for loss in modules_of(module, AuxLoss):  # all processes compute it, and gradients are summed: scale by a share
-            loss.register_forward_pre_hook(lambda _, inputs: (_shared_out(inputs[0], device_mesh.size()),))
+            loss.register_forward_pre_hook(share)
         return module
 
 
@@ -471,11 +426,6 @@ class _Local:
         if partial:  # every process uses it for its own heads alone: the gradient is the sum over the processes
             local = copied(local, self.mesh)
         return local / self.parts if added else local
-
-
-def _shared_out(cost: Tensor, parts: int) -> Tensor:
-    """Return ``cost`` with one of ``parts`` equal shares of its gradient."""
-    return cost / parts + (cost - cost / parts).detach()
 
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
