@@ -82,7 +82,7 @@ def growth(figure):
     for name, style in zip(names, ("o-", "s--", "k:"), strict=True):
         points = [(int(length), each[name] / 1000) for length, each in training.items()]
         right.plot(*zip(*points, strict=True), style, label=name)
-    right.set(xscale="log", yscale="log", xlabel="tokens", title="a layer, forward and backward, seconds")
+    right.set(xscale="log", yscale="log", xlabel="tokens", title="a layer, both passes, seconds")
     right.legend(loc="lower right", fontsize="small")
 
 
