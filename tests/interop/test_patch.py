@@ -190,7 +190,7 @@ REFUSED = {
     "unknown mixer": (lambda model: patch(model, "gated-deltanett"), "gated-deltanett.*gated-deltanet"),
     "bidirectional": (lambda model: patch(model, "bert"), "'bert' is not causal"),
     "cross-attention": (lambda model: patch(model, "cross"), "attends to another sequence"),
-    "unknown setting": (lambda model: patch(model, "local", window=3), "'window' is not a setting"),
+    "unknown setting": (lambda model: patch(model, "local", windo=3), "'windo' is not a setting"),
     "no such layer": (lambda model: patch(model, "local", [0, 3]), r"layers is \[0, 3\].*from 0 to 2"),
     "no layer": (lambda model: patch(model, "local", []), r"one index or more"),
     "a word": (lambda model: patch(model, "local", "first"), "'all' or a list of indices"),
