@@ -217,7 +217,7 @@ def test_what_contradicts_is_told(cli, gpt_run, store, tmp_path):
     assert "give --datastore FOLDER too" in refused(cli, "evaluate", gpt_run, "--tune")
     assert "give --datastore FOLDER too" in refused(cli, "generate", gpt_run, "--prompt", "x", "--neighbours", 3)
     with_store = ("evaluate", gpt_run, "--datastore", store)
-    assert "is what --tune finds" in refused(cli, *with_store, "--tune", "--weight", 0.3)
+    assert "is found by --tune" in refused(cli, *with_store, "--tune", "--weight", 0.3)
     assert "--weight is 1.5 but must lie between" in refused(cli, *with_store, "--weight", 1.5)
     assert "does not go together with --datastore" in refused(cli, *with_store, "--lengths", "16")
     assert "give one DIR" in refused(cli, "evaluate", gpt_run, gpt_run, "--datastore", store)

@@ -213,7 +213,7 @@ def test_transforms_of_torch_func_are_right(name):
 
 
 def test_experts_have_a_derivative_in_forward_mode():
-    layer = kinformer.layer("mixtral", 16, block=True, num_heads=2).eval()
+    layer = kinformer.layer("mixtral", 16, whole=True, num_heads=2).eval()
     x, along = (torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
     assert torch.allclose(
