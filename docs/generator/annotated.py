@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -56,8 +57,9 @@ def _read(path: Path) -> Annotated:
 
 def generate(docs: Path) -> None:
     """Write ``docs/annotated``."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda each: _draw(each, docs / "annotated"), pages()))
     for each in pages():
-        _draw(each, docs / "annotated")
         write(docs / "annotated" / f"{each.name}.md", _page(each))
     rows = [f"* [{each.title}]({each.name}.md): {', '.join(f'`{name}`' for name in each.members)}" for each in pages()]
     write(
@@ -135,20 +137,12 @@ def _inline(match: re.Match[str]) -> str:
 
 
 def _draw(each: Annotated, folder: Path) -> None:
-    """Draw the picture, unless it was drawn from the same text by the same PyTorch."""
+    """Draw the picture by the page's own command, unless it was drawn from the same text by the same PyTorch."""
     mark = hashlib.sha256((each.text + (FOLDER / "proofs.py").read_text() + torch.__version__).encode()).hexdigest()
     picture, stamp = folder / f"{each.name}.png", folder / f"{each.name}.sha256"
     if picture.is_file() and stamp.is_file() and stamp.read_text() == mark:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    proofs, module = _module("proofs"), _module(each.name)
-    proofs.draw_to(module.draw, module.train(), picture)
+    command = [sys.executable, FOLDER / f"{each.name}.py", "--draw", picture]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     stamp.write_text(mark)
-
-
-def _module(name: str) -> ModuleType:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
