@@ -348,7 +348,7 @@ def _padded_grid(name):
         ),
         (lambda: kinformer.layer("sparse-transformer", 64, causal=False), "the pattern 'fixed' hides later tokens"),
         (lambda: kinformer.layer("bert", 64, causal=True), "reads whole sequences"),
-        (lambda: kinformer.layer("gpt", 64, causal=False, decay="forget"), "has no bidirectional form"),
+        (lambda: kinformer.layer("gpt", 64, causal=False, decay="sigmoid"), "has no bidirectional form"),
         (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),

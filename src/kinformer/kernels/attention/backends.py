@@ -80,7 +80,9 @@ class _Twice(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return None, None, None, grad, None, None, None
-        q, k, v, mask = ctx.saved_tensors
+        *inputs, mask = ctx.saved_tensors
+        # Values may be a slice of the keys (MLA). Separate views keep this path out of the gradient of keys.
+        q, k, v = (x.view_as(x) for x in inputs)
         # This operation adds its mask to the scores, also a mask of bools.
         mask = None if mask is None else _hidden(q, mask)
         wanted = [x for x in (q, k, v) if x.requires_grad]
