@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch  # noqa: F401
 import torch
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
+import kinformer
 from kinformer.family.kinds import kinds
 from kinformer.lab.data import Corpus, open_corpus
 from kinformer.lab.training.loop import Updater, UpdateResult
@@ -108,6 +110,8 @@ def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> lis
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kinds()
+    with torch.device("meta"):
+        kinformer.build("gpt", recipe="tiny")  # which imports the modules of the model before the forks
     text = open_corpus(sys.argv[2])
     outcomes = {}
     for name, chosen in OPTIONS.items():

@@ -127,7 +127,8 @@ def kill_the_second(place: Path, number: int) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int) -> Callable[[], object]:
-    """Save a checkpoint and the best weights of ``step``, in a process alone."""
+    """Save a checkpoint and the best weights of ``step`` into a run's folder, in a process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
 
     def work() -> None:
         with world_of_one():
