@@ -77,7 +77,7 @@ class Attention(nn.Module):
 
 # ## Boom
 #
-# The feed-forward network widens to $4\, \mathrm{dim}$ and has no second matrix: the four slices are added. It has half
+# The feed-forward network widens to $4\, \mathrm{dim}$ without a second matrix: the four slices are added. It has half
 # the weights. The activation is $x\, \sigma(1.702 x)$, close to GELU.
 
 

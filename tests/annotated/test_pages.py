@@ -43,6 +43,16 @@ def test_a_page_stands_alone_and_is_short(name):
     assert "import kinformer" in proof
 
 
+AVOIDED = r"\b(that of|those of|those that|those which|what it is|of which|such a one|as it is|goes on|is no|has no)\b"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_its_nouns(name):
+    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    prose = " ".join(line[2:] for line in lines if line.startswith("# "))
+    assert len(re.findall(AVOIDED, prose)) <= max(1, 0.002 * len(prose.split()))
+
+
 def _header(name, field):
     """Return the names of a field of the paragraph ``*Paper: ... Members: ... Measured: ...*`` at a page's top."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8").replace("\n#", "")
