@@ -1,4 +1,4 @@
-"""The reference of grouped products: a matrix is gathered for every row."""
+"""Products of rows with the matrix of their group, as mixtures of experts need them: y_i = x_i W_(group of i)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kinformer.runtime.autograd import Context, autocast_together, differentiate
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError
 
+# The reference of grouped products: a matrix is gathered for every row.
+
 
 def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups] are the rows behind the
@@ -20,8 +22,6 @@ def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     group = torch.searchsorted(ends, rows, right=True)
     return torch.bmm(x[:, None], weight[group])[:, 0]
 
-
-# Products of rows with the matrix of their group, as mixtures of experts need them: y_i = x_i W_(group of i).
 
 IMPLS = names_of(GroupedImpl)
 

@@ -1,4 +1,8 @@
-"""The recurrence of an LSTM, token by token, in any dtype: W and U are ``w`` and ``u``, c_t is ``after``."""
+"""Long short-term memory (Hochreiter and Schmidhuber 1997; with forget gates, Gers et al. 2000) over a chunk.
+
+[i, f, g, o] = W x_t + b + U h_(t-1) + u        (W, U, b, u: ``weights``)
+c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from kinformer.kernels.impls import LstmImpl, names_of
 from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import substitute, uncompiled
 from kinformer.runtime.errors import KinformerError
+
+# The recurrence of an LSTM, token by token, in any dtype: W and U are ``w`` and ``u``, c_t is ``after``.
 
 
 def recurrence(
@@ -38,11 +44,6 @@ def recurrence(
         outputs.append(torch.where(real, y, y.new_zeros(())))
     return torch.stack(outputs, dim=1), h, c
 
-
-# Long short-term memory (Hochreiter and Schmidhuber 1997; with forget gates, Gers et al. 2000) over a chunk.
-#
-# [i, f, g, o] = W x_t + b + U h_(t-1) + u        (W, U, b, u: ``weights``)
-# c_t = sigmoid(f) c_(t-1) + sigmoid(i) tanh(g),   h_t = sigmoid(o) tanh(c_t)
 
 LSTM_IMPLS = names_of(LstmImpl)
 

@@ -1,4 +1,4 @@
-"""How content chooses a bucket: locality-sensitive hashes, and centroids of clusters."""
+"""Attention within buckets that content chooses: Reformer's hashes and the Routing Transformer's clusters."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from kinformer.kernels.bucketed.equal import sorted_attention
 from kinformer.kernels.impls import BucketedImpl
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError, choose
+
+# How content chooses a bucket: locality-sensitive hashes, and centroids of clusters.
 
 # Locality-sensitive hashes of vectors by random rotations (Andoni et al. 2015; Reformer, equation 3).
 
@@ -154,9 +156,6 @@ class Centroids(OnlineLearner):
         # mu <- decay mu + (1 - decay) m, m the direction of the sum
         moved = self.decay * self.means + (1 - self.decay) * (sums / length.clamp_min(1e-12)).to(self.means.dtype)
         self.means.copy_(torch.where(length > 0, moved, self.means))
-
-
-# Attention within buckets that content chooses: Reformer's hashes and the Routing Transformer's clusters.
 
 
 class LSHAttention(CausalMixer):

@@ -1,6 +1,4 @@
-"""Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
-1964; with Gumbel noise Mena et al. 2018).
-"""
+"""Sparse Sinkhorn attention (Tay et al. 2020), of an encoder and causal."""
 
 from __future__ import annotations
 
@@ -34,6 +32,9 @@ from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.projections import MultiHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
+
+# Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
+# 1964; with Gumbel noise Mena et al. 2018).
 
 
 def check_sorting(block: int, max_length: int, iterations: int, temperature: float) -> None:
@@ -85,8 +86,6 @@ def sorted_within_the_past(logits: Tensor, blocks: Tensor, iterations: int) -> T
     row = which.clamp(max=count - 1).expand(-1, logits.shape[1], -1, 1, count)
     return balanced.gather(3, row).squeeze(3)
 
-
-# Sparse Sinkhorn attention (Tay et al. 2020), of an encoder and causal.
 
 IMPLIED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 

@@ -1,4 +1,19 @@
-"""Products of three factors over pairs of tokens, in blocks of queries (Ma et al. 2019); see ``mixers.tensorized``."""
+"""Tensorized attention: a product of three factors, by block-term decomposition (Ma et al. 2019, equations 5 to 9).
+
+    T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
+    y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
+
+The attention is without a softmax. p_j is a projected sinusoid of the distance max_length - 1 - j from slot j to the
+last slot (``positions``, the term of the authors' language model). Blocks share their factors, as in the authors' code,
+so that several blocks equal one block with the mean of their cores. The mask holds: the authors' code never applies its
+mask, and sees later tokens.
+
+T has length^3 elements and is not made. Pairs of tokens before the block of 32 that a query stands in are summed first,
+    M = sum_jk W_jk k_j * v_k [dim, rank],        their part of y_i is M ((q_i + u) * g),
+and elements of T are made where j or k is in the block alone. That is some 2 length^2 dim (rank + 32) operations, and
+length (rank + 32) numbers a token, where T alone has length^2; positions double the rank. W has dim * max_length^2
+weights, so this is for short sequences. M is in the state: a generated token costs 4 length dim (rank + 1).
+"""
 
 from __future__ import annotations
 
@@ -30,6 +45,8 @@ from kinformer.parts.patterns.sequence import check_sizes
 from kinformer.parts.projections import Factors, FactorsConfig
 from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
+
+# Products of three factors over pairs of tokens, in blocks of queries (Ma et al. 2019).
 
 
 class Block(NamedTuple):
@@ -100,23 +117,6 @@ class Block(NamedTuple):
         assert self.number is not None
         return self.number[:, self.first - 1 : self.first] if self.first else torch.zeros_like(self.number[:, :1])
 
-
-# Tensorized attention: a product of three factors, by block-term decomposition (Ma et al. 2019, equations 5 to 9).
-#
-#     T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
-#     y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
-#
-# The attention has no softmax. p_j is a projected sinusoid of position j (``positions``, the term of the authors'
-# language model). Blocks share their factors, as in the authors' code, so that several are one whose core is their
-# mean. The mask holds: the authors' code never applies its own, and sees later tokens.
-#
-# T has length^3 elements and is not made. Pairs of tokens before the block of 32 that a query stands in are summed
-# first,
-#     M = sum_jk W_jk k_j * v_k [dim, rank],        their part of y_i is M ((q_i + u) * g),
-# and elements of T are made where j or k is in the block alone. That is some 2 length^2 dim (rank + 32) operations,
-# and length (rank + 32) numbers a token, where T alone has length^2; positions double the rank. W has dim *
-# max_length^2 weights, so this is for short sequences. M is in the state: a generated token costs 4 length dim (rank +
-# 1).
 
 BLOCK = 32
 """Number of queries computed together."""

@@ -40,7 +40,7 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
-from kinformer.runtime.errors import KinformerError, choose, nearest
+from kinformer.runtime.errors import KinformerError, choose, close_names, nearest
 from kinformer.runtime.host import checks_calls
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
@@ -670,7 +670,7 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         mixers = {**table["encoder_mixer"], **table["mixer"]}
         if name in mixers:
             return mixers[name]()
-        if nearest(name, FAMILY).startswith("valid names") and nearest(name, mixers).startswith("did you mean"):
+        if close_names(name, mixers) and not close_names(name, FAMILY):
             choose(name, mixers, "layer")
     record = member(name)
     layers = configure(record.name, recipe).layers
@@ -689,11 +689,11 @@ _OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern",
 
 
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return ``settings`` by their paths in ``config``: its fields, those of its mixer, or those of any part inside.
+    """Return ``settings`` by their paths in ``config``: fields of the config, of its mixer, or of any part inside.
 
     Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have.
     """
-    return dict(_placed(config, name, value) for name, value in settings.items())
+    return dict(_placed(config, _OTHER_NAMES.get(name, name), value) for name, value in settings.items())
 
 
 def _placed(config: Any, name: str, value: object) -> tuple[str, object]:
@@ -701,27 +701,26 @@ def _placed(config: Any, name: str, value: object) -> tuple[str, object]:
     mixer = _mixer_config(config)
     prefix = "" if mixer is config else f"{config.main_field}."
     outer, fields = field_types(type(config)), field_types(type(mixer))
-    for wanted in (name, _OTHER_NAMES.get(name, name)):
-        if wanted in outer:
-            return wanted, value
-        if wanted in fields:
-            return prefix + wanted, value
-        inside = [path for path in _inside(config) if path.endswith(f".{wanted}")]
-        if len(inside) > 1:
-            raise KinformerError(
-                f"{name!r} is a setting of several parts; give set={{...}} with one of {', '.join(inside)}."
-            )
-        if inside:
-            return inside[0], value
-    name_here = _OTHER_NAMES.get(name, name)
-    slot, kind = _OTHER_KINDS.get(name_here, ("", ""))
+    if name in outer:
+        return name, value
+    if name in fields:
+        return prefix + name, value
+    inside = list(_inside(config))
+    paths = [path for path in inside if path.endswith(f".{name}")]
+    if len(paths) > 1:
+        raise KinformerError(
+            f"{name!r} is a setting of several parts; give set={{...}} with one of {', '.join(paths)}."
+        )
+    if paths:
+        return paths[0], value
+    slot, kind = _OTHER_KINDS.get(name, ("", ""))
     if slot in fields and getattr(mixer, slot).kind in ("multi_head", "causal", "full"):
-        part = {"kind": kind, name_here: value}
+        part = {"kind": kind, name: value}
         if slot == "pattern" and mixer.slot == "encoder_mixer" and isinstance(value, int):
             part["ahead"] = value - 1
         return prefix + slot, part
-    inner = [path.rpartition(".")[2] for path in _inside(config)]
-    raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, [*outer, *fields, *inner])}")
+    names = [*outer, *fields, *(path.rpartition(".")[2] for path in inside)]
+    raise KinformerError(f"{name!r} is not a setting of {describe(config)}; {nearest(name, names)}")
 
 
 def _inside(config: Config, prefix: str = "") -> Iterator[str]:
@@ -739,14 +738,13 @@ _SHOWN = {"num_heads", "window", "ahead", "features", "num_kv_heads", "block", "
 
 def _summary(config: Config) -> list[str]:
     """Return the settings of ``config`` for ``print(layer)``."""
-    default = type(config)()
-    values = {name: getattr(config, name) for name in field_types(type(config))}
-    return [
-        f"{name}={f'{value.kind}({inner})' if isinstance(value, Config) else repr(value)}"
-        for name, value in values.items()
-        if value != getattr(default, name) or (name in _SHOWN and value is not None)
-        for inner in [", ".join(_summary(value)) if isinstance(value, Config) else ""]
-    ]
+    default, shown = type(config)(), []
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        if value != getattr(default, name) or (name in _SHOWN and value is not None):
+            text = f"{value.kind}({', '.join(_summary(value))})" if isinstance(value, Config) else repr(value)
+            shown.append(f"{name}={text}")
+    return shown
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:

@@ -78,13 +78,17 @@ def as_flags(wanted: bool = True) -> Iterator[None]:
         _AS_FLAGS.reset(token)
 
 
+def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
+    """Return the names that resemble ``word``, the nearest first."""
+    # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
+    comparable = [name for name in names if len(word) < 2.3 * len(name)]
+    return get_close_matches(word, comparable, n=limit, cutoff=0.61) if comparable else []
+
+
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
     """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near."""
     names = sorted(set(names))
-    # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
-    comparable = [name for name in names if len(word) < 2.3 * len(name)]
-    close = get_close_matches(word, comparable, n=limit, cutoff=0.61) if comparable else []
-    if close:
+    if close := close_names(word, names, limit):
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "valid names are " + ", ".join(names) + "." if names else "it has none."
 

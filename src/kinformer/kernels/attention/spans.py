@@ -1,12 +1,4 @@
-"""Softmax attention whose keys and values go round the processes of a row (Liu, Zaharia and Abbeel 2023, Ring
-Attention, 2310.01889), piece by piece joined by ``merge``.
-
-At step d process r has the keys and values of stretch r - d; causal queries need none of later stretches, so none is
-sent to them. The backward sends them round again and recomputes each piece's attention, so that one piece is held
-at a time:
-
-    w_d = exp(lse_d - lse),   d out_d = w_d d out,   d lse_d = w_d (d lse + d out . (out_d - out))
-"""
+"""Softmax attention over several sets of keys: pinned tokens, learnt spans, and one stretch of a row."""
 
 from __future__ import annotations
 
@@ -31,6 +23,15 @@ from kinformer.kernels.softmax import Attended, query_positions
 from kinformer.runtime.autograd import Context, no_autocast
 from kinformer.runtime.host import has_data
 from kinformer.runtime.matmul import product_dtype
+
+# Softmax attention whose keys and values go round the processes of a row (Liu, Zaharia and Abbeel 2023, Ring
+# Attention, 2310.01889), piece by piece joined by ``merge``.
+#
+# At step d process r has the keys and values of stretch r - d; causal queries need none of later stretches, so none is
+# sent to them. The backward sends them round again and recomputes each piece's attention, so that one piece is held
+# at a time:
+#
+#     w_d = exp(lse_d - lse),   d out_d = w_d d out,   d lse_d = w_d (d lse + d out . (out_d - out))
 
 _EVERY = Band(ahead=None)
 _RingCall = tuple[Visibility, Scoring, AttentionImpl]
@@ -120,8 +121,6 @@ def _pieces(kv: Tensor, crossing: Crossing) -> Iterator[tuple[int, Tensor]]:
         if room is not None:
             yield distance, room
 
-
-# Softmax attention over several sets of keys: pinned tokens, learnt spans, and one stretch of a row.
 
 # What the queries of a chunk see. A mixer makes one :class:`Reach` for each chunk and calls it on its way.
 
