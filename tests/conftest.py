@@ -111,3 +111,16 @@ def run_cli(cli):
         return out
 
     return run
+
+
+@pytest.fixture
+def registrations():
+    """Forget what a test registers; the value does it at once."""
+    from kinformer.runtime import plugins
+
+    def forget():
+        plugins._registrations.clear()
+        plugins.entry_points_of.cache_clear()
+
+    yield forget
+    forget()

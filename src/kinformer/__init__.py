@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         open_run,
         pack,
         predict,
+        register,
         serve,
         show,
         stream,
@@ -96,6 +97,7 @@ __all__ = [
     "open_run",
     "pack",
     "predict",
+    "register",
     "serve",
     "show",
     "stream",
@@ -185,7 +187,7 @@ def generate(
     model: CausalModel | Decoder | Encoder,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     stop: Sequence[Sequence[int]] | None = None,
     valid: Tensor | None = None,
     draft: object = None,
@@ -196,7 +198,7 @@ def generate(
 
     model: a causal model.
     prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
-    max_new_tokens: the most tokens to draw for each row.
+    max_new_tokens: the most tokens to draw for each row; if not given, 256, or fewer where the model's positions end.
     stop: sequences of ids; each ends a row as soon as the row has produced it.
     valid: [batch, time] bool, the real tokens of prompts of different lengths.
     draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most; see ``generation.drafts``.

@@ -70,8 +70,9 @@ def storable(config: ModelConfig) -> dict[str, object]:
         if part.slot and (part.slot not in table or table[part.slot].get(part.kind) is not type(part)):
             raise KinformerError(
                 f"{describe(part)} is of the class {type(part).__qualname__}, which could not be found when this model "
-                f"is loaded again; add the entry point '{part.slot}.{part.kind}' to the group {PARTS!r} of the package "
-                f"that defines {type(part).__module__}, and install that package."
+                f"is loaded again; call kinformer.register({type(part).__qualname__}) before, or add the entry point "
+                f"'{part.slot}.{part.kind}' to the group {PARTS!r} of the package that defines "
+                f"{type(part).__module__}, and install that package."
             )
     data = to_dict(config)
     try:

@@ -17,6 +17,9 @@ from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.fields import require_kind
 
+MOST_NEW = 256
+"""How many tokens are drawn where no number is given."""
+
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
@@ -36,14 +39,15 @@ def generate(
     model: CausalModel,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None = None,
     stop: Sequence[Sequence[int]] | None = None,
     valid: Tensor | None = None,
     draft: object = None,
     draft_length: int = 4,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens``; return the new ones [batch, new].
+    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens`` (by default 256, or as
+    many as the model's positions allow); return the new ones [batch, new].
 
     The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
     tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
@@ -56,9 +60,12 @@ def generate(
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """
+    tokens = _tokens(prompt_tokens)
+    if max_new_tokens is None:
+        room = MOST_NEW if model.max_length is None else model.max_length - tokens.shape[1] + 1
+        max_new_tokens = max(1, min(MOST_NEW, room))
     require_kind("max_new_tokens", max_new_tokens, int)
     require("max_new_tokens", max_new_tokens, 1)
-    tokens = _tokens(prompt_tokens)
     if valid is not None and not (isinstance(valid, Tensor) and valid.dtype == torch.bool):
         has = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
         raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")

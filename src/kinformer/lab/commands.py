@@ -91,6 +91,47 @@ def tasks() -> list[Task]:
     return tasks()
 
 
+def register(thing: O) -> O:
+    """Add a part, a member or a task of your own to the tables of Kinformer, and return it.
+
+        @kinformer.register
+        @dataclass(frozen=True, kw_only=True)
+        class Config(MixerConfig):
+            kind = "min_gru"
+            ...
+
+        kinformer.train("gpt", out="runs/mine", set={"layers.*.mixer": "min_gru"})
+
+    The name is valid until the process ends: in ``set``, in saved runs, in lists and on the command line, where
+    ``--import FILE.py`` first runs a file that registers its objects. A saved run names the objects that it needs and
+    never runs their code by itself. A second object of the same name replaces the first. A package adds names for all
+    programs by entry points instead.
+
+    thing: a config class with a slot and a kind (mixers, positions, patterns, ...), a ``family.record.Member``, or a
+        ``lab.tasks.task.Task``.
+
+    Errors: ``KinformerError`` for another object, and for a name that Kinformer itself has.
+    """
+    from kinformer.core.config import Config
+    from kinformer.family.kinds import kinds
+    from kinformer.family.record import Member
+    from kinformer.family.table import FAMILY
+    from kinformer.lab.tasks.table import ALL
+    from kinformer.lab.tasks.task import Task
+
+    added: Any = thing
+    if isinstance(added, Member | Task):
+        table: Any = FAMILY if isinstance(added, Member) else ALL
+        table.register(added.name, added)
+    elif isinstance(added, type) and issubclass(added, Config) and added.slot in kinds():
+        kinds()[added.slot].register(added.kind, added)
+    else:
+        raise KinformerError(
+            f"register: {thing!r} is not a config class with a slot and a kind, a Member or a Task; give one."
+        )
+    return thing
+
+
 @preserving
 def train(
     member: str,

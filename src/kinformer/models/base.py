@@ -141,6 +141,11 @@ class CommonModel(Trunk):
         self.head = self.config.head.build(self.config.width, self.input)
 
     @property
+    def layers(self) -> nn.ModuleList:
+        """Return the layers of the stack, as the paths of ``set`` name them."""
+        return self.stack.layers
+
+    @property
     def vocab_size(self) -> int:
         """Return how many ids the input takes."""
         if self.input.vocab_size is None:

@@ -1,4 +1,4 @@
-"""Additions of other packages: parts, tasks and members, discovered by name through their entry points.
+"""Additions of other packages and of the user's own program: parts, tasks and members, found by their names.
 
 A package lists its additions in its metadata, for example in ``pyproject.toml``::
 
@@ -10,40 +10,99 @@ A package lists its additions in its metadata, for example in ``pyproject.toml``
 
 Names are read without an import; an object is imported when its name is used. Commands that show records (``kinformer
 list``), and commands to which tasks add options (``train``), import all objects.
+
+A program without a package adds an object by ``kinformer.register``. The object then counts as an entry point until
+the process ends.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-KINFORMER = "kinformer"
+KINFORMER, REGISTER = "kinformer", "kinformer.register"
+"""The owners of names that no package has: Kinformer itself, and the program that registered an object."""
 PARTS, TASKS, MEMBERS = "kinformer.parts", "kinformer.tasks", "kinformer.members"
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Registration:
+    """An object of this program under a name; it stands among the entry points of installed packages."""
+
+    thing: Any
+    dist = None
+
+    @property
+    def value(self) -> str:
+        """The name of the object in the program."""
+        name: str = getattr(self.thing, "__qualname__", None) or type(self.thing).__qualname__
+        return name.rpartition("<locals>.")[2]
+
+    @property
+    def module(self) -> str:
+        """The owner, in the form "name version" of a package."""
+        return f"{REGISTER} {self.value}"
+
+    def load(self) -> Any:
+        """Return the object."""
+        return self.thing
+
+
+Entry: TypeAlias = "EntryPoint | Registration"
+_registrations: dict[tuple[str, str], Registration] = {}
+"""The objects of this program by group and name. A second registration of a name replaces the first, as the second
+run of a notebook's cell does."""
+
+
 @cache
-def entry_points_of(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of each name, in all installed packages; the caller must raise for several of a name."""
+def entry_points_of(group: str) -> Mapping[str, tuple[Entry, ...]]:
+    """Return the entry points of each name, in all installed packages and in this program; the caller must raise for
+    several of a name."""
     from importlib.metadata import entry_points
 
-    installed: dict[str, tuple[EntryPoint, ...]] = {}
-    for entry in entry_points(group=group):
-        installed[entry.name] = (*installed.get(entry.name, ()), entry)
+    installed: dict[str, tuple[Entry, ...]] = {}
+    own = ((name, entry) for (of, name), entry in _registrations.items() if of == group)
+    for name, entry in (*((entry.name, entry) for entry in entry_points(group=group)), *own):
+        installed[name] = (*installed.get(name, ()), entry)
     return installed
 
 
-def load(entry: EntryPoint, what: str) -> Any:
+def import_file(path: str) -> None:
+    """Run the Python file that the user names, once in a process; it registers its objects.
+
+    Worker processes import the file by its name when they unpickle one of its objects.
+
+    Errors: ``KinformerError`` for a file that does not exist, whose name is taken by a module, or that raises.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
+        raise KinformerError(f"`import` {path}: is not a Python file; give the path of one, such as mixers.py.")
+    sys.path.insert(0, str(file.parent))
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(file.stem)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+        raise KinformerError(f"`import` {path}: cannot be run ({reason}); mend it.") from error
+    if Path(getattr(module, "__file__", None) or "").resolve() != file:
+        raise KinformerError(f"`import` {path}: another module is called {file.stem!r}; rename the file.")
+
+
+def load(entry: Entry, what: str) -> Any:
     """Return the object of an entry point; ``what`` is its name in messages ("the mixer 'my_mixer'")."""
     try:
         return entry.load()
@@ -157,6 +216,18 @@ class Registry(Mapping[str, T]):
                 complain(str(error))
         return installed
 
+    def register(self, name: str, thing: T) -> None:
+        """Add an object of this program under ``name``, until the process ends.
+
+        Errors: ``KinformerError`` for a name of Kinformer's own, and for an object that is not valid.
+        """
+        if not name or not self._fits(name, thing):
+            raise KinformerError(f"register: {thing!r} is not {self._expected(name)}; give one.")
+        if name in self.builtin:
+            raise KinformerError(f"register: the {self.noun} {name!r} is Kinformer's own; give yours another name.")
+        _registrations[self.group, self.prefix + name] = Registration(thing)
+        entry_points_of.cache_clear()
+
     def package(self, name: str) -> str | None:
         """Return the package ("name version") that adds ``name``, or None; nothing is imported."""
         entries = entry_points_of(self.group).get(self.prefix + name, ())
@@ -221,9 +292,14 @@ def require_package(package: str, what: str, installed: str | None) -> None:
     or None.
     """
     name = package.partition(" ")[0]
-    if installed is not None and installed.partition(" ")[0] == name:
+    if installed is not None and name in (installed.partition(" ")[0], REGISTER) and installed != KINFORMER:
         return
-    if installed == KINFORMER:
+    if name == REGISTER and installed is None:
+        remedy = (
+            f"which is not registered here; call kinformer.register({package.partition(' ')[2]}) first, or name the "
+            "file that does by `import`."
+        )
+    elif installed == KINFORMER:
         remedy = "but here it is Kinformer's own; use a version of Kinformer without that name."
     elif installed is not None:
         remedy = f"but here it is part of {_package_text(installed)}; install the former, and uninstall the latter."
@@ -234,12 +310,14 @@ def require_package(package: str, what: str, installed: str | None) -> None:
     raise KinformerError(f"{what} comes from {_package_text(package)}, {remedy}")
 
 
-def _package(entry: EntryPoint) -> str:
+def _package(entry: Entry) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
 def _package_text(package: str) -> str:
     name, _, version = package.partition(" ")
+    if name == REGISTER:
+        return f"the registered {version}"
     return f"the package {name!r} ({version})" if version else f"the package {name!r}"
 
 

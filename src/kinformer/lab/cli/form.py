@@ -24,6 +24,7 @@ from kinformer.runtime.errors import RARE, KinformerError, nearest, require_seed
 from kinformer.runtime.fields import Checked, field_docs
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_count, parse_toml
+from kinformer.runtime.plugins import import_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -50,6 +51,8 @@ class Printing(Checked):
     and, with several processes, PyTorch's messages."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.toml")] = None
     """Read options by name from this file, as in: batch_size = 16. Options on the command line take precedence."""
+    import_: Annotated[str | None, tyro.conf.arg(name="import", metavar="FILE.py")] = None
+    """First run this Python file of yours, which adds mixers, members or tasks by kinformer.register."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ GROUPS = {
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
         "hardware", "efficiency",
     ),
-    "general": ("seed", "json", "quiet", "verbose", "no_echo", "config"),
+    "general": ("seed", "json", "quiet", "verbose", "no_echo", "config", "import_"),
 }  # fmt: skip
 """Groups of options by their titles. Options in neither table come after the options in ``FIRST``."""
 
@@ -356,7 +359,7 @@ def _has_default(entry: Field[object]) -> bool:
 
 
 def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    return name.rstrip("_").replace("_", "-")  # import_: a field cannot be called import
 
 
 # Parsing; an argument that cannot be parsed becomes an error of one sentence.
@@ -370,11 +373,13 @@ def parse(
     ``kind`` names the class of tasks' own options that the command takes too.
     """
     name = prog.removeprefix("kinformer ")
-    shape = form_of(options, kind)
     written_options = list(arguments)
     before_dashes = written_options[: written_options.index("--")] if "--" in written_options else written_options
+    _import_file(before_dashes)
+    shape = form_of(options, kind)
     if (path := _value_of("--config", before_dashes)) is not None:
         defaults, written = read(path, flags(shape))
+        _import_file(written)
         shape, written_options = form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
         shape, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
@@ -395,6 +400,12 @@ def parse(
     if sentence_text := suggestion(arguments, flags(shape)):
         raise KinformerError(f"{name}: {sentence_text}")
     raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def _import_file(arguments: Sequence[str]) -> None:
+    """Run the file that ``arguments`` name, before the forms of options ask for its members and tasks."""
+    if (path := _value_of("--import", arguments)) is not None:
+        import_file(path)
 
 
 def named_tasks(arguments: Sequence[str]) -> list[str]:

@@ -27,6 +27,7 @@ from kinformer.core.model import CausalModel, StackedCausalModel
 from kinformer.core.stack import ModelConfig, units_of
 from kinformer.core.state import State
 from kinformer.generation.drafts import DraftedSession, Drafting
+from kinformer.generation.generate import MOST_NEW as MOST_NEW
 from kinformer.generation.generate import session_of
 from kinformer.generation.sampling import StoppedText, ends_of_text
 from kinformer.generation.session import Session
@@ -487,9 +488,6 @@ def _nats(model: CausalModel, hidden: Tensor, targets: Tensor, valid: Tensor | N
     if cross_entropy.in_pieces(model, targets.numel()):
         return hidden_nats(model, hidden, targets, valid)
     return next_token_nats(model.logits(hidden), targets, valid)
-
-
-MOST_NEW = 256
 
 
 @dataclass
