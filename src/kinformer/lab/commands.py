@@ -134,7 +134,7 @@ def register(thing: O) -> O:
 
 @preserving
 def train(
-    member: str,
+    member: str = "",
     *,
     out: str | Path,
     data: str | Path | None = None,
@@ -145,6 +145,7 @@ def train(
 ) -> Run:
     """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
 
+    member: a member of the family; if not given, the member of the run named by ``init``.
     data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
     recipe, set: the recipe ("small" if not given), and overrides such as ``{"layers.*.mixer.num_heads": 8}``.
     task: the name of a task (see :func:`tasks`); the member's usual task if not given.
@@ -534,6 +535,7 @@ def export(
     format: str = "hf",
     dtype: str = "float32",
     max_shard_size: str | int = "5GB",
+    adapter: bool = False,
 ) -> Exported | ExportedGraph:
     """Write a run as a folder that the library transformers loads, or as a graph without Python.
 
@@ -548,6 +550,7 @@ def export(
         processor, for ``package`` of ``kinformer generate``).
     dtype: the type of the weights in the folder: "float32", "bfloat16" or "float16".
     max_shard_size: the largest size of a file of weights, such as "500MB" or a number of bytes.
+    adapter: of a run trained with ``lora``, write its low-rank updates alone, as an adapter for the library PEFT.
 
     PyTorch's compiler makes the graphs, and it resets PyTorch's global random numbers to their earlier state.
 
@@ -555,7 +558,7 @@ def export(
     """
     from kinformer.lab.runs.exporting import export
 
-    return export(run, out, format=format, dtype=dtype, max_shard_size=max_shard_size)
+    return export(run, out, format=format, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter)
 
 
 @preserving

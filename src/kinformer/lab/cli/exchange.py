@@ -70,6 +70,8 @@ class Export(Printing):
     """The type of the weights in the folder."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"
     """The most that a file of weights holds, as in 500MB; a model of more becomes several files and an index."""
+    adapter: bool = False
+    """Of a run trained with `lora`: write its updates alone, as an adapter for the library PEFT, not merged weights."""
 
     def run(self) -> int:
         """Announce the kind of folder, write it, and return the exit status."""
@@ -79,7 +81,7 @@ class Export(Printing):
             if not self.quiet:
                 print(f"kinformer: {spelled(sentence)}", file=sys.stderr, flush=True)
 
-        settings = {name: getattr(self, name) for name in ("format", "dtype", "max_shard_size")}
+        settings = {name: getattr(self, name) for name in ("format", "dtype", "max_shard_size", "adapter")}
         done = export(self.folder, self.out, **settings, announce=announce)
         parameters = plural(done.parameters, "parameter")
         if self.json:

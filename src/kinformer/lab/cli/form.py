@@ -230,7 +230,7 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
         default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
         if item.name == "set":
             hint, default = CHANGES, field(default=())
-        elif item.name in _REQUIRED and not _has_default(_default(item)):
+        elif item.name == "member" or (item.name in _REQUIRED and not _has_default(_default(item))):
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
         entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries

@@ -173,6 +173,7 @@ class Chat(GenerateOptions, Printing):
 
     def run(self) -> int:
         """Read lines and stream the continuation of each line, until the input ends."""
+        from kinformer.generation.sampling import ends_of_text
         from kinformer.lab.runs.inference import converse
         from kinformer.lab.serving.fields import ChatTemplate
 
@@ -182,6 +183,8 @@ class Chat(GenerateOptions, Printing):
         template, messages = None, list[dict[str, str]]()
         if run.chat_template is not None and self.before is None and self.after is None:
             template = ChatTemplate(run.chat_template, (), run.prompts.get("special_tokens"))
+            if template.end and not ends_of_text(conversation.subject.model):
+                conversation.options = replace(conversation.options, stop=(*stop, template.end))
         before, after = self.before or "", "\\n" if self.after is None else self.after
         asks = sys.stdout.isatty()
         while True:

@@ -159,6 +159,11 @@ class ByteTokenizer:
         """Return ids int64 [length]: the UTF-8 bytes of a string (bytes escaped by the system's decoding come back)."""
         return np.frombuffer(as_bytes(text), np.uint8).astype(np.int64)
 
+    def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of ``text`` and the number of the character in which each begins, both int64 [length]."""
+        sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), sizes)
+
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each of ``texts``."""
         return [self.encode(text) for text in texts]
@@ -245,6 +250,13 @@ class FileTokenizer:
         with _library_errors("the tokenizer", "cannot encode this text", "give another one, or other data"):
             encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of ``text`` and the number of the character in which each begins, both int64 [length]."""
+        with _library_errors("the tokenizer", "cannot encode this text", "give another one, or other data"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        starts = [begin for begin, _ in encoding.offsets]
+        return np.array(encoding.ids, np.int64), np.array(starts, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens``, with U+FFFD in place of invalid text."""

@@ -31,12 +31,13 @@ from kinformer.lab.runs.planner import (
     recipe_config,
 )
 from kinformer.lab.runs.rows import data_of, staged_rows
-from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
+from kinformer.lab.runs.run import BYTES, CHAT_TEMPLATE, TOKENIZER, Run, creating, open_run, require_empty, settings_in
 from kinformer.lab.tasks.table import options_for
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.tasks.task import Data, Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
+from kinformer.lab.training.lora import add_updates
 from kinformer.lab.training.schedule import Stage, stages_of
 from kinformer.lab.training.settings import Settings, checked_stages
 from kinformer.runtime.errors import KinformerError, marked, plural, require
@@ -77,9 +78,11 @@ class Plan:
     def model(self) -> nn.Module:
         """Return the model before its first step: new, or with the weights of the run named by ``init``."""
         model = self.run.build()
-        init = self.run.data.get("init")
+        init, rank = self.run.data.get("init"), self.settings.lora
         if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
             begin_with(model, self.run, init)
+        if rank is not None:
+            add_updates(model, rank)
         return model
 
 
@@ -88,6 +91,10 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
 
     All checks that need no training step are made here. Nothing reads the options afterwards.
     """
+    if not options.member and (run := options.out if options.resume else options.init) is not None:
+        options = replace(options, member=open_run(run).member)
+    if not options.member:
+        raise KinformerError("train: needs MEMBER, or `init` RUN; see: kinformer list.")
     if not options.resume:
         options = replace(options, member=member(options.member).name)
     if options.compile:
@@ -158,6 +165,8 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             from kinformer.interop.tokenizer_files import chat_templates, write_chat_templates
 
             write_chat_templates(folder, chat_templates(base.folder))
+        if template := getattr(plan.data, "chat_template", None):
+            (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         facts = {"spec": planner.spec, "holdout": options.holdout, "identity": plan.data.identity}
         init = _named(base, task, options)
         column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, SourceModel, WholeModel
@@ -33,13 +36,22 @@ from kinformer.lab.runs.run import BYTES, Run, open_run
 from kinformer.lab.tasks.speech import writing_of
 from kinformer.lab.tasks.texts import ends_of, vocab_size_of
 from kinformer.lab.training.checkpoint import best_of, best_weights
+from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, spelled
 from kinformer.runtime.fields import require_path
-from kinformer.runtime.files import read_json, reading, require_file, require_signature, signed, write_json
+from kinformer.runtime.files import (
+    read_json,
+    reading,
+    require_file,
+    require_signature,
+    save_tensors,
+    signed,
+    write_json,
+)
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
 #
@@ -209,10 +221,13 @@ def export(
     format: str = "hf",
     dtype: str = "float32",
     max_shard_size: str | int = "5GB",
+    adapter: bool = False,
     announce: Callable[[str], object] = lambda sentence: None,
 ) -> Exported | ExportedGraph:
     """Write the run in ``folder`` into the new folder ``out``, and call ``announce`` with a sentence about ``out``."""
     require_path("out", out)
+    if adapter and format != "hf":
+        raise KinformerError(f"`adapter`: is for `format` hf, not for {format}; leave one out.")
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
         if changed := [name for name, (value, default) in usual.items() if value != default]:
@@ -231,7 +246,11 @@ def export(
     except KinformerError as error:
         raise KinformerError(f"{folder}: {error}") from None
     require_new(out)
-    announce(sentence_of(form))
+    sentence = sentence_of(form)
+    if adapter:
+        base = Path(run.data.get("init", "")).name
+        sentence = f"the folder is an adapter of {base}: peft.PeftModel.from_pretrained(model, {out.name!r}) adds it."
+    announce(sentence)
     if run.vocabulary is not None and not has_tokenizer:
         announce(f"{folder} has no {run.vocabulary}, so the folder has none either.")
     weights = best_weights(run.folder)[0]
@@ -241,13 +260,60 @@ def export(
         settings = settings_of(form, run.config, run.member, dtype) | _labels(run) | _prompt_ids(run, source)
         if form.use == "CTC":
             settings |= write_speech(place, *writing_of(run))
-        shards = write_model(place, form, settings, weights, shard_bytes)
+        if adapter:
+            parameters, shards = write_adapter(place, run, form, weights, dtype), 1
+        else:
+            shards = write_model(place, form, settings, weights, shard_bytes)
         if has_tokenizer:
             named = run.prompts.get("special_tokens", {})
             write_tokenizer(place, source, model.max_length, _special(run, form, padding), named)
             write_chat_templates(place, chat_templates(run.folder))
-        (place / "README.md").write_text(card(run, form, parameters, dtype, out.name), encoding="utf-8")
+        (place / "README.md").write_text(card(run, form, sentence, parameters, dtype, out.name), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
+
+
+ADAPTER = "adapter_model.safetensors", "adapter_config.json"
+LEAST_SHARE = 1e-4
+"""Of the largest singular value of an update, below which the others are rounding."""
+
+
+def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tensor], dtype: str) -> int:
+    """Write the difference of ``weights`` from the weights that ``run`` began with as an adapter for the library PEFT,
+    and return its parameters.
+
+    The layouts of transformers cut and join weights, so the factors of each difference come from its singular values.
+
+    Errors: ``KinformerError`` for a run that was not trained with ``lora``, or whose base run is gone.
+    """
+    if not run.training.get("lora"):
+        raise KinformerError(f"`adapter`: {run.folder} was not trained with `lora`; leave it out.")
+    base = Path(run.data["init"]).name
+    before, after = (
+        form.native.tensors(one) if form.native else {f"model.{name}": weight for name, weight in one.items()}
+        for one in (best_weights(open_run(run.data["init"]).folder)[0], weights)
+    )
+    transposed, factors = form.model_type == "gpt2", dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    for name, weight in after.items():
+        change = weight.double() - before[name].double()
+        if weight.ndim == 2 and change.any():
+            change = change.T if transposed else change
+            with private_numbers(0):
+                u, s, v = torch.svd_lowrank(change, min(4 * run.training["lora"], *change.shape), niter=4)
+            kept = s > LEAST_SHARE * s[0]
+            factors[name.removesuffix(".weight")] = ((v * s.sqrt())[:, kept].T, (u * s.sqrt())[:, kept])
+    if not factors:
+        raise KinformerError(f"`adapter`: the weights of {run.folder} are those of {base}; train it longer.")
+    rank = max(len(a) for a, _ in factors.values())
+    tensors = {
+        f"base_model.model.{name}.lora_{letter}.weight": pad(one, bounds).to(getattr(torch, dtype)).contiguous()
+        for name, (a, b) in factors.items()
+        for letter, one, bounds in (("A", a, (0, 0, 0, rank - len(a))), ("B", b, (0, rank - len(a))))
+    }
+    save_tensors(folder / ADAPTER[0], tensors, {"format": "pt"})
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0}
+    about |= {"bias": "none", "fan_in_fan_out": transposed, "inference_mode": True, "base_model_name_or_path": base}
+    write_json(folder / ADAPTER[1], about | {"target_modules": list(factors)})
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def _exportable(folder: str | Path) -> Run:
@@ -323,7 +389,7 @@ tags:
 
 # {name}
 
-{title} ({paper}): member `{member}` of Kinformer, recipe `{recipe}`, {parameters}, weights in {dtype}.
+{what}, {parameters}, weights in {dtype}.
 {growth}
 
 Data: `{data}`. Training: {training}.
@@ -338,14 +404,16 @@ model = {auto_class}.from_pretrained("{name}"{trust})
 ```
 
 {form}
-
-## Departures from the paper
-
 {departures}
-
 Written by `kinformer export` from a run of the task {task}.
 """
 """The model card."""
+DEPARTURES = """
+## Departures from the paper
+
+{}
+"""
+"""The section of a model whose weights began with a recipe of ours; another model's weights have another origin."""
 WHOLE = "It reads whole texts or images."
 OF_TEXT = """tokenizer = AutoTokenizer.from_pretrained("{name}")
 inputs = tokenizer("It was ", return_tensors="pt")
@@ -376,21 +444,19 @@ PIPELINES = {
 """The name of a model's use in a model card."""
 
 
-def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
-    """Return the model card, which describes the model, its training data and its measurements."""
+def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name: str) -> str:
+    """Return the model card with the ``sentence`` about its folder, which describes the model, its training data and its measurements."""
     record = member_called(run.member)
-    sentence = sentence_of(form)
+    lines = "\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",)))
     preparer, use = _use(run, form, name)
     return CARD.format(
         member=run.member,
         name=name,
-        title=record.title,
-        paper=record.paper,
-        recipe=run.recipe,
+        what=_what(run),
         parameters=plural(parameters, "parameter"),
         dtype=dtype,
         growth=f"Growth of its state with the tokens absorbed: {record.growth}." if record.causal else WHOLE,
-        data=run.data.get("spec") or "unknown",
+        data=",".join(Path(part).name for part in str(run.data.get("spec") or "unknown").split(",")),
         training=_training(run) or "elsewhere; the weights were imported",
         measured=_measured(run),
         auto_class=form.auto_class,
@@ -399,9 +465,25 @@ def card(run: Run, form: Form, parameters: int, dtype: str, name: str) -> str:
         use=use,
         trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
-        departures="\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",))),
+        departures="" if "init" in run.data or _imported(run) else DEPARTURES.format(lines),
         task=run.task.name,
     )
+
+
+def _what(run: Run) -> str:
+    """Return a description of the model: the run that it was fine-tuned from, or its member and paper."""
+    record = member_called(run.member)
+    named = f"member `{run.member}` of Kinformer, recipe `{run.recipe}`"
+    if _imported(run):
+        return f"An imported model: member `{run.member}` of Kinformer"
+    if "init" not in run.data:
+        return f"{record.title} ({record.paper}): {named}"
+    how = f"by low-rank updates (LoRA, rank {rank})" if (rank := run.training.get("lora")) else "in all of its weights"
+    return f"`{Path(run.data['init']).name}`, fine-tuned {how} for the task {run.task.name}: {named}"
+
+
+def _imported(run: Run) -> bool:
+    return "imported" in best_weights(run.folder)[1]
 
 
 def _use(run: Run, form: Form, name: str) -> tuple[str, str]:

@@ -218,8 +218,8 @@ class TrainOptions(Processes, Settings, LearningOptions):
     ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
     """
 
-    member: str
-    """A member of the family (see: kinformer list)."""
+    member: str = ""
+    """A member of the family (see: kinformer list). If not given, the member of the run named by `init`."""
     out: str
     """The run folder: new, or with `resume` an existing one."""
     text_field: str | None = None
@@ -257,6 +257,10 @@ class TrainOptions(Processes, Settings, LearningOptions):
         require("neighbours", self.neighbours, 1)
         require("probes", self.probes, 0)
         LearningOptions.__post_init__(self)
+        if self.lora is not None and self.init is None and not self.resume:
+            raise KinformerError(f"`lora` {self.lora}: updates the weights of another run; give `init` RUN too.")
+        if self.lora is not None and (self.strategy == "fsdp" or self.parallelism.tensor > 1):
+            raise KinformerError(f"`lora` {self.lora}: every process holds all weights; give `devices` N alone.")
 
     def settings(self) -> Settings:
         """Return the settings of training, with defaults for missing ones."""

@@ -39,6 +39,7 @@ from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import absolute
+from kinformer.runtime.parsing import parse_json
 
 FIELD = "texts"
 
@@ -81,7 +82,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     Errors: ``KinformerError`` for a task, data or changes that do not go together.
     """
     base = base_of(options)
-    task = task_for(options.task, recipe_config(options, base, None), options.member)
+    task = task_for(options.task or _instruct(options), recipe_config(options, base, None), options.member)
     options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
@@ -90,11 +91,25 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     return planner_for(options, task, spec, base), options
 
 
+def _instruct(options: TrainOptions) -> str | None:
+    """Return the task of JSON lines of conversations, when no task is named; None for other data."""
+    if options.text_field is not None or not str(options.data).endswith(".jsonl"):
+        return None
+    with suppress(OSError, ValueError), open(str(options.data), "rb") as file:
+        row = parse_json(file.readline())
+        return (
+            "instruct"
+            if isinstance(row, dict) and ("messages" in row or {"prompt", "completion"} <= row.keys())
+            else None
+        )
+    return None
+
+
 def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
     """Return the planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
     tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
     data = task.open(
-        Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options)),
+        Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options), base),
         options_for(task, "Options", options.task_options),
     )
     return Planner(task, data, tokenizer, base, spec)

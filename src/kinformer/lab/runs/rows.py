@@ -26,7 +26,7 @@ from kinformer.runtime.errors import KinformerError
 def data_of(run: Run) -> Data:
     """Open the data that a run was trained on."""
     return run.task.open(
-        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.by_user),
+        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.by_user, run),
         run.options,
     )
 

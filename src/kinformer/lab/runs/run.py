@@ -361,7 +361,7 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[
 # tells the remains of a killed creation from a user's own files. The next process that locks the folder removes the
 # remains.
 
-_MADE_FIRST = (TOKENIZER, SPOOLED, WEIGHTS)
+_MADE_FIRST = (TOKENIZER, CHAT_TEMPLATE, SPOOLED, WEIGHTS)
 """The files that creating or importing a run may write before its config."""
 
 

@@ -46,10 +46,11 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
         f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
         "them from a run that trained them, as by `task` dino; `set` input.frozen=false lets them learn"
     )
+    lora = "" if settings.lora is None else f", {parameters - frozen:,} of them trained (LoRA of rank {settings.lora})"
     begins = inheritance_text(run.data)
     begins = f"{begins}\n" if begins else ""
     return (
-        f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}, task {run.task.name}\n"
+        f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}{lora}, task {run.task.name}\n"
         f"{begins}"
         f"kinformer: data {_data(run.data)}; {_device(group)}, {_precision(group, settings)}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"

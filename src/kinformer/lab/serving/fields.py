@@ -7,6 +7,8 @@ import re
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -233,6 +235,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
+_OUTPUT: ContextVar[tuple[list[str], list[tuple[int, int]]]] = ContextVar("output")
+"""The pieces of text that a template has written, and the ranges between the tags ``generation``."""
 MOST_CHARACTERS = 8 << 20
 """The most characters of a prompt, and of a text or a list that a template repeats."""
 UNNAMED = {"bos_token": "", "eos_token": ""}
@@ -255,7 +259,7 @@ class ChatTemplate:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
         with reading_corpus(path):
-            self.source = source = Path(path).read_text(encoding="utf-8")
+            self.source = source = path if isinstance(path, str) and "{" in path else Path(path).read_text("utf-8")
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -267,10 +271,48 @@ class ChatTemplate:
 
         Errors: :class:`FieldError` for messages that the template refuses or cannot render.
         """
+        return self._render(messages, names)[0]
+
+    def answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation as text, and where the answers begin and end in it, in characters.
+
+        The tags ``generation`` mark the answers. Without them, an answer and its end are what the conversation through
+        the answer has more than the prompt before it.
+
+        Errors: the errors of :meth:`prompt`, and ``KinformerError`` where the conversation does not begin with the
+        prompt.
+        """
+        text, spans = self._render(messages, {"add_generation_prompt": False})
+        for number, message in enumerate(messages) if not spans else ():
+            if message["role"] == "assistant":
+                before = self.prompt(messages[:number])
+                through = self.prompt(messages[: number + 1], add_generation_prompt=False)
+                if not (text.startswith(through) and through.startswith(before)):
+                    raise KinformerError(
+                        f"the chat template writes the text before message {number + 1} otherwise once later messages "
+                        "are there; put {% generation %} and {% endgeneration %} around the answers in the template."
+                    )
+                spans.append((len(before), len(through)))
+        return text, spans
+
+    @property
+    def end(self) -> str:
+        """The text that ends an answer, such as ``<|im_end|>``, without blanks; empty if the template writes none."""
+        said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"})
+        with suppress(KinformerError):
+            return self.prompt(said, add_generation_prompt=False).rpartition("\ue000")[2].strip()
+        return ""
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, object]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of ``messages``, and the ranges of characters between the tags ``generation``."""
         variables = (
             {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | names
         )
-        pieces, length = [], 0
+        pieces, length = list[str](), 0
+        spans = list[tuple[int, int]]()
+        _OUTPUT.set((pieces, spans))
         try:
             for piece in self._template.generate(messages=list(messages), **variables):
                 length += len(piece)
@@ -279,7 +321,7 @@ class ChatTemplate:
                 pieces.append(piece)
         except Exception as error:  # a template may raise anything, as {{ 1 / 0 }} does
             raise FieldError(f"the chat template refuses these messages ({_reason(error)}).", "messages") from None
-        return "".join(pieces)
+        return "".join(pieces), spans
 
 
 def _reason(error: Exception) -> str:
@@ -303,7 +345,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         ) from error
 
     class Generation(Extension):
-        """The tag ``generation`` around the model's own turns. It renders its body unchanged."""
+        """The tag ``generation`` around the model's own turns. It renders its body unchanged and notes its range."""
 
         tags = {"generation"}
 
@@ -313,7 +355,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
             return nodes.CallBlock(self.call_method("_rendered"), [], [], body).set_lineno(line)
 
         def _rendered(self, caller: Any) -> Any:
-            return caller()
+            text, (pieces, spans) = caller(), _OUTPUT.get()
+            begin = sum(map(len, pieces))
+            spans.append((begin, begin + len(text)))
+            return text
 
     class Sandbox(ImmutableSandboxedEnvironment):
         """A sandbox that bounds the repetition of texts and lists."""

@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kinformer.generation.packed import pack
+from kinformer.generation.sampling import ends_of_text
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
@@ -330,6 +331,8 @@ class Server:
         self.socket = _listening(options.host, options.port)
         device = options.prepare(0)
         model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+        if template is not None and template.end and not ends_of_text(model):
+            template.stops += (template.end,)
         limits = Limits(
             max_streams=options.max_streams,
             max_state_bytes=options.max_state_bytes,

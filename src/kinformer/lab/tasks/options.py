@@ -38,6 +38,15 @@ class NextTokenOptions:
             raise KinformerError("`reset_documents`: `segments` begin a new sequence at every document; leave one out.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class InstructOptions:
+    """Options of training on answers to instructions."""
+
+    chat_template: str | None = None
+    """The chat template of the conversations: a file of Jinja, or chatml. If not given, the template of the run named
+    by `init`. The run keeps it for chat and serve."""
+
+
 OF_HARNESS = ("fewshot", "limit")
 """The options of tasks of lm-evaluation-harness."""
 

@@ -24,6 +24,7 @@ from kinformer.lab.tasks.task import (
 )
 from kinformer.lab.training.logging import (
     ACCURACY,
+    ANSWER_BITS,
     BITS_PER_ACTION,
     BITS_PER_BYTE,
     BITS_PER_DIM,
@@ -98,6 +99,38 @@ RECORDS = (
         evaluate="next_token_evaluation:evaluate",
         generate="next_token:continue_text",
         samples="next_token_evaluation:TextSamples",
+        embed="texts:embed_texts",
+    ),
+    Task(
+        name="instruct",
+        title="answers to instructions",
+        description=(
+            "Learns to answer as in conversations, JSON lines of messages, or of a prompt and a completion. The chat "
+            "template of the run that it begins with writes each conversation, and only the tokens of the answers are "
+            "learnt. Measured in bits per byte of held-out answers, beside the run that it began with."
+        ),
+        models=Models(protocols=(CausalModel,), inputs=("tokens",)),
+        data=DataNeeds(
+            missing="the task needs conversations; give `data` FILE.jsonl.",
+            tokenized=True,
+            refused=refuse(
+                "train_tokenizer text_field", "is for running text; conversations are read with the run's tokenizer."
+            ),
+        ),
+        evaluation=EvaluationNeeds(refused={"max_bytes": "is for running text; leave it out.", "seed": NOTHING_DRAWN}),
+        generation=Generation(),
+        prediction=Prediction(refusal="it answers messages; use kinformer chat, generate or serve."),
+        metrics=(ANSWER_BITS,),
+        settings={"lr": 2e-4, "weight_decay": 0.0},
+        objectives={"answers": "answers:AnswersLoss"},
+        Options=options.InstructOptions,
+        open="instruct:open_conversations",
+        vocab_size="instruct:vocab_size",
+        check="instruct:check",
+        tell="instruct:tell",
+        data_module="instruct:InstructRows",
+        measure="instruct:evaluate",
+        generate="next_token:continue_text",
         embed="texts:embed_texts",
     ),
     Task(

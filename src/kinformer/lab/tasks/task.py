@@ -159,13 +159,15 @@ class NoOptions:
 class Source(NamedTuple):
     """Where data comes from: ``spec`` names it, ``holdout`` is the share held out, ``tokenizer`` makes ids of text,
     ``text_field`` names the column of text for a task with ``data.columns``, ``by_user`` holds the names of the task's
-    options that the user gives in this call; the others are from a run folder, which may be a stranger's."""
+    options that the user gives in this call; the others are from a run folder, which may be a stranger's. ``base`` is
+    the run to begin with, or the run itself: its chat template writes conversations."""
 
     spec: str
     holdout: float | None
     tokenizer: Tokenizer | None
     text_field: str | None = None
     by_user: frozenset[str] = frozenset()
+    base: TrainedRun | None = None
 
 
 class Data(Protocol):

@@ -27,6 +27,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kinformer.lab.training.lora import merge
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import (
     DIGEST,
@@ -480,7 +481,7 @@ class Best:
     def write(self, weights: Mapping[str, Tensor], step: int) -> None:
         """Write the weights of ``step`` to the file."""
         noted = {} if self.metrics is None else {_METRICS: dump_json(list(self.metrics.items()))}
-        save_tensors(self.folder / WEIGHTS, weights, {_STEP: str(step), **noted})
+        save_tensors(self.folder / WEIGHTS, merge(weights), {_STEP: str(step), **noted})
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 
     def write_sharded(self, part: Part, step: int, group: Group) -> None:

@@ -122,6 +122,8 @@ class Settings(Checked):
     """How long the learning rate rises: a share of all steps if below 1, else a number of steps (0.05)."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices; norms, biases and other vectors have none (0.1, or what suits `minutes`)."""
+    lora: int | None = None
+    """Train low-rank updates of the layers' weights, of this rank, and not the weights themselves (LoRA)."""
     layer_decay: float = 1.0
     """Factor of the learning rate from each layer to the one below it, for fine-tuning. The head moves at the full
     rate, the last layer at this share of it, the input least (1: all alike)."""
@@ -172,7 +174,7 @@ class Settings(Checked):
     log_every: int = 10
     """Steps between two looks at the loss (each waits for the device)."""
 
-    LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys(_FROM_ZERO, 0)
+    LEAST = dict.fromkeys((*_COUNTS, "lora"), 1) | dict.fromkeys(_FROM_ZERO, 0)
     SHARES = {
         "momentum": "[0, 1)", "beta2": "[0, 1)", "plateau_factor": "(0, 1)", "min_lr_ratio": "[0, 1]", "ema": "[0, 1]",
         "layer_decay": "[0, 1]",
