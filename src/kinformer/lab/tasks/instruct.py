@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.lab.data import IGNORED, Tokenizer
+from kinformer.lab.data import IGNORED
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.corpus import SHARES
 from kinformer.lab.data.files import fingerprint_of, reading_corpus, single_file
@@ -78,6 +78,7 @@ class Conversations:
     fingerprint: str
     splits: Mapping[str, Sequence[Conversation]]
     chat_template: str | None
+    vocab_size: int
 
     @property
     def version(self) -> str:
@@ -121,7 +122,7 @@ def open_conversations(source: Source, options: InstructOptions, cache: Path | N
     text = None if template is None else template.source
     digest = hashlib.sha256(f"{fingerprint_of([single_file(path)])}{text}".encode()).hexdigest()
     splits = {name: [encoded[row] for row in sorted(some)] for name, some in rows.items()}
-    return Conversations(path.name, f"sha256:{digest}", splits, text)
+    return Conversations(path.name, f"sha256:{digest}", splits, text, source.tokenizer.vocab_size)
 
 
 def _template(source: Source, options: InstructOptions) -> ChatTemplate | None:
@@ -202,14 +203,13 @@ def _encode(place: str, row: object, template: ChatTemplate | None, source: Sour
 
 
 def vocab_size(data: Conversations) -> int:
-    """Return a bound of the ids of the conversations."""
-    return 1 + max(int(row.ids.max()) for split in data.splits.values() for row in split)
+    """Return how many ids the tokenizer has."""
+    return data.vocab_size
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the tokenizer's ids, and a length within which there is no answer."""
-    tokenizer: Tokenizer = plan.tokenizer  # type: ignore[assignment]
-    check_ids(plan, tokenizer.vocab_size, special_apart=False)
+    check_ids(plan, plan.data.vocab_size, special_apart=False)
     check_sequence(model)
     for name in ("train", "validation"):
         _usable(plan.data.splits[name], plan.settings.length, name)
