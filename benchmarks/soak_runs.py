@@ -35,6 +35,7 @@ LIMIT = 1200.0
 """Seconds that a life may last; so many, as a niced soak on a busy machine waits for most of them."""
 TRAINING: dict[str, list[str]] = {
     "next-token": ["--length", "16", "--data", "TEXT"],
+    "instruct": ["--length", "96", "--data", "ANSWERS", "--chat-template", "chatml"],
     "recall": ["--length", "24", "--pairs", "2,6", "--symbols", "30"],
     "algorithm": ["--length", "32", "--digits", "1-4"],
     "image": [],
@@ -132,6 +133,10 @@ class Trial:
         names = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 6))) for _ in range(40)]
         if word == "TEXT":
             path.write_text(" ".join(draw.choices(names, k=1500)), encoding="utf-8")
+        elif word == "ANSWERS":
+            path = path.with_suffix(".jsonl")
+            rows = ({"prompt": name, "completion": name[::-1]} for name in names)
+            path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         elif word == "LABELS":
             path = path.with_suffix(".tsv")
             lines = (

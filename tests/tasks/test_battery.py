@@ -25,6 +25,10 @@ CASES = {
         "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl")
         | dict.fromkeys(("fewshot", "limit"), "is for the tasks of a harness"),
     },
+    "instruct": {
+        "train": QUICK | {"length": 96, "chat_template": "chatml"},
+        "generate": {"prompt": "ab", "max_new_tokens": 2},
+    },
     "recall": {
         "train": QUICK | {"pairs": "2", "symbols": 32},
         "evaluate": {"rows": 8},
@@ -131,7 +135,9 @@ def sources(tmp_path):
     text.write_text("she sells sea shells by the sea shore\n" * 60)
     labelled = tmp_path / "labelled.tsv"
     labelled.write_text("".join(f"{'ab'[row % 2]}\t{'xy'[row % 2] * 5} {row}\n" for row in range(60)))
-    return {"next-token": text, "mlm": text, "classify": labelled}
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(f'{{"prompt": "{row}?", "completion": "{row}!"}}\n' for row in range(30)))
+    return {"next-token": text, "mlm": text, "classify": labelled, "instruct": answers}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -302,7 +302,7 @@ def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tens
             kept = s > LEAST_SHARE * s[0]
             factors[name.removesuffix(".weight")] = ((v * s.sqrt())[:, kept].T, (u * s.sqrt())[:, kept])
     if not factors:
-        raise KinformerError(f"`adapter`: the weights of {run.folder} are those of {base}; train it longer.")
+        raise KinformerError(f"`adapter`: training did not change the weights of {base}; train it longer.")
     rank = max(len(a) for a, _ in factors.values())
     tensors = {
         f"base_model.model.{name}.lora_{letter}.weight": pad(one, bounds).to(getattr(torch, dtype)).contiguous()
@@ -445,7 +445,7 @@ PIPELINES = {
 
 
 def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name: str) -> str:
-    """Return the model card with the ``sentence`` about its folder, which describes the model, its training data and its measurements."""
+    """Return the model card: the ``sentence`` about its folder, the model, its training data and its measurements."""
     record = member_called(run.member)
     lines = "\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",)))
     preparer, use = _use(run, form, name)

@@ -49,7 +49,6 @@ from kinformer.runtime.progress import note
 
 # Conversations from JSON lines, as ids in which the answers are marked.
 
-Messages = list[dict[str, str]]
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -64,10 +63,6 @@ class Conversation(NamedTuple):
     ids: np.ndarray
     answer: np.ndarray
     bytes: int
-
-    def cut(self, length: int) -> Conversation:
-        """Return the beginning of the conversation, of which ``length`` tokens are read."""
-        return Conversation(self.ids[: length + 1], self.answer[: length + 1], self.bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +133,7 @@ WANTED = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} o
 ROLES = ("system", "user", "assistant")
 
 
-def messages_of(place: str, row: object) -> Messages:
+def messages_of(place: str, row: object) -> list[dict[str, str]]:
     """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two.
 
     Errors: ``KinformerError`` for another row, for roles out of order, and for a row without an answer.
@@ -221,7 +216,7 @@ def tell(plan: TrainingPlan) -> None:
     usable = _usable(rows, length, "train")
     long, answered = sum(len(row.ids) > length + 1 for row in rows), sum(int(row.answer.sum()) for row in usable)
     cut = f"; {long} of more than {length} tokens lose their end" if long else ""
-    left = f", {len(rows) - len(usable)} of them are left out, as no answer remains" if len(usable) < len(rows) else ""
+    left = f", and {len(rows) - len(usable)} keep no answer and are left out" if len(usable) < len(rows) else ""
     more = f"; `length` {length} can be raised" if long else ""
     note(
         f"note: {plan.data.name}: {plural(len(rows), 'conversation')} to train on, "
@@ -231,7 +226,11 @@ def tell(plan: TrainingPlan) -> None:
 
 def _usable(rows: Sequence[Conversation], length: int, name: str) -> list[Conversation]:
     """Return ``rows`` cut to ``length`` tokens, without rows that keep no answer."""
-    usable = [row for row in (row.cut(length) for row in rows) if row.answer[1:].any()]
+    usable = [
+        Conversation(ids[: length + 1], answer[: length + 1], size)
+        for ids, answer, size in rows
+        if answer[1 : length + 1].any()
+    ]
     if not usable:
         raise KinformerError(f"`length` {length}: no answer of the {name} split begins within it; give more.")
     return usable
@@ -241,28 +240,22 @@ def _usable(rows: Sequence[Conversation], length: int, name: str) -> list[Conver
 
 
 class Rows:
-    """Batches of conversations of similar length; padding stands behind them."""
+    """Batches of conversations of similar length, cut to ``length`` tokens."""
 
     def __init__(self, rows: Sequence[Conversation], batch_size: int, length: int, seed: int, name: str) -> None:
         self.rows = _usable(rows, length, name)
         self.order = Order(np.array([len(row.ids) - 1 for row in self.rows]), batch_size, seed)
 
-    def lay(self, indices: np.ndarray, width: int) -> ScoredBatch:
-        """Return some rows, each ``width`` tokens wide; the index -1 stands for a row that does not count."""
-        tokens, labels = np.zeros((len(indices), width), np.int64), np.full((len(indices), width), IGNORED)
-        valid = np.zeros((len(indices), width), bool)
-        for number, index in enumerate(indices.tolist()):
-            ids, answer, _ = self.rows[max(index, 0)]
-            tokens[number, : len(ids) - 1], valid[number, : len(ids) - 1] = ids[:-1], True
-            if index >= 0:
-                labels[number, : len(ids) - 1] = np.where(answer[1:], ids[1:], IGNORED)
-        return ScoredBatch.of((tokens, labels, np.zeros(len(indices), np.int64), valid))
-
-    def share(self, indices: np.ndarray, rank: int, world: int) -> ScoredBatch:
-        """Return a process's share of a batch, as wide as the whole batch needs."""
+    def batch(self, indices: np.ndarray, rank: int = 0, world: int = 1) -> ScoredBatch:
+        """Return a process's share of some rows, as wide as all of them need; a share may end with invalid rows."""
         longest, size = int(self.order.lengths[indices].max()), -(-len(indices) // world)
-        padded = np.concatenate([indices, np.full(size * world - len(indices), -1)])
-        return self.lay(padded[rank * size : (rank + 1) * size], -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
+        shape = (size, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
+        tokens, labels, valid = np.zeros(shape, np.int64), np.full(shape, IGNORED), np.zeros(shape, bool)
+        for number, index in enumerate(indices[rank * size : (rank + 1) * size].tolist()):
+            ids, answer, _ = self.rows[index]
+            here = number, slice(len(ids) - 1)
+            tokens[here], valid[here], labels[here] = ids[:-1], True, np.where(answer[1:], ids[1:], IGNORED)
+        return ScoredBatch.of((tokens, labels, np.zeros(size, np.int64), valid))
 
 
 class InstructRows(DataModule):
@@ -283,11 +276,11 @@ class InstructRows(DataModule):
         return -(-min(self.limit, len(self.held_out.rows)) // self.held_out.order.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> ScoredBatch:
-        return self.train.share(self.train.order.indices(step), rank, world)
+        return self.train.batch(self.train.order.indices(step), rank, world)
 
     def validation(self, rank: int, world: int) -> Iterator[ScoredBatch]:
         for indices in self.held_out.order.batches(self.limit):
-            yield self.held_out.share(indices, rank, world)
+            yield self.held_out.batch(indices, rank, world)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ANSWER_BITS.name: self.data.bits_per_byte(means["nats"], split)}
@@ -324,7 +317,7 @@ def _nats(model: CausalModel, rows: Rows) -> float:
     nats, count = 0.0, 0
     with torch.inference_mode():
         for indices in rows.order.batches():
-            batch = map_fields(rows.share(indices, 0, 1), lambda tensor: tensor.to(device_of(model)))
+            batch = map_fields(rows.batch(indices), lambda tensor: tensor.to(device_of(model)))
             answered = answers(model, batch)
             nats, count = nats + float(answered.nats), count + len(answered.labels)
     require_finite(isfinite(nats))

@@ -147,7 +147,7 @@ class Generation:
     refusal: str | None = None
 
 
-EMBEDDING = "next-token, mlm, classify, listops, vision, dino, mae, mpp or speech"
+EMBEDDING = "next-token, instruct, mlm, classify, listops, vision, dino, mae, mpp or speech"
 """The tasks whose runs make vectors."""
 
 
