@@ -96,8 +96,8 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path, capsys, monkeypatch, 
 def test_members_and_tasks_are_registered_too(registrations):
     mine = kinformer.register(member("gpt").__class__(**vars(member("gpt")) | {"name": "my-gpt"}))
     assert member("my-gpt") is mine and mine in kinformer.members()
-    own = kinformer.register(task("next-token").derive(name="my-task"))
-    assert task("my-task") is own and own in tasks()
+    record = kinformer.register(task("next-token").derive(name="my-task"))
+    assert task("my-task") is record and record in tasks()
     assert (FAMILY.package("my-gpt"), FAMILY.package("gpt")) == ("kinformer.register Member", None)
 
 

@@ -58,7 +58,7 @@ class Registration:
         return f"{REGISTER} {self.value}"
 
     def load(self) -> Any:
-        """Return the object."""
+        """Return the registered object."""
         return self.thing
 
 
@@ -75,8 +75,8 @@ def entry_points_of(group: str) -> Mapping[str, tuple[Entry, ...]]:
     from importlib.metadata import entry_points
 
     installed: dict[str, tuple[Entry, ...]] = {}
-    own = ((name, entry) for (of, name), entry in _registrations.items() if of == group)
-    for name, entry in (*((entry.name, entry) for entry in entry_points(group=group)), *own):
+    registered = ((name, entry) for (of, name), entry in _registrations.items() if of == group)
+    for name, entry in (*((entry.name, entry) for entry in entry_points(group=group)), *registered):
         installed[name] = (*installed.get(name, ()), entry)
     return installed
 

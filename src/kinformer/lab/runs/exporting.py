@@ -299,8 +299,8 @@ def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tens
             change = change.T if transposed else change
             with private_numbers(0):
                 u, s, v = torch.svd_lowrank(change, min(4 * run.training["lora"], *change.shape), niter=4)
-            kept = s > LEAST_SHARE * s[0]
-            factors[name.removesuffix(".weight")] = ((v * s.sqrt())[:, kept].T, (u * s.sqrt())[:, kept])
+            large = s > LEAST_SHARE * s[0]
+            factors[name.removesuffix(".weight")] = ((v * s.sqrt())[:, large].T, (u * s.sqrt())[:, large])
     if not factors:
         raise KinformerError(f"`adapter`: training did not change the weights of {base}; train it longer.")
     rank = max(len(a) for a, _ in factors.values())

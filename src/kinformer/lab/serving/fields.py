@@ -298,9 +298,9 @@ class ChatTemplate:
     @property
     def end(self) -> str:
         """The text that ends an answer, such as ``<|im_end|>``, without blanks; empty if the template writes none."""
-        said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"})
+        messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"})
         with suppress(KinformerError):
-            return self.prompt(said, add_generation_prompt=False).rpartition("\ue000")[2].strip()
+            return self.prompt(messages, add_generation_prompt=False).rpartition("\ue000")[2].strip()
         return ""
 
     def _render(

@@ -144,8 +144,8 @@ def messages_of(place: str, row: object) -> list[dict[str, str]]:
         pairs = (("user", row["prompt"]), ("assistant", row["completion"]))
         messages = [
             message
-            for role, said in pairs
-            for message in (said if isinstance(said, list) else [{"role": role, "content": said}])
+            for role, text in pairs
+            for message in (text if isinstance(text, list) else [{"role": role, "content": text}])
         ]
     texts = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
