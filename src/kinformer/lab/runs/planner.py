@@ -29,7 +29,7 @@ from kinformer.lab.runs.minutes import with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
-from kinformer.lab.tasks.table import options_for, refuse_options, task_for
+from kinformer.lab.tasks.table import options_for, refuse_options, task_for, tasks
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
@@ -82,7 +82,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     Errors: ``KinformerError`` for a task, data or changes that do not go together.
     """
     base = base_of(options)
-    task = task_for(options.task or _instruct(options), recipe_config(options, base, None), options.member)
+    task = task_for(options.task or _task_of_lines(options), recipe_config(options, base, None), options.member)
     options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
@@ -91,17 +91,13 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     return planner_for(options, task, spec, base), options
 
 
-def _instruct(options: TrainOptions) -> str | None:
-    """Return the task of JSON lines of conversations, when no task is named; None for other data."""
+def _task_of_lines(options: TrainOptions) -> str | None:
+    """Return the task that the fields of JSON lines name where the user names none; None for other data."""
     if options.text_field is not None or not str(options.data).endswith(".jsonl"):
         return None
-    with suppress(OSError, ValueError), open(str(options.data), "rb") as file:
-        row = parse_json(file.readline())
-        return (
-            "instruct"
-            if isinstance(row, dict) and ("messages" in row or {"prompt", "completion"} <= row.keys())
-            else None
-        )
+    with suppress(OSError, ValueError, TypeError), open(str(options.data), "rb") as file:
+        names = set(parse_json(file.readline()))
+        return next((one.name for one in tasks() if any(names.issuperset(row) for row in one.data.lines)), None)
     return None
 
 

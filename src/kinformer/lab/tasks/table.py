@@ -113,6 +113,7 @@ RECORDS = (
         data=DataNeeds(
             missing="the task needs conversations; give `data` FILE.jsonl.",
             tokenized=True,
+            lines=(("messages",), ("prompt", "completion")),
             refused=refuse(
                 "train_tokenizer text_field", "is for running text; conversations are read with the run's tokenizer."
             ),

@@ -81,7 +81,8 @@ class DataNeeds:
     ``default`` names the data of a run that does not name any. None means that a run must name data, and ``missing``
     then says in one sentence which. With ``tokenized``, a tokenizer turns the data into ids. With ``columns``, the task
     itself reads the column of its tables that `text_field` names. With ``running_text``, a row may be any part of the
-    text, so that ``minutes`` alone decide sizes and recipe. ``refused`` holds general options of training that mean
+    text, so that ``minutes`` alone decide sizes and recipe. ``lines`` holds groups of fields of JSON lines: lines with
+    one of these groups choose the task where the user names none. ``refused`` holds general options of training that mean
     nothing to the task, each with the reason and the remedy.
     """
 
@@ -90,6 +91,7 @@ class DataNeeds:
     tokenized: bool = False
     columns: bool = False
     running_text: bool = False
+    lines: tuple[tuple[str, ...], ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
