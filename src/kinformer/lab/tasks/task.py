@@ -82,8 +82,8 @@ class DataNeeds:
     then says in one sentence which. With ``tokenized``, a tokenizer turns the data into ids. With ``columns``, the task
     itself reads the column of its tables that `text_field` names. With ``running_text``, a row may be any part of the
     text, so that ``minutes`` alone decide sizes and recipe. ``lines`` holds groups of fields of JSON lines: lines with
-    one of these groups choose the task where the user names none. ``refused`` holds general options of training that mean
-    nothing to the task, each with the reason and the remedy.
+    one of these groups choose the task where the user names none. ``refused`` holds general options of training that
+    mean nothing to the task, each with the reason and the remedy.
     """
 
     default: str | None = None

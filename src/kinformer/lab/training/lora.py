@@ -38,7 +38,7 @@ def add_updates(model: nn.Module, rank: int) -> None:
     products = [
         module
         for name, module in model.named_modules()
-        if "layers." in name and type(module).forward is nn.Linear.forward
+        if "layers." in name and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     ]
     if not products:
         raise KinformerError("`lora`: the model's layers hold no products to update; leave it out.")
