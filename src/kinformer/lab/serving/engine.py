@@ -36,7 +36,7 @@ from kinformer.core.state import (
     value,
 )
 from kinformer.generation.recording import logits_after
-from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalised
+from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalise_repetition
 from kinformer.generation.session import Steps, require_continuing, require_ids
 from kinformer.runtime.errors import KinformerError, plural, require, require_finite
 from kinformer.runtime.fields import Checked
@@ -157,7 +157,7 @@ class Row:
             if self._in_prompt is None:
                 absent = torch.zeros_like(logits, dtype=torch.bool)
                 self._in_prompt = absent.index_fill_(0, _indices(self.request.tokens, logits), True)
-            logits = penalised(logits, self._in_prompt.index_fill(0, continuation, True), repetition)
+            logits = penalise_repetition(logits, self._in_prompt.index_fill(0, continuation, True), repetition)
         counts = torch.zeros_like(logits).index_add_(0, continuation, logits.new_ones(()).expand(len(continuation)))
         return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
 

@@ -127,7 +127,7 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
 
 
 def _supported(fields: Mapping[str, object], supported: tuple[str, ...]) -> dict[str, object]:
-    """Return the fields that are not null, the model among them; refuse a field that is not supported."""
+    """Return the fields that are not null, after checking that each is supported and that the model is among them."""
     values = {name: value for name, value in fields.items() if value is not None}
     for name, value in values.items():
         if name in supported or name in IGNORED:
@@ -167,7 +167,7 @@ def read_embedding(fields: Mapping[str, object]) -> EmbeddingBody:
     values = _supported(fields, EMBEDDING)
     inputs = prompts(values, "input")
     if len(inputs) > MOST_INPUTS:
-        raise FieldError(f"input holds {len(inputs):,} texts, but may hold at most {MOST_INPUTS:,}.", "input")
+        raise FieldError(f"input holds {plural(len(inputs), 'text')}, but may hold at most {MOST_INPUTS:,}.", "input")
     form = _value(values, "encoding_format", Literal["float", "base64"], "float")
     return EmbeddingBody(_value(values, "model", str, ""), inputs, form == "base64")
 
@@ -187,7 +187,7 @@ def tools(fields: Mapping[str, object]) -> list[dict[str, object]] | None:
 
 def messages(fields: Mapping[str, object]) -> list[dict[str, object]]:
     """Return the messages of a chat, each with a ``role`` and its ``content`` as one text; other keys, such as
-    ``tool_calls``, stay as they are."""
+    ``tool_calls``, stay in the message."""
     items = fields.get("messages")
     if not isinstance(items, list) or not items:
         raise FieldError("messages must be a list of one message or more.", "messages")
@@ -262,7 +262,9 @@ def _bias(values: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     """Return the bias of each token; JSON writes the ids as texts."""
     bias = _mapping(values, "logit_bias")
     if len(bias) > MOST_BIASES:
-        raise FieldError(f"logit_bias has {len(bias):,} tokens, but may have at most {MOST_BIASES:,}.", "logit_bias")
+        raise FieldError(
+            f"logit_bias has {plural(len(bias), 'token')}, but may have at most {MOST_BIASES:,}.", "logit_bias"
+        )
     for token, change in bias.items():
         is_token = token.isascii() and token.isdigit() and len(token) < 10
         if not (is_token and is_of_kind(change, float) and -100 <= change <= 100):
