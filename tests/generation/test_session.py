@@ -222,3 +222,10 @@ def test_an_encoder_is_refused(prompt):
     model = kinformer.build("bert", recipe="tiny").eval()
     with pytest.raises(KinformerError, match="a model of type Encoder reads whole texts and continues none"):
         kinformer.generate(model, prompt, max_new_tokens=2)
+
+
+def test_without_a_number_as_many_tokens_are_drawn_as_there_are_positions():
+    model = kinformer.build("gpt", recipe="tiny", set={"position.max_length": 12})
+    prompt = torch.zeros(1, 3, dtype=torch.int64)
+    assert kinformer.generate(model, prompt, seed=0).shape == (1, model.max_length - 3 + 1)
+    assert len(model.layers) == len(model.config.layers) and model.layers is model.stack.layers
