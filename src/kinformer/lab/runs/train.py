@@ -46,7 +46,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
         f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
         "them from a run that trained them, as by `task` dino; `set` input.frozen=false lets them learn"
     )
-    lora = "" if settings.lora is None else f", {parameters - frozen:,} of them trained (LoRA of rank {settings.lora})"
+    lora = "" if settings.lora is None else f", {parameters - frozen:,} trained (LoRA of rank {settings.lora})"
     begins = inheritance_text(run.data)
     begins = f"{begins}\n" if begins else ""
     return (

@@ -382,8 +382,8 @@ class ChatTemplate:
     def answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and where the answers begin and end in it, in characters.
 
-        The tags ``generation`` mark the answers. Without them, an answer and its end are what the conversation through
-        the answer has more than the prompt before it.
+        The tags ``generation`` mark the answers. Without the tags, an answer and its end are the text that the
+        conversation through the answer adds to the prompt before it.
 
         Errors: the errors of :meth:`prompt`, and ``KinformerError`` where the conversation does not begin with the
         prompt.
