@@ -213,7 +213,9 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (b"\xff\xfe", 400, "not UTF-8"),
         (b"[" * 100_000, 400, "nested too deeply"),
         (b"[]", 400, "no object"),
-        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 200002 lists and objects"),
+        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 400,004 values, names and lists"),
+        ({"model": "run", "prompt": [1] * 200_000}, 400, "the body has 200,004 values"),
+        ({"model": "run", "prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}}, 400, "the body has 200,0"),
         ({"prompt": "a"}, 400, "names no model"),
         ({"model": "gpt-9", "prompt": "a"}, 404, "model is 'gpt-9', but this server has 'run' alone"),
         ({"model": "run"}, 400, "prompt must be"),
@@ -264,8 +266,9 @@ def test_cuts_of_the_vocabulary_are_those_of_generate(client, folder):
     assert text() == text(extra_body={"top_k": -1}) == text(extra_body={"top_k": 0, "min_p": 0})
 
 
-def test_brackets_of_a_text_are_not_counted():
-    text = '\\"[{' * 100_000
+@pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
+def test_brackets_of_a_text_are_not_counted(signs):
+    text = signs * 100_000
     assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -85,6 +86,8 @@ NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 chat."""
 LARGE = 256
 """A part of a stream with more tokens is built outside of the event loop."""
+THREADS = 4
+"""The threads that read requests and build answers. The event loop waits up to 5 ms for each that is at work."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -154,7 +157,7 @@ class Events(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         def built(piece: Piece) -> bytes:
-            return answers.event(answer.chunk(piece))
+            return answers.event(answer.chunk(piece), answers.encoded_by_parts)
 
         job, answer = self._job, self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -163,7 +166,7 @@ class Events(Response):
                 await write(answers.event(opening))
             async for piece in job.pieces(receive):
                 large = len(piece.tokens) > LARGE  # for example a prompt with its scores
-                await write(await run_in_threadpool(built, piece) if large else built(piece))
+                await write(await run_in_threadpool(built, piece) if large else answers.event(answer.chunk(piece)))
             if answer.body.include_usage:
                 await write(answers.event(answer.usage_chunk(job.usage)))
         except ClientLeftError:
@@ -202,7 +205,7 @@ def _chat_job(served: Served, data: bytes) -> Job:
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
     prompt = served.template.prompt(fields.messages(body.fields))
-    ids = served.tokenizer.encode(prompt).tolist()  # the template writes BOS itself, as in transformers
+    ids = served.tokenizer.encode(prompt)  # the template writes BOS itself, as in transformers
     return Job(served.engine, served.tokenizer, body, [ids], NEW_CHAT_TOKENS)
 
 
@@ -217,7 +220,8 @@ async def _answered(request: Request, job: Job, answer: Answer) -> Response:
         return Response(status_code=499)
     except KinformerError as error:
         return JSON(answers.error(str(error), "server_error"), 500)
-    return await run_in_threadpool(lambda: JSON(answer.full(job.usage)))
+    data = await run_in_threadpool(lambda: answers.encoded_by_parts(answer.full(job.usage)))
+    return Response(data, media_type=JSON.media_type)
 
 
 async def _body(request: Request) -> bytes:
@@ -421,6 +425,7 @@ class _Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and keep the log short while connections cannot be opened."""
         asyncio.get_running_loop().set_exception_handler(sparing(logging.getLogger("uvicorn.error").error))
+        current_default_thread_limiter().total_tokens = THREADS
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
