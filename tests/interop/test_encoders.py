@@ -263,7 +263,7 @@ REFUSED = {
     "huge": ({"num_hidden_layers": 10**9}, "from 1 to 10000"),
     "types": ({"type_vocab_size": 3}, "input.types.weight"),
     "positions": ({"max_position_embeddings": 41}, "position.table"),
-    "vocabulary": ({"vocab_size": 60}, "belongs to another model"),
+    "vocabulary": ({"vocab_size": 60}, "is not what config.json says"),
     "no number": ({"intermediate_size": "24"}, "intermediate_size is '24'"),
     "no epsilon": ({"layer_norm_eps": None}, "layer_norm_eps is None"),
     "another model": (

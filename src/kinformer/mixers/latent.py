@@ -261,11 +261,11 @@ class SingleHead(TokenMemory):
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
     def like(self) -> Tensor:
-        return self.query.weight
+        return self.q_gate
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the queries, and the new memory [batch, 1, time, dim]."""
-        return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.query.weight))
+        return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.q_gate))
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         # (q * g_q) . (m * g_k) = (q * g_q * g_k) . m: the key's gate moves to the query, so m is stored once.
