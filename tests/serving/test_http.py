@@ -287,6 +287,18 @@ def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
         until(lambda: not server._http.server_state.connections)
 
 
+def test_parts_of_an_answer_do_not_wait_for_each_other(server):
+    with socket.create_connection(server.socket.getsockname(), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert client.recv(4096)
+        (connection,) = [
+            item.transport.get_extra_info("socket")
+            for item in server._http.server_state.connections
+            if item.transport.get_extra_info("peername") == client.getsockname()
+        ]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):
     from kinformer.lab.serving.server import Connection
 

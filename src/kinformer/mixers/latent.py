@@ -273,7 +273,7 @@ class SingleHead(TokenMemory):
         q, visibility = q[:, None].to(slots.dtype), Visibility(self.pattern, positions, whole)
         y = attention(q, slots, probe("values", slots), visibility, Scoring(self.dim**-0.5), impl=self.impl).out
         mixed = probe("outputs", y)[:, 0]
-        content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
+        content, strength = self.value(self.v_gate.sigmoid()[None])[0].chunk(2, dim=-1)
         # v = m * sigmoid(f) * tanh(c) is linear in m, so the gate moves out of the sum over keys.
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)
