@@ -317,6 +317,23 @@ def test_tensors_are_refused(more, message, folder):
         read_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"id2label": {"0": "LABEL_0"}}, "the head has 1 class, so it predicts a number"),
+        ({"num_labels": 1}, "the head has 1 class, so it predicts a number"),
+        ({"problem_type": "multi_label_classification"}, "only classes that exclude each other"),
+    ],
+)
+def test_a_head_that_does_not_choose_a_class_is_refused(settings, message, folder):
+    tensors = load((folder / "model.safetensors").read_bytes())
+    more = {"classifier.weight": torch.ones(1, 16), "classifier.bias": torch.ones(1)}
+    save_file({name: one for name, one in tensors.items() if "cls." not in name} | more, folder / "model.safetensors")
+    edit(folder / "config.json", architectures=["BertForSequenceClassification"], **settings)
+    with pytest.raises(KinformerError, match=message):
+        read_checkpoint(folder)
+
+
 def test_a_missing_projection_is_named(folder):
     tensors = load((folder / "model.safetensors").read_bytes())
     del tensors["bert.encoder.layer.1.attention.self.key.bias"]
