@@ -143,8 +143,8 @@ def _columns(path: Path, rows: Sequence[tuple[int, list[str]]], names: Names) ->
                 "are source and target then, or name them in the first line."
             )
         raise KinformerError(
-            f"{path}: its first line names {plural(len(first), 'column')}; say by `source` and `target` which two of "
-            f"them are a pair: {_listed(first)}."
+            f"{path}: its first line names {plural(len(first), 'column')}; say by `source` and `target` which two "
+            f"columns are a pair: {_listed(first)}."
         )
     width = 2 if header is None else len(first)
     for number, cells in rows:

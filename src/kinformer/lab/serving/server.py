@@ -87,7 +87,7 @@ chat."""
 LARGE = 256
 """A part of a stream with more tokens is built outside of the event loop."""
 THREADS = 4
-"""The threads that read requests and build answers. The event loop waits up to 5 ms for each that is at work."""
+"""The threads that read requests and build answers. The event loop waits up to 5 ms for each busy thread."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
