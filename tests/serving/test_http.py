@@ -17,7 +17,7 @@ import pytest
 
 import kinformer
 from kinformer.lab.runs.options import ServeOptions
-from kinformer.lab.serving import fields
+from kinformer.lab.serving import answers, fields
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.browser import Browser
 
@@ -414,6 +414,25 @@ def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
         client.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
         until(lambda: server.engine.counts["cancelled"] == 1)
         until(lambda: not server._http.server_state.connections)
+
+
+def test_large_answers_let_other_threads_run(server, monkeypatch):
+    kinds, write = [], answers.encoded_by_parts
+
+    def noting(data):
+        kinds.append(data["object"])
+        return write(data)
+
+    monkeypatch.setattr(answers, "encoded_by_parts", noting)
+    text = {"model": "run", "prompt": "a" * 300, "max_tokens": 1}
+    assert post(server, text)[0] == post(server, {"model": "run", "input": "abc"}, "/v1/embeddings")[0] == 200
+    assert kinds == ["text_completion", "list"]
+    data = json.dumps(text | {"echo": True, "logprobs": 1, "stream": True}).encode()
+    with urlopen(
+        Request(f"{server.url}/v1/completions", data, {"content-type": "application/json"}), timeout=20
+    ) as got:
+        assert got.read().endswith(b"[DONE]\n\n")
+    assert kinds[2:] == ["text_completion"]
 
 
 def test_parts_of_an_answer_do_not_wait_for_each_other(server):
