@@ -106,9 +106,9 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
             "decoder and its head."
         )
     for name, weight in expected.items():
-        if (given := imported.weights[name].shape) != weight.shape:
+        if (shape := imported.weights[name].shape) != weight.shape:
             raise KinformerError(
-                f"{place}: {name} is {list(given)}, which is not what config.json says ({list(weight.shape)}); restore "
+                f"{place}: {name} is {list(shape)}, which is not what config.json says ({list(weight.shape)}); restore "
                 "both from a copy."
             )
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
