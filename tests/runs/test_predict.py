@@ -12,6 +12,8 @@ import kinformer
 from kinformer.inputs.filterbank import Filterbank
 from kinformer.lab.data.images import read_images
 from kinformer.lab.data.sound import read_sound
+from kinformer.lab.runs.inference import writing_vectors
+from kinformer.lab.tasks.evaluation import Embedded
 from kinformer.lab.tasks.speech import features_of
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
@@ -159,6 +161,16 @@ def test_vectors_are_pooled_hidden_states_whatever_stands_beside(kind, pooling, 
         hidden = model.hidden(torch.tensor([ids]))[0][0]
     expected = {"mean": hidden.mean(0), "first": hidden[0], "last": hidden[-1]}[pooling]
     np.testing.assert_allclose(vectors[0], expected.numpy(), rtol=1e-3, atol=1e-4)
+
+
+def test_vectors_of_files_have_their_names(tmp_path):
+    for kind, named in (("image", True), ("audio", True), ("text", False)):
+        with writing_vectors(tmp_path / "v.npz") as write:
+            for name in ("b/é.png", "a.png"):
+                write(Embedded(kind, name, np.full(3, len(name), np.float32)))
+        found = np.load(tmp_path / "v.npz")
+        assert found["vectors"].tolist() == [[7] * 3, [5] * 3]
+        assert (found["names"].tolist() if named else found.files) == (["b/é.png", "a.png"] if named else ["vectors"])
 
 
 def test_vectors_go_into_a_file(cli, masks_run, tmp_path):

@@ -274,7 +274,8 @@ class Embed(EmbedOptions, Printing):
     """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
     speech: a file or a folder."""
     out: str | None = None
-    """Write the vectors to this file: .npz (the array `vectors` [items, dim]) or .jsonl (item and vector)."""
+    """Write the vectors to this file: .npz (the array 'vectors' [items, dim], and 'names' of images and sounds) or
+    .jsonl (item and vector)."""
     json: bool = False
     """Print a JSON object for every item, one on a line, as without `out`."""
 

@@ -333,8 +333,8 @@ def check_vectors(path: str | Path) -> None:
 def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
     """Yield a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
 
-    An .npz file, whose array ``vectors`` is [items, dim], appears when all vectors are written. JSON lines appear one
-    by one.
+    An .npz file appears when all vectors are written. Its array ``vectors`` is [items, dim]; of images and sounds its
+    array ``names`` holds the paths. JSON lines appear one by one.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
@@ -347,24 +347,26 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
             yield write_line
         return
     with _opened(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
-        dim = 0
+        dim, names = 0, []
 
         def write_bytes(embedded: Embedded) -> None:
             nonlocal dim
             dim = len(embedded.vector)
+            if embedded.kind != "text":
+                names.append(embedded.name)
             bare.write(embedded.vector.astype("<f4").tobytes())
 
         yield write_bytes
         count = bare.tell() // (4 * max(1, dim))
         bare.seek(0)
         header = {"descr": "<f4", "fortran_order": False, "shape": (count, dim)}
-        with (
-            atomic_write(path) as file,
-            zipfile.ZipFile(file, "w") as archive,
-            archive.open("vectors.npy", "w", force_zip64=True) as array,
-        ):
-            np.lib.format.write_array_header_1_0(array, header)
-            shutil.copyfileobj(bare, array, 1 << 20)
+        with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+            with archive.open("vectors.npy", "w", force_zip64=True) as array:
+                np.lib.format.write_array_header_1_0(array, header)
+                shutil.copyfileobj(bare, array, 1 << 20)
+            if names:
+                with archive.open("names.npy", "w") as array:
+                    np.lib.format.write_array(array, np.array(names), allow_pickle=False)
 
 
 def _opened(path: Path, open_file: Callable[[], F]) -> F:
