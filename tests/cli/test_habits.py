@@ -101,7 +101,7 @@ def test_counts_are_written_alike_everywhere(cli, option, value):
 
 
 def test_lists_of_counts_take_k(cli, gpt_run):
-    code, out, err = cli("evaluate", gpt_run, "--lengths", "16,0.032k", "--max-bytes", "0.5k", "--json")
+    code, out, err = cli("evaluate", gpt_run, "--contexts", "16,0.032k", "--first", "0.5k", "--json")
     assert code == 0, err
     assert "32" in out
 

@@ -79,7 +79,7 @@ COMMANDS = {
     "evaluate": Command(
         "using:Evaluate",
         "Measure a run on held-out data, as its task says.",
-        "kinformer evaluate runs/book --max-bytes 100k",
+        "kinformer evaluate runs/book --first 100k",
         tasks="EvaluationOptions",
         computes=True,
     ),

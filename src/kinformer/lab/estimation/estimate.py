@@ -50,6 +50,7 @@ from kinformer.lab.estimation.parts import (
     measure_state,
     without_data,
 )
+from kinformer.lab.training import cross_entropy
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.workspace import scratch_bytes
@@ -182,6 +183,25 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
         if any(want.get(key, 0) != got.get(key, 0) for key in want.keys() | got.keys()):
             return measure(length)
     return through(samples, start, STEP, length)
+
+
+ROWS = 2
+"""Rows of the smaller batch from which :func:`at_batch` extrapolates."""
+
+
+def at_batch(measure: Callable[..., Costs], model: Model, batch: int, length: int) -> Costs:
+    """Return ``measure(batch, length, pieces=...)``, where ``pieces`` says whether logits are made in pieces.
+
+    A large batch has thousands of pieces, each with some twenty operators, and its costs are linear in the batch. They
+    are extrapolated from two small batches, of which the smaller has two pieces.
+    """
+    if not (pieces := in_pieces(model, batch * length)):
+        return measure(batch, length, pieces=False)
+    few = max(ROWS, -(-cross_entropy.LOGITS // (length * model.vocab_size)))
+    if batch <= 2 * few:
+        return measure(batch, length, pieces=pieces)
+    low, high = (measure(rows, length, pieces=pieces) for rows in (few, 2 * few))
+    return {key: low.get(key, 0) + (batch - few) * (high[key] - low.get(key, 0)) // few for key in high}
 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
@@ -416,21 +436,20 @@ def _window(module: nn.Module) -> int:
 def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> Costs:
     """Return the costs of the model of distinct layers."""
     single = distinct(config)
-    pieces = in_pieces(model, batch * length)
-    usual = [partial(item, pieces=pieces) for item in (measure, measure_live)]
-    measures = usual if config.stack.recomputes else usual[:1]
+    measures = (measure, measure_live) if config.stack.recomputes else (measure,)
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(partial(one, single, batch), length, horizon_of(model))
+        costs |= at_length(partial(at_batch, partial(one, single), model, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from this length on kernels no longer switch to their variants for small calls
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
-            result = one(single, batch, length, autocast=True)
+            result = at_batch(partial(one, single, autocast=True), model, batch, length)
         else:
-            samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+            pieces = in_pieces(model, batch * length)
+            samples = [one(single, 1, start + i * step, autocast=True, pieces=pieces) for i in range(3)]
             fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
             result = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
         costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "live")}
@@ -592,10 +611,8 @@ def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
     single = distinct(config)
     model = without_data(single)
     usual = measure_live if config.stack.recomputes else measure
-    pieces = in_pieces(model, batch * length)
-    live = partial(measure_live, single, batch, pieces=pieces, inside=True)
-    measures = (partial(usual, single, batch, pieces=pieces), live)
-    usually, at_most = (at_length(item, length, horizon_of(model)) for item in measures)
+    measures = (partial(usual, single), partial(measure_live, single, inside=True))
+    usually, at_most = (at_length(partial(at_batch, one, model, batch), length, horizon_of(model)) for one in measures)
     if config.stack.recomputes:
         return max(at_most.values()) - max(usually.values())
     return max(0, max(at_most.values()) - sum(amount for (kind, _), amount in usually.items() if kind == "saved"))

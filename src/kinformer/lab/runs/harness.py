@@ -408,7 +408,7 @@ if TYPE_CHECKING:
 
     LoadedTasks = Mapping[str, Mapping[str, Task]]
 
-READ = ("set", "chunk", "seed", "device", "threads", "task_options")
+READ = ("set", "first", "chunk", "seed", "device", "threads", "task_options")
 """The general options that tasks of the harness read."""
 RESAMPLES = 1000
 """Bootstrap resamples for the standard errors of metrics without a formula for the error."""
@@ -507,7 +507,7 @@ def _evaluate(
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
         results: JsonObject = evaluate(
-            lm, loaded, limit=task_options.limit, bootstrap_iters=RESAMPLES, log_samples=False
+            lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False
         )
     values = values_of(results)
     carried = lm.length is None
@@ -526,7 +526,7 @@ def _evaluate(
             "prefix_token": lm.prefix_token_id,
             "requests": lm.requests,
             "cut": lm.cut,
-            "limit": task_options.limit,
+            "limit": options.first,
             "tasks": {name: _facts(name, values, results) for name in dict.fromkeys(value.task for value in values)},
         },
         since=started_at,

@@ -312,7 +312,7 @@ class IndexOptions(ListOptions, Machine):
     """Hold out the last share of the data, instead of the run's."""
     append: bool = False
     """Add the text to the datastore."""
-    max_bytes: int | None = None
+    first: int | None = None
     """Take the first N bytes only."""
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
@@ -327,7 +327,7 @@ class IndexOptions(ListOptions, Machine):
 
     def __post_init__(self) -> None:
         require("chunk", self.chunk, 1)
-        require("max_bytes", self.max_bytes, 2)
+        require("first", self.first, 2)
         require_seed(self.seed)
         require_share("holdout", self.holdout)
         require_share("overlap", self.overlap, zero=True)
