@@ -44,8 +44,7 @@ def test_evaluate_is_the_command(run, capsys):
 
     found = kinformer.evaluate(run.folder, contexts="1x,2x", first=300, device="cpu")
     assert (
-        main(["evaluate", str(run.folder), "--contexts", "1x,2x", "--first", "300", "--device", "cpu", "--json"])
-        == 0
+        main(["evaluate", str(run.folder), "--contexts", "1x,2x", "--first", "300", "--device", "cpu", "--json"]) == 0
     )
     facts = json.loads(capsys.readouterr().out)
     assert found.metrics == {"bits_per_byte": facts["bits_per_byte"]} and found.units[0].lower_is_better

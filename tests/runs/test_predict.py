@@ -167,7 +167,17 @@ def test_vectors_go_into_a_file(cli, masks_run, tmp_path):
     code, _, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.npz", "--batch-size", 3)
     expected = kinformer.embed(masks_run, texts)
     assert code == 0, err
-    np.testing.assert_allclose(np.load(tmp_path / "v.npz")["vectors"], expected, rtol=1e-3, atol=1e-4)
+    written = np.load(tmp_path / "v.npz")
+    np.testing.assert_allclose(written["vectors"], expected, rtol=1e-3, atol=1e-4)
+    assert len(written["names"]) == len(expected) and "labels" not in written
+    table = tmp_path / "t.csv"
+    table.write_text("line,author\none two,tolstoy\nthree,austen\n")
+    fields = ("--text-field", "line", "--label-field", "author")
+    assert cli("embed", masks_run, table, *fields, "--out", tmp_path / "l.npz")[0] == 0
+    written = np.load(tmp_path / "l.npz")
+    assert written["names"].tolist() == ["one two", "three"] and written["labels"].tolist() == ["tolstoy", "austen"]
+    rows = [json.loads(line) for line in cli("embed", masks_run, table, *fields)[1].splitlines()]
+    assert [row["label"] for row in rows] == ["tolstoy", "austen"]
     code, out, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.jsonl", "--first", 2)
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert code == 0 and [row["text"] for row in rows] == texts[:2], err

@@ -96,14 +96,15 @@ def tasks() -> list[Task]:
 def train(
     member: str,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     data: str | Path | None = None,
     recipe: str | None = None,
     task: str | None = None,
     set: Mapping[str, object] | None = None,
     **options: object,
 ) -> Run:
-    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
+    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``
+    (``runs/<member>-<n>`` with the smallest free n if not given).
 
     data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
     recipe, set: the recipe ("small" if not given), and overrides such as ``{"layers.*.mixer.num_heads": 8}``.

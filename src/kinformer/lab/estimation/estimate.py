@@ -197,7 +197,8 @@ def at_batch(measure: Callable[..., Costs], model: Model, batch: int, length: in
     """
     if not (pieces := in_pieces(model, batch * length)):
         return measure(batch, length, pieces=False)
-    few = max(ROWS, -(-cross_entropy.LOGITS // (length * model.vocab_size)))
+    least = max(2 * cross_entropy.LEAST, cross_entropy.LOGITS // model.vocab_size)
+    few = max(ROWS, -(-least // length))
     if batch <= 2 * few:
         return measure(batch, length, pieces=pieces)
     low, high = (measure(rows, length, pieces=pieces) for rows in (few, 2 * few))

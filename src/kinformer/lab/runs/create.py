@@ -133,7 +133,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
     Errors: ``KinformerError`` for options that do not go together; everything written is removed then.
     """
-    folder = Path(options.out)
+    folder = options.folder
     require_empty(folder)
     group = group_of(options.parallelism, device)
     with creating(folder):
@@ -236,7 +236,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
     Errors: ``KinformerError`` for options or data that differ from the run's own.
     """
-    run = open_run(Path(options.out))
+    run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
         raise KinformerError(
             f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another `out`."

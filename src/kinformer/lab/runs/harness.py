@@ -506,9 +506,7 @@ def _evaluate(
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
-        results: JsonObject = evaluate(
-            lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False
-        )
+        results: JsonObject = evaluate(lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False)
     values = values_of(results)
     carried = lm.length is None
     read = "the state carried, so that rolling texts are read whole" if carried else f"contexts of {lm.length} tokens"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
@@ -220,8 +221,8 @@ class TrainOptions(Processes, Settings, LearningOptions):
 
     member: str
     """A member of the family (see: kinformer list)."""
-    out: str
-    """The run folder: new, or with `resume` an existing one."""
+    out: str | None = None
+    """The run folder: new, or with `resume` an existing one (runs/MEMBER-N with the smallest free N)."""
     text_field: str | None = None
     """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
     recipe: str | None = None
@@ -248,6 +249,16 @@ class TrainOptions(Processes, Settings, LearningOptions):
     """Instead of `devices` and `strategy`: numbers of processes, as in tp=2,fsdp=4. tp: processes share the heads,
     hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder.
+
+        Errors: ``KinformerError`` without one.
+        """
+        if self.out is None:
+            raise KinformerError("`out`: is needed to resume a run, and by several machines; give the run folder.")
+        return Path(self.out)
 
     def __post_init__(self) -> None:
         self.settings()

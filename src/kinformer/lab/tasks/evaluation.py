@@ -72,17 +72,27 @@ class PredictionSettings(ItemSettings):
 class EmbeddingSettings(ItemSettings):
     """How runs of any task make vectors."""
 
+    label_field: str | None = None
+    """The column or field with a label to write beside the vector, where it is not called label."""
+
     pooling: Literal["mean", "first", "last"] = "mean"
     """How an item becomes a vector: the mean over its positions, or the vector of the first or the last position."""
 
 
 class Embedded(NamedTuple):
     """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: the kind of
-    item, ``text``, ``image`` or ``audio``."""
+    item, ``text``, ``image`` or ``audio``. ``label``: the item's label where its table has labels."""
 
     kind: str
     name: str
     vector: np.ndarray
+    label: str | None = None
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The item as data that JSON can hold."""
+        label = {} if self.label is None else {"label": self.label}
+        return {self.kind: self.name, **label, "vector": self.vector.tolist()}
 
 
 class Predicted(NamedTuple):

@@ -259,7 +259,7 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
     embedder = TextEmbedder(run, subject.model, settings.pooling)
-    columns = Columns(settings.text_field)
+    columns = Columns(settings.text_field, settings.label_field)
     inputs = read_texts(source, columns, settings.format, settings.first, refuse_empty, settings.skip_bad)
     pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
     yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
@@ -311,7 +311,9 @@ class TextEmbedder(TextReader):
             encoded = self.model.hidden(tokens, valid=valid)
             real = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
             vectors = pooled(encoded[0], real, self.pooling)
-        return [Embedded("text", item.text, row) for (item, _), row in zip(batch, vectors.numpy(), strict=True)]
+        return [
+            Embedded("text", item.text, row, item.label) for (item, _), row in zip(batch, vectors.numpy(), strict=True)
+        ]
 
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
