@@ -97,7 +97,7 @@ def test_help_is_a_command_too(cli):
 
 def test_former_names_of_options_still_work(cli, gpt_run):
     measured = [cli("evaluate", gpt_run, "--json", *options)[1] for options in (
-        ("--first", 300, "--contexts", "1x"), ("--max-bytes", 300, "--lengths=1x"), ("--max_items=300", "--lengths", "1x")
+        ("--first", 300, "--contexts", "1x"), ("--max-bytes", 300, "--lengths=1x"), ("--max_items=300", "--lengths=1x")
     )]  # fmt: skip
     facts = [json.loads(out) for out in measured]
     assert len({fact["bits_per_byte"] for fact in facts}) == 1 and facts[0]["bytes"] == 300 and facts[0]["lengths"]

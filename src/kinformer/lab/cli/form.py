@@ -77,7 +77,7 @@ GROUPS = {
         "optimizer", "schedule", "warmup", "weight_decay", "clip", "average", "ema", "accumulate", "objective",
     ),
     "checkpoint": (
-        "validate_every", "validation_tokens", "patience", "checkpoint_every",
+        "validate_every", "validation_tokens", "patience", "checkpoint_every", "sample_every",
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",

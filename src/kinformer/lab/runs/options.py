@@ -263,6 +263,8 @@ class TrainOptions(Processes, Settings, LearningOptions):
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
+        if self.sample_every and self.devices > 1:
+            raise KinformerError(f"`sample_every` {self.sample_every}: one process draws samples; leave it out.")
         for name, value in spread(self.parallel, self.devices).items():
             object.__setattr__(self, name, value)
         require("neighbours", self.neighbours, 1)

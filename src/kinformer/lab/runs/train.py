@@ -15,6 +15,7 @@ import torch
 from kinformer.family.table import member
 from kinformer.lab.runs.create import JOB, Plan, inheritance_text, plan, set_threads
 from kinformer.lab.runs.options import Parallel, TrainOptions
+from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
 from kinformer.lab.runs.run import CONFIG, Run, writing
 from kinformer.lab.tasks.task import TrainingPlan
@@ -210,7 +211,12 @@ def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, annou
         print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
     if announces and group.first:
         run.task.tell(training)
-    result = Trainer(model, data, objective, settings, run.folder, group, plan.quiet, plan.started_at).run()
+    reporter = Reporter(run, model, data.metrics, group.device) if group.first else None
+    trainer = Trainer(model, data, objective, settings, run.folder, group, plan.quiet, plan.started_at, reporter)
+    result = trainer.run()
+    if reporter:
+        reporter.result = result
+        reporter.write()
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 
