@@ -74,8 +74,8 @@ def test_training_is_smoothed(gpt_log):
 @pytest.mark.parametrize(
     ("member", "options", "told"),
     [
-        ("bert", {}, "sample_every 3: the task mlm has no samples to show"),
-        ("gpt", {"task": "recall"}, "sample_every 3: the task recall has no samples to show"),
+        ("bert", {}, "sample_every 3: the task mlm does not generate samples"),
+        ("gpt", {"task": "recall"}, "sample_every 3: the task recall does not generate samples"),
         ("gpt", {"devices": 2}, "sample_every 3: one process draws samples"),
     ],
 )

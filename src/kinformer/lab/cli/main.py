@@ -260,7 +260,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _help(words: list[str], is_command: bool) -> int:
-    """Print the help of all commands, of the command that is the first of ``words``, or the page of a member."""
+    """Print the help of all commands, of the command in ``words``, or the page of the member in ``words``."""
     from kinformer.family.table import FAMILY
 
     if not words or words[0] in COMMANDS:

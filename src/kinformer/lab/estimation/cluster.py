@@ -37,9 +37,10 @@ from kinformer.core.stack import units_of
 from kinformer.lab.estimation.estimate import Estimate, Precision, at_length, estimate, horizon_of
 from kinformer.lab.estimation.options import Device
 from kinformer.lab.estimation.parts import Costs, ModelSpec, outputs
+from kinformer.lab.runs.options import Parallel as Mesh
 from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, divide, output_product
 from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.progress import note
 
 # Context parallelism without processes: a model computes the last stretch of a row, and the bytes that it would receive
@@ -131,31 +132,6 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 # times the bytes of an all-gather and of a reduce-scatter.
 
 
-class Mesh(NamedTuple):
-    """A mesh of devices. ``tensor`` devices share the heads and features of every row, and ``context`` such groups
-    share its time (with ``ring`` by circulating keys and values). ``replicas`` copies of these devices compute other
-    rows. With the ``strategy`` fsdp, devices with other tokens share the weights."""
-
-    tensor: int
-    replicas: int
-    strategy: str
-    context: int = 1
-    ring: bool = False
-
-    @property
-    def text(self) -> str:
-        """Return the mesh as the option ``parallel`` takes it."""
-        data = "dp" if self.strategy == "ddp" else self.strategy
-        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
-        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
-        return ",".join(named) or "dp=1"
-
-    @property
-    def copies(self) -> int:
-        """Return how many devices have other tokens of the same part of the model."""
-        return self.replicas * self.context
-
-
 class Payload(NamedTuple):
     """The bytes of a step's collectives. ``all_reduce``, ``all_gather`` and ``reduce_scatter``: of gradients and
     weights. ``tensor``: of tensor parallelism. ``context``: the bytes that each device sends for stretches of time."""
@@ -242,11 +218,6 @@ class Shared(NamedTuple):
     tensor: int
     context: int = 1
     ring: bool = False
-
-    @property
-    def text(self) -> str:
-        """Return how a row is shared as the option ``parallel`` takes it."""
-        return Mesh(self.tensor, 1, "ddp", self.context, self.ring).text
 
 
 class _Operators(TorchDispatchMode):
@@ -457,7 +428,7 @@ class Cluster:
     def part(self, shared: Shared) -> Part | None:
         """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
-            note("estimating a whole row" if shared == Shared(1) else f"estimating a part of a row: {shared.text}")
+            note(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
             except KinformerError as error:

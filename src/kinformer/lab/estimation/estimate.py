@@ -193,7 +193,7 @@ def at_batch(measure: Callable[..., Costs], model: Model, batch: int, length: in
     """Return ``measure(batch, length, pieces=...)``, where ``pieces`` says whether logits are made in pieces.
 
     A large batch has thousands of pieces, each with some twenty operators, and its costs are linear in the batch. They
-    are extrapolated from two small batches, of which the smaller has two pieces.
+    are extrapolated from two small batches; the smaller one has two pieces.
     """
     if not (pieces := in_pieces(model, batch * length)):
         return measure(batch, length, pieces=False)

@@ -54,6 +54,19 @@ class Parallel(NamedTuple):
         """Return the number of processes."""
         return self.tensor * self.context * self.replicas
 
+    @property
+    def copies(self) -> int:
+        """Return how many devices have other tokens of the same part of the model."""
+        return self.replicas * self.context
+
+    @property
+    def text(self) -> str:
+        """Return the mesh as the option ``parallel`` takes it."""
+        data = "dp" if self.strategy == "ddp" else self.strategy
+        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
+        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
+        return ",".join(named) or "dp=1"
+
 
 def parallel_of(text: str) -> Parallel:
     """Parse ``text``, such as ``tp=2``, ``tp=2,fsdp=2``, ``cp=4`` or ``ring=2,dp=4``, and return its mesh."""

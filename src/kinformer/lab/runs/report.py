@@ -1,12 +1,12 @@
-"""A run shows itself: samples of what its model generates during training, and the page ``report.html`` of its folder.
+"""Samples of a model during training, and the page ``report.html`` of a run's folder.
 
-The page is one file that needs no network: the curve, the samples, the settings, the sizes and the memory of the run.
-Its style and script come from the page of a comparison. It holds no paths of the machine, and all of its text is
-escaped.
+The page is one file without links: the curve, the samples, the settings, the sizes and the memory of the run. Its style
+and script come from the page of a comparison. It does not hold absolute paths, and its text is escaped.
 """
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from base64 import b64encode
@@ -44,7 +44,7 @@ def check_sampling(task: Task, every: int | None) -> None:
     """Refuse samples of a task that generates nothing, or whose prompts have one answer."""
     drawn = task.generation
     if every and (drawn.refusal is not None or (drawn.prompt == "text" and not drawn.reads)):
-        raise KinformerError(f"`sample_every` {every}: the task {task.name} has no samples to show; leave it out.")
+        raise KinformerError(f"`sample_every` {every}: the task {task.name} does not generate samples; leave it out.")
 
 
 class Reporter:
@@ -56,9 +56,9 @@ class Reporter:
         self.result: Result | None = None
 
     def sample(self, step: int) -> dict[str, str]:
-        """Return what the model generates now: a ``sample``, and the ``image`` file in the folder where it draws one.
+        """Generate with the present weights. Return the text ``sample``, and the ``image`` file if the task draws one.
 
-        The caller's random numbers stay as they are.
+        The caller's random numbers do not change.
         """
         if isinstance(getattr(self.run.config, "head", None), NeedsStore):
             return {}
@@ -124,7 +124,7 @@ class Reporter:
         return page.format(title=escape(title), made=escape(made), style=style, script=script, body=body)
 
     def _sizes(self) -> Mapping[str, object]:
-        """Return the sizes of the run: what is counted, what follows by rules, and the memory of this process."""
+        """Return the sizes of the run, counted or estimated by rules, and the memory of this process."""
         training, model = self.run.training, self.model
         rows, length = training["batch_size"], training["length"]
         weights = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -147,7 +147,8 @@ class Reporter:
         if file.is_file():
             data = b64encode(file.read_bytes()).decode()
             image = f'<img alt="images drawn at step {item["step"]}" src="data:image/png;base64,{data}">'
-        text = item["sample"].replace(f"{self.run.folder}/", "").replace(f"{self.run.folder.resolve()}/", "")
+        written = self.run.task.generation.prompt == "text"
+        text = item["sample"] if written else re.sub(r"\S*/(?=[^/\s]+\.\w)", "", item["sample"])  # no folders of files
         return f"<h3>step {item['step']:,}</h3>{image}<pre>{escape(text)}</pre>"
 
 

@@ -179,7 +179,7 @@ class Log:
             self._events.close()
 
     def write_sample(self, step: int, sample: Mapping[str, str]) -> None:
-        """Write a sample of what the model generates at ``step``."""
+        """Write a sample of the model at ``step``."""
         self._file.write(dump_json({"step": step} | dict(sample)) + "\n")
         self._file.flush()
 
@@ -189,8 +189,8 @@ SMOOTH = 0.8
 
 
 class Smoothing:
-    """Smooths the metrics of successive steps: a moving mean without a bias to its beginning. Metrics that are not
-    finite do not count."""
+    """Smooths the metrics of successive steps: a moving mean without a bias to its beginning. NaN and infinity do
+    not count."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}

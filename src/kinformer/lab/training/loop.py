@@ -679,7 +679,7 @@ class Trainer:
                 self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
 
     def _sample(self) -> None:
-        """Log and show a sample of what the model generates now."""
+        """Log and show a sample of the present weights."""
         if self.reporter is None or self.group.world > 1:
             return
         with self.moving.applied():

@@ -160,8 +160,8 @@ class Settings(Checked):
     checkpoint_minutes: float = 10.0
     """Also write a checkpoint every this many minutes; 0 turns it off."""
     sample_every: int | None = None
-    """Steps between samples of what the model writes or draws, which the log and the run's report.html show; none if
-    not given. One process alone can draw them."""
+    """Steps between samples, texts or images by the model, in the log and in the run's report.html. The default is
+    none. Samples need a training in one process."""
     average: int = 0
     """Checkpoints whose weights are averaged at the end: the last one, and earlier ones due by
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
