@@ -71,7 +71,7 @@ class List(CommonOptions):
                 names = ", ".join(record.name for record in group)
                 print(f"{title if title.startswith('no') else f'state {title}'} ({len(group)})")
                 print(textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
-            print("\nkinformer show MEMBER describes one; list --verbose has titles, list --by cost other groups.")
+            print("\nkinformer show MEMBER describes a member, list --verbose has the titles.")
             return 0
         rows = []
         for record in records:

@@ -11,6 +11,7 @@ import resource
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -25,7 +26,7 @@ from kinformer.core.parts import NeedsStore
 from kinformer.lab.estimation.estimate import optimizer_bytes, state_bytes
 from kinformer.lab.runs.describe import training_of
 from kinformer.lab.runs.options import GenerateOptions
-from kinformer.lab.runs.run import Run
+from kinformer.lab.runs.run import CONFIG, Run
 from kinformer.lab.tasks.evaluation import EvaluationSettings, LoadedRun
 from kinformer.lab.tasks.task import Task
 from kinformer.lab.training.logging import History, Metric, Result, flops, history_of, size
@@ -97,9 +98,12 @@ class Reporter:
         return iter(held_out_pairs(self.run, EvaluationSettings(split="validation"))[1].source[:1])
 
     def write(self) -> None:
-        """Write the page; it takes some milliseconds."""
-        page = self._page(history_of(self.run.folder, self.metrics))
-        write_atomic(self.run.folder / REPORT, lambda target: target.write_text(page, encoding="utf-8"))
+        """Write the page in some milliseconds. A failure, as on a full disk, does not end the training."""
+        if not (self.run.folder / CONFIG).is_file():  # the folder was moved
+            return
+        with suppress(OSError, KinformerError):
+            page = self._page(history_of(self.run.folder, self.metrics))
+            write_atomic(self.run.folder / REPORT, lambda target: target.write_text(page, encoding="utf-8"))
 
     def _page(self, history: History) -> str:
         run, result = self.run, self.result
@@ -114,7 +118,7 @@ class Reporter:
         style, script = ((ASSETS / file).read_text(encoding="utf-8") for file in ("style.css", "script.js"))
         sections = [("What came out", _list(summary))]
         if history.training or history.validation:
-            sections.append(("Learning", _figure(history)))
+            sections.append(("Learning", _curve(history)))
         if shown := "".join(self._sample(item) for item in history.samples[-SHOWN:]):
             sections.append(("Samples", shown))
         sections += [("Sizes and memory", _pairs(self._sizes())), ("Settings", _pairs(training_of(run.training)))]
@@ -166,7 +170,7 @@ def _pairs(values: Mapping[str, object]) -> str:
 WIDTH, HEIGHT, LEFT, LOWER, TICKS, MAX_POINTS = 760, 350, 60, 296, 5, 400
 
 
-def _figure(history: History) -> str:
+def _curve(history: History) -> str:
     """Return the curve of training, smoothed, and the points of validation, with their numbers below."""
     low, high = history.range
 
@@ -177,25 +181,23 @@ def _figure(history: History) -> str:
     drawn = []
     for tick in range(TICKS + 1):
         step, value = history.steps * tick / TICKS, low + (high - low) * tick / TICKS
-        (x, y), grid = at(step, value), 'style="stroke: var(--line)"'
-        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y}" y2="{y}" {grid}/>')
+        x, y = at(step, value)
+        drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y}" y2="{y}"/>')
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.3g}</text>')
         drawn.append(f'<text x="{x}" y="{LOWER + 24}" text-anchor="middle">{step:,.0f}</text>')
     for index, curve in enumerate(
         (history.training[:: -(-len(history.training) // MAX_POINTS) or 1], history.validation)
     ):
         points = " ".join("{},{}".format(*at(*point)) for point in curve)
-        drawn.append(f'<polyline points="{points}" style="fill: none; stroke: var(--s{index}); stroke-width: 2"/>')
+        drawn.append(f'<polyline points="{points}" class="c{index}"/>')
     for step, value in history.validation:
         x, y = at(step, value)
         tip = escape(f"step {step:,}, validation {history.metric.text(value)}")
-        drawn.append(f'<circle class="pt" cx="{x}" cy="{y}" r="4" data-tip="{tip}" style="fill: var(--s1)"/>')
+        drawn.append(f'<circle class="pt" cx="{x}" cy="{y}" r="4" data-tip="{tip}"/>')
     unit = escape(history.unit)
     drawn.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">steps; {unit}</text>')
     keys = ((history.training, 0, "━", "training, smoothed"), (history.validation, 1, "●", "validation"))
-    legend = " ".join(
-        f'<span style="color: var(--s{at})">{sign} {name}</span>' for some, at, sign, name in keys if some
-    )
+    legend = " ".join(f'<span class="c{at}">{sign} {name}</span>' for some, at, sign, name in keys if some)
     rows = "".join(f"<tr><th>{step:,}</th><td>{value:.4f}</td></tr>" for step, value in history.validation)
     return (
         f'<figure><p class="note">{legend}</p><div class="plot" tabindex="0" role="img" aria-label="{unit} against '
