@@ -89,10 +89,10 @@ def test_a_model_that_fits_is_not_shared_and_figures_are_ideal(capsys: pytest.Ca
 
 
 def test_the_costs_of_a_large_batch_follow_from_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, sizes = configure("rope", "tiny", 1 << 16), {"batch": 9, "length": 64}
+    config, sizes = configure("rope", "tiny", 1 << 16), {"batch": 18, "length": 64}
     costs = estimate(config, **sizes)
     process = peak(config, costs, **sizes)
-    direct = lambda measure, model, batch, length: measure(batch, length, pieces=True)  # noqa: E731
+    direct = lambda measure, config, _, *sizes, **more: measure(config, *sizes, pieces=True, **more)  # noqa: E731
     monkeypatch.setattr("kinformer.lab.estimation.estimate.at_batch", direct)
     assert costs == estimate(config, **sizes) and process == peak(config, costs, **sizes)
 

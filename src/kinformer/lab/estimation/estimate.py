@@ -185,23 +185,22 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
     return through(samples, start, STEP, length)
 
 
-ROWS = 2
-"""Rows of the smaller batch from which :func:`at_batch` extrapolates."""
+def at_batch(
+    measure: Callable[..., Costs], config: ModelSpec, model: Model, batch: int, length: int, **options: bool
+) -> Costs:
+    """Return ``measure(config, batch, length, pieces=..., **options)`` for the ``model`` of ``config``.
 
-
-def at_batch(measure: Callable[..., Costs], model: Model, batch: int, length: int) -> Costs:
-    """Return ``measure(batch, length, pieces=...)``, where ``pieces`` says whether logits are made in pieces.
-
-    A large batch has thousands of pieces, each with some twenty operators, and its costs are linear in the batch. They
-    are extrapolated from two small batches; the smaller one has two pieces.
+    Where logits are made in pieces, a large batch has thousands of pieces, each with some twenty operators. The costs
+    are then extrapolated from two small batches; the smaller one has two pieces.
     """
     if not (pieces := in_pieces(model, batch * length)):
-        return measure(batch, length, pieces=False)
+        return measure(config, batch, length, pieces=False, **options)
     least = max(2 * cross_entropy.LEAST, cross_entropy.LOGITS // model.vocab_size)
-    few = max(ROWS, -(-least // length))
+    # Counts are linear in the batch. Peaks are the maximum of linear functions, and the steepest needs more rows.
+    few = max(8 if measure is measure_live else 2, -(-least // length))
     if batch <= 2 * few:
-        return measure(batch, length, pieces=pieces)
-    low, high = (measure(rows, length, pieces=pieces) for rows in (few, 2 * few))
+        return measure(config, batch, length, pieces=pieces, **options)
+    low, high = (measure(config, rows, length, pieces=pieces, **options) for rows in (few, 2 * few))
     return {key: low.get(key, 0) + (batch - few) * (high[key] - low.get(key, 0)) // few for key in high}
 
 
@@ -440,14 +439,14 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
     measures = (measure, measure_live) if config.stack.recomputes else (measure,)
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(partial(at_batch, partial(one, single), model, batch), length, horizon_of(model))
+        costs |= at_length(partial(at_batch, one, single, model, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from this length on kernels no longer switch to their variants for small calls
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
-            result = at_batch(partial(one, single, autocast=True), model, batch, length)
+            result = at_batch(one, single, model, batch, length, autocast=True)
         else:
             pieces = in_pieces(model, batch * length)
             samples = [one(single, 1, start + i * step, autocast=True, pieces=pieces) for i in range(3)]
@@ -612,8 +611,10 @@ def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
     single = distinct(config)
     model = without_data(single)
     usual = measure_live if config.stack.recomputes else measure
-    measures = (partial(usual, single), partial(measure_live, single, inside=True))
-    usually, at_most = (at_length(partial(at_batch, one, model, batch), length, horizon_of(model)) for one in measures)
+    usually, at_most = (
+        at_length(partial(at_batch, one, single, model, batch, **options), length, horizon_of(model))
+        for one, options in ((usual, {}), (measure_live, {"inside": True}))
+    )
     if config.stack.recomputes:
         return max(at_most.values()) - max(usually.values())
     return max(0, max(at_most.values()) - sum(amount for (kind, _), amount in usually.items() if kind == "saved"))
