@@ -85,7 +85,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
-    spec = named_data(options, task, Path(options.out))
+    spec = named_data(options, task, options.folder)
     options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"]))
     return planner_for(options, task, spec, base), options
 

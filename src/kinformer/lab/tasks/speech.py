@@ -700,9 +700,7 @@ def predict(
     paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
-    for file, samples, sound_rate in sounds(
-        source, settings.max_items, settings.quiet, "predicting", settings.skip_bad
-    ):
+    for file, samples, sound_rate in sounds(source, settings.first, settings.quiet, "predicting", settings.skip_bad):
         with torch.inference_mode():
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
         transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
@@ -749,7 +747,7 @@ def embed(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -
     """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)
-    for file, samples, rate in sounds(source, settings.max_items, settings.quiet, "embedding", settings.skip_bad):
+    for file, samples, rate in sounds(source, settings.first, settings.quiet, "embedding", settings.skip_bad):
         heard = Resampler(rate, heard_rate).feed(torch.from_numpy(samples), True)
         frames = features_of(heard, bank, model.config)[None].to(device_of(model))
         with torch.inference_mode():

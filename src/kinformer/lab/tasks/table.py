@@ -59,9 +59,7 @@ OF_IMAGES = DataNeeds(
     default="digits",
     refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for images; leave it out."),
 )
-EVALUATED_IMAGES = EvaluationNeeds(
-    refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
-)
+EVALUATED_IMAGES = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
 EVALUATED_PATCHES = EvaluationNeeds(
     refused={
         **EVALUATED_IMAGES.refused,
@@ -116,7 +114,7 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=refuse("data max_bytes", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
+            refused=refuse("data first", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         ),
         generation=Generation(reads=(), unread="a key has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
@@ -148,7 +146,7 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=refuse("data max_bytes", "an algorithm makes its own problems; give `problems` and `at_digits`.")
+            refused=refuse("data first", "an algorithm makes its own problems; give `problems` and `at_digits`.")
         ),
         generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
@@ -212,7 +210,7 @@ RECORDS = (
             default="key-to-door",
             refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for trajectories; leave it out."),
         ),
-        evaluation=EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."}),
+        evaluation=EvaluationNeeds(refused={"first": "is for text, not for trajectories; leave it out."}),
         generation=Generation(
             prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
         ),
@@ -250,7 +248,7 @@ RECORDS = (
         ),
         evaluation=EvaluationNeeds(
             refused=refuse(
-                "data split max_bytes chunk",
+                "data split first chunk",
                 "control acts in new episodes; leave it out, or give `env` and `episodes`.",
             )
         ),
@@ -312,7 +310,7 @@ RECORDS = (
             refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
         ),
         evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
+            refused={"first": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
         ),
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
@@ -347,7 +345,7 @@ RECORDS = (
         ),
         evaluation=EvaluationNeeds(
             refused={
-                "max_bytes": "is for text, not for examples; leave it out.",
+                "first": "is for text, not for examples; leave it out.",
                 "seed": NOTHING_DRAWN,
                 "data": "ListOps brings its own data; leave it out.",
             }
@@ -386,7 +384,7 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
+            refused={"first": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
         ),
         generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
         prediction=Prediction(reads=("skip_bad",)),
@@ -423,7 +421,7 @@ RECORDS = (
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "vision:class_loss"},
         Options=options.VisionOptions,
-        EvaluationOptions=options.VisionEvaluationOptions,
+        EvaluationOptions=PredictionTable,
         GenerationOptions=options.VisionGenerationOptions,
         open="vision:open_classes",
         fit="vision:fitted",
@@ -486,7 +484,6 @@ RECORDS = (
         metrics=(Metric("masked_error", "mean squared error of masked patches"),),
         objectives={"masked-patches": "mae:MaskedPatches"},
         Options=options.MaeOptions,
-        EvaluationOptions=options.FirstImages,
         GenerationOptions=options.MaeGenerationOptions,
         open="images:open_images",
         suits="mae:suits_masks",
@@ -516,7 +513,6 @@ RECORDS = (
         metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
         objectives={"patch-colours": "mae:PatchColours"},
         Options=options.MppOptions,
-        EvaluationOptions=options.FirstImages,
         open="images:open_images",
         suits="mae:suits_colours",
         fit="mae:fitted_to_colours",
@@ -540,9 +536,7 @@ RECORDS = (
             tokenized=True,
             refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
         ),
-        evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for running text; give `first` N pairs.", "seed": NOTHING_DRAWN}
-        ),
+        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
         generation=Generation(
             prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
         ),
@@ -588,7 +582,6 @@ RECORDS = (
         metrics=(BITS_PER_DIM,),
         objectives={"pixels": "super_resolution:EnlargingLoss"},
         Options=options.SuperResolutionOptions,
-        EvaluationOptions=options.FirstImages,
         GenerationOptions=options.SuperResolutionGenerationOptions,
         open="super_resolution:open_blocks",
         vocab_size="image:values_of",

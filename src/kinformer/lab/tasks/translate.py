@@ -611,7 +611,7 @@ def evaluate(
     """Evaluate a run on held-out pairs: how well it predicts the references, and how similar its translations are."""
     check_ends(subject.run.config)
     data, pairs, same = held_out_pairs(subject.run, settings)
-    pairs = Pairs(pairs.source[: options.first], pairs.target[: options.first])
+    pairs = Pairs(pairs.source[: settings.first], pairs.target[: settings.first])
     scores([""], [""])  # before an hour's work
     started_at = time.perf_counter()
     bits = bits_per_byte(subject, data, pairs, settings.chunk)
