@@ -115,6 +115,11 @@ def fit(config: ModelConfig, data: Sound | None) -> dict[str, object]:
     return head if config.input.kind == INPUT else {"input": {"kind": INPUT}} | head
 
 
+def row_lengths(data: Sound, config: ModelConfig) -> np.ndarray:
+    """Return the positions of each training utterance."""
+    return Rows(data, "train", config).positions
+
+
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model of other symbols, and splits without an utterance to learn from."""
     jiwer()
