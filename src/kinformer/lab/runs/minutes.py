@@ -3,8 +3,8 @@
 A budget of computation has an optimal model size (Hoffmann et al. 2022): a larger model makes too few steps, and a
 smaller model stops improving. The seconds of a step are measured here. The table ``SIZES`` has the number of steps
 that a size needs to become better than the size before. The rows of the table up to dim 192, the recipe and the
-vocabularies were chosen by sweeps (``benchmarks/minutes.py``); the larger rows follow by proportion. The user's
-options do not change.
+vocabularies were chosen by sweeps (``benchmarks/minutes.py``); the larger rows follow by proportion. Tasks without
+running text have recipes of members as sizes, in the table ``RUNGS``. The user's options do not change.
 """
 
 from __future__ import annotations
