@@ -249,6 +249,8 @@ class Ladder(Choosing):
         reading, count = (clock() - worked) / choices[-1], rows_of(batch)
         best, work = 0, 0.0
         for rows in choices:
+            if best and self.left() < 0:
+                break
             part = take_rows(batch, slice(max(options.accumulate, count * rows // choices[-1])))
             update.data = Part(part, data.carries, data.sums)  # type: ignore[assignment]
             measured = update.seconds_per_step(PROBE_SHARE * self.budget / len(choices), clock) + rows * reading
