@@ -67,6 +67,11 @@ class Choosing:
         """Return the remaining seconds of the budget."""
         return self.budget - (time.monotonic() - self.started_at)
 
+    def step_seconds(self, options: TrainOptions) -> float:
+        """Return the measured seconds of a step of the training that ``options`` describe."""
+        update, _ = measured_update(self.plan(options), self.task, self.device)
+        return update.seconds_per_step(PROBE_SHARE * self.budget)
+
     def has_width(self) -> bool:
         """Return whether ``set`` names a width."""
         return any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
@@ -107,8 +112,8 @@ class Choice:
     options: TrainOptions
     flags: tuple[str, ...]
     steps: int
-    tokens: int
-    seconds: float
+    tokens: int = 0
+    seconds: float = 0.0
     passes: float | None = None
 
     @property
@@ -130,7 +135,7 @@ class Choice:
 
 class Rung(NamedTuple):
     """A size: a recipe, the factor of its width, and the number of steps from which on this size is better than the
-    size before (a judgement by a few runs of up to three minutes)."""
+    size before. The steps are a judgement, not measured."""
 
     recipe: str
     scale: float
@@ -140,7 +145,7 @@ class Rung(NamedTuple):
 RUNGS = (Rung("tiny", 1, 0), Rung("tiny", 2, 2000), Rung("small", 0.5, 6000), Rung("small", 1, 15000))
 ROWS = (8, 16, 32, 64)
 GROWTH, STEPS = 1.5, 600
-"""Rows double while a step takes less than ``GROWTH`` times as long, or while the time allows ``STEPS`` steps."""
+"""Rows double while a step takes at most ``GROWTH`` times as long, or while the time allows ``STEPS`` steps."""
 USUAL: Mapping[str, Any] = {"ema": 0.07}
 """The recipe of tasks whose ``in_minutes`` names no other values."""
 RATE, WIDTH = 3e-3, 32
@@ -180,29 +185,30 @@ class Ladder(Choosing):
             if self.left() < GROWTH * least * seconds:
                 break
             larger = replace(larger, batch_size=options.batch_size)
-            measured = self._seconds(larger)
+            measured = self.step_seconds(larger)
             if self.left() < least * measured:
                 break
             options, seconds = larger, measured
-        options = self._with_rate(options)
-        left = max(0.0, self.left())
-        settings = self.plan(options).settings
-        tokens, steps = settings.batch_size * settings.length, max(1, int(left / seconds))
-        return Choice(options, tuple(flags_between(self.requested, options)), steps, tokens, left)
+        options, left = self._with_rate(options), max(0.0, self.left())
+        return Choice(options, tuple(flags_between(self.requested, options)), max(1, int(left / seconds)))
 
     def _usual(self) -> TrainOptions:
         """Return the options with the values of the task for a limited time, and a length that fits most rows."""
         values = {**USUAL, **self.task.in_minutes}
+        of_model = values.pop("set", {})
+        if self.recipe is None:  # the user chose the model
+            values.pop("recipe", None)
+            of_model = {}
+        if self.options.init is not None:
+            values.pop("lr", None)
         own = {field.name for field in fields(self.task.Options)}
         chosen = {
-            name: value for name, value in values.items() if name not in own and getattr(self.options, name, 0) is None
+            name: value for name, value in values.items() if name not in own and getattr(self.options, name) is None
         }
-        if self.recipe is None:
-            chosen.pop("recipe", None)
         task_options = {name: value for name, value in values.items() if name in own} | self.options.task_options
         options = replace(self.options, **chosen, task_options=task_options)
         with suppress(KinformerError):  # a member without these parts keeps its own
-            changed = replace(options, set={**self.task.in_minutes.get("set", {}), **options.set})
+            changed = replace(options, set={**of_model, **options.set})
             self.plan(changed)
             options = changed
         if options.length is None:
@@ -227,18 +233,19 @@ class Ladder(Choosing):
 
     def _of_size(self, options: TrainOptions, rung: Rung) -> TrainOptions:
         """Return the options with the recipe and the width of ``rung``, and with positions for the length."""
-        config, changes = configure(options.member, rung.recipe), {}
+        config = configure(options.member, rung.recipe)
+        changes: dict[str, object] = {}
         if rung.scale != 1:
-            changes = resized(config, round(rung.scale * config.dim), heads_of_64=False)
+            changes |= resized(config, round(rung.scale * config.dim), heads_of_64=False)
         if options.length is not None and self.options.length is None:
-            changes |= lengthened(override(config, dict(options.set), kinds()), options.length)
+            changes |= position_changes(override(config, dict(options.set), kinds()), options.length)
         recipe = None if rung.recipe == "small" else rung.recipe
         return replace(options, recipe=options.recipe or recipe, set={**changes, **options.set})
 
     def _with_rows(self, options: TrainOptions) -> tuple[TrainOptions, float]:
         """Return the options with as many rows as a step learns from in little more time, and the seconds of a step."""
         if options.batch_size is not None:
-            return options, self._seconds(options)
+            return options, self.step_seconds(options)
         share = options.parallelism.replicas * options.accumulate
         choices = sorted({-(-rows // share) * share for rows in ROWS})
         update, data = measured_update(self.plan(replace(options, batch_size=choices[-1])), self.task, self.device)
@@ -247,30 +254,26 @@ class Ladder(Choosing):
         started_at, worked = time.monotonic(), clock()
         batch = data.batch(0, 0, 1)
         reading, count = (clock() - worked) / choices[-1], rows_of(batch)
-        best, work = 0, 0.0
+        best, times = 0, list[float]()
         for rows in choices:
-            if best and self.left() < 0:
+            if len(times) > best + 2 or (times and self.left() < 0):  # one measurement alone may be wrong
                 break
             part = take_rows(batch, slice(max(options.accumulate, count * rows // choices[-1])))
             update.data = Part(part, data.carries, data.sums)  # type: ignore[assignment]
-            measured = update.seconds_per_step(PROBE_SHARE * self.budget / len(choices), clock) + rows * reading
+            times.append(update.seconds_per_step(PROBE_SHARE * self.budget / len(choices), clock) + rows * reading)
             slowness = (time.monotonic() - started_at) / max(1e-9, clock() - worked)
-            if best and measured > GROWTH * work and self.left() < STEPS * slowness * measured:
-                break
-            best, work = rows, measured
-        return replace(options, batch_size=best), slowness * work
+            grows = times[-1] > GROWTH ** (len(times) - 1) * times[0]
+            if not grows or self.left() >= STEPS * slowness * times[-1]:
+                best = len(times) - 1
+        return replace(options, batch_size=choices[best]), slowness * times[best]
 
     def _with_rate(self, options: TrainOptions) -> TrainOptions:
-        """Return the options with the learning rate that suits the width and the rows; a trained model keeps the usual
-        one."""
-        if options.lr is not None or options.init is not None:
+        """Return the options with AdamW's learning rate that suits the width and the rows; a trained model keeps the
+        usual one."""
+        if options.lr is not None or options.init is not None or options.optimizer not in (None, "adamw"):
             return options
         plan = self.plan(options)
         return replace(options, lr=learning_rate(getattr(plan.config, "dim", WIDTH), plan.settings.batch_size))
-
-    def _seconds(self, options: TrainOptions) -> float:
-        update, _ = measured_update(self.plan(options), self.task, self.device)
-        return update.seconds_per_step(PROBE_SHARE * self.budget)
 
 
 class Size(NamedTuple):
@@ -396,7 +399,7 @@ def rotated(config: ModelConfig) -> dict[str, str]:
     return {}
 
 
-def lengthened(config: ModelConfig, length: int) -> dict[str, int]:
+def position_changes(config: ModelConfig, length: int) -> dict[str, int]:
     """Return the changes after which a model of ``config`` reads ``length`` positions; none if no change suffices."""
     changes: dict[str, int] = {}
 
@@ -450,12 +453,12 @@ class Chooser(Choosing):
     def choose(self) -> Choice:
         """Return the choice of the largest size that makes its steps in the time."""
         base = SIZES[PROBED]
-        seconds = self._seconds_per_step(base, PROBE_SHARE * self.budget)
+        seconds = self.step_seconds(self._complete(base))
         left = max(0.0, self.left())
         size = [size for size in SIZES if left >= size.steps * seconds * size.cost / base.cost][-1]
         exact = seconds * size.cost / base.cost
         if size.cost > base.cost:  # the cost relative to the probed size is a rough guide, so this size is measured too
-            exact = self._seconds_per_step(size, PROBE_SHARE * self.budget)
+            exact = self.step_seconds(self._complete(size))
             left = self.left()
             if left < size.steps * exact:
                 smaller = SIZES[SIZES.index(size) - 1]
@@ -512,7 +515,3 @@ class Chooser(Choosing):
         positions."""
         config = override(recipe, dict(self.options.set), kinds())
         return rotated(config) if member(self.options.member).causal else {}
-
-    def _seconds_per_step(self, size: Size, limit: float) -> float:
-        update, _ = measured_update(self.plan(self._complete(size)), self.task, self.device)
-        return update.seconds_per_step(limit)

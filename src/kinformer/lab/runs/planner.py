@@ -24,7 +24,7 @@ from kinformer.lab.data import ByteTokenizer, FileTokenizer, Tokenizer, open_cor
 from kinformer.lab.data.corpus import STDLIB, mixture_of
 from kinformer.lab.data.files import atomic_write, write_field
 from kinformer.lab.data.packed import is_packed, packed_tokenizer
-from kinformer.lab.runs.minutes import lengthened, with_vocabulary
+from kinformer.lab.runs.minutes import position_changes, with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
@@ -301,7 +301,7 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
 
 def _longer(config: ModelConfig, length: int) -> str:
     """Return, for a message, the changes after which a model of ``config`` reads ``length`` positions; "" for none."""
-    changes = lengthened(config, length)
+    changes = position_changes(config, length)
     return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items()) if changes else ""
 
 

@@ -122,7 +122,12 @@ RECORDS = (
         prediction=Prediction(reads=("text_field", "label_field", "format")),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"recall": "recall:RecallLoss"},
-        in_minutes={"recipe": "tiny", "lr": 1e-2, "set": {"dim": 64, "initialisation.scheme": "framework"}},
+        in_minutes={
+            "recipe": "tiny",
+            "batch_size": 64,
+            "lr": 1e-2,
+            "set": {"dim": 64, "initialisation.scheme": "framework"},
+        },  # fmt: skip
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
         open="recall:open_rows",
