@@ -228,8 +228,8 @@ class LearningOptions(OfTask, Machine):
 class TrainOptions(Processes, Settings, LearningOptions):
     """Train a member.
 
-    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it on running text (see
-    ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
+    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it (see ``lab.runs.minutes``),
+    then the recipe's paper, then the default of :class:`Settings`.
     """
 
     member: str

@@ -88,7 +88,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.progress import note, note_once, progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import SpeechEvaluationOptions, SpeechGenerationOptions, SpeechPredictionOptions
@@ -113,6 +113,11 @@ def fit(config: ModelConfig, data: Sound | None) -> dict[str, object]:
     if config.head.kind == HEAD:
         head = {"head.classes": classes}
     return head if config.input.kind == INPUT else {"input": {"kind": INPUT}} | head
+
+
+def row_lengths(data: Sound, config: ModelConfig) -> np.ndarray:
+    """Return the positions of each training utterance."""
+    return Rows(data, "train", config).positions
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
@@ -234,7 +239,7 @@ class Rows:
             words = self.left_out(split, left)
             if not len(self.usable):
                 raise KinformerError(f"{words}, and none is left; give a larger `length` or other data.")
-            note(f"note: {words} and are left out.")
+            note_once(f"note: {words} and are left out.")
 
     def left_out(self, split: str, left: np.ndarray) -> str:
         """Return in words how many utterances are too long, or too short for their transcripts, as ``left`` says."""

@@ -81,6 +81,12 @@ def open_parallel(source: Source, options: TranslateOptions, cache: Path | None 
     return open_pairs(source.spec, tokenizer=source.tokenizer, holdout=source.holdout, languages=options.languages)
 
 
+def row_lengths(data: Parallel, config: ModelConfig) -> np.ndarray:
+    """Return the tokens of the longer side of the first pairs to train on."""
+    source, target = (side[:1000] for side in data.splits["train"])
+    return EncodedPairs(Pairs(source, target), data.tokenizer).widths
+
+
 def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
     """Return how many tokens a new tokenizer should have; None, for bytes, where the text is short or the package
     tokenizers is missing."""

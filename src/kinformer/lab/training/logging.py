@@ -58,6 +58,8 @@ BITS_PER_DIM = Metric("bits_per_dim", "bits per dimension")
 BITS_PER_SYMBOL = Metric("bits_per_symbol", "bits per symbol")
 ERROR_RATE = Metric("error_rate", SHARE)
 BLEU = Metric("bleu", "BLEU", lower_is_better=False)
+ENVIRONMENT_STEPS = "environment_steps"
+"""The entry of the log with the steps of an environment so far, in all its copies together."""
 CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from math import isfinite
@@ -56,7 +56,15 @@ from kinformer.lab.training.distributed import (
     compile_units,
     wrapped,
 )
-from kinformer.lab.training.logging import Log, Metric, Result, Silence, Smoothing, TrainingProgress
+from kinformer.lab.training.logging import (
+    ENVIRONMENT_STEPS,
+    Log,
+    Metric,
+    Result,
+    Silence,
+    Smoothing,
+    TrainingProgress,
+)
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
@@ -364,12 +372,12 @@ class Updater:
         self.optimiser.forget()
         self.carried.clear()
 
-    def seconds_per_step(self, limit: float) -> float:
-        """Return the seconds of an update, measured for about ``limit`` seconds. The measured updates have the learning
-        rate 0, and their other effects are undone."""
+    def seconds_per_step(self, limit: float, clock: Callable[[], float] = time.monotonic) -> float:
+        """Return the seconds of an update, measured for about ``limit`` seconds of ``clock``. The measured updates have
+        the learning rate 0, and their other effects are undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         seconds = seconds_per_step(
-            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
+            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(clock())[0]
         )
         self.forget()
         for buffer, before in buffers:
@@ -665,7 +673,9 @@ class Trainer:
             self.log.write(self.step, values | {"tokens_per_second": self.window.speed, "seconds": self.seconds})
 
     def _text(self, metrics: Mapping[str, float]) -> str:
-        return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
+        texts = [metric.text(metrics[metric.name]) for metric in self.data.metrics]
+        acted = [f"{metrics[ENVIRONMENT_STEPS]:,.0f} environment steps"] if ENVIRONMENT_STEPS in metrics else []
+        return ", ".join(texts + acted)
 
     def _finish(self, measures: bool) -> None:
         """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
