@@ -17,7 +17,7 @@ import pytest
 
 import kinformer
 from kinformer.lab.runs.options import ServeOptions
-from kinformer.lab.serving import fields
+from kinformer.lab.serving import answers, fields
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.browser import Browser
 
@@ -213,7 +213,9 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (b"\xff\xfe", 400, "not UTF-8"),
         (b"[" * 100_000, 400, "nested too deeply"),
         (b"[]", 400, "no object"),
-        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 200002 lists and objects"),
+        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 400,004 values, names and lists"),
+        ({"model": "run", "prompt": [1] * 200_000}, 400, "the body has 200,004 values"),
+        ({"model": "run", "prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}}, 400, "the body has 200,0"),
         ({"prompt": "a"}, 400, "names no model"),
         ({"model": "gpt-9", "prompt": "a"}, 404, "model is 'gpt-9', but this server has 'run' alone"),
         ({"model": "run"}, 400, "prompt must be"),
@@ -393,8 +395,9 @@ def test_a_server_with_a_key_answers_those_who_send_it(folder, monkeypatch, capl
     assert "KINFORMER_API_KEY" in caplog.text
 
 
-def test_brackets_of_a_text_are_not_counted():
-    text = '\\"[{' * 100_000
+@pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
+def test_brackets_of_a_text_are_not_counted(signs):
+    text = signs * 100_000
     assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
@@ -411,6 +414,37 @@ def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
         client.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
         until(lambda: server.engine.counts["cancelled"] == 1)
         until(lambda: not server._http.server_state.connections)
+
+
+def test_large_answers_let_other_threads_run(server, monkeypatch):
+    kinds, write = [], answers.encoded_by_parts
+
+    def noting(data):
+        kinds.append(data["object"])
+        return write(data)
+
+    monkeypatch.setattr(answers, "encoded_by_parts", noting)
+    text = {"model": "run", "prompt": "a" * 300, "max_tokens": 1}
+    assert post(server, text)[0] == post(server, {"model": "run", "input": "abc"}, "/v1/embeddings")[0] == 200
+    assert kinds == ["text_completion", "list"]
+    data = json.dumps(text | {"echo": True, "logprobs": 1, "stream": True}).encode()
+    with urlopen(
+        Request(f"{server.url}/v1/completions", data, {"content-type": "application/json"}), timeout=20
+    ) as got:
+        assert got.read().endswith(b"[DONE]\n\n")
+    assert kinds[2:] == ["text_completion"]
+
+
+def test_parts_of_an_answer_do_not_wait_for_each_other(server):
+    with socket.create_connection(server.socket.getsockname(), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert client.recv(4096)
+        (connection,) = [
+            item.transport.get_extra_info("socket")
+            for item in server._http.server_state.connections
+            if item.transport.get_extra_info("peername") == client.getsockname()
+        ]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):

@@ -26,7 +26,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
         "train_tokenizer": 4096, "ema": 0.07, "contexts": "1x,4x,16x", "lengths": "512,2048,8192",
     },
     "generation": {
-        "parameters": 10_000_000, "steps": 20, "sweep": 0, "max_bytes": 20_000, "contexts": "1x", "lengths": "512,2048",
+        "parameters": 10_000_000, "steps": 20, "sweep": 0, "first": 20_000, "contexts": "1x", "lengths": "512,2048",
     },
 }  # fmt: skip
 """The choices of each ``plan`` for missing options. The plan text narrows the window of ``local``, because otherwise
@@ -77,7 +77,7 @@ class CompareOptions(LearningOptions):
     """bf16-mixed computes in bfloat16 where bfloat16 is safe."""
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
-    max_bytes: int | None = None
+    first: int | None = None
     """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
     """Lengths of context at which the first seed is measured too, in multiples of `length` or in tokens."""
@@ -94,7 +94,7 @@ class CompareOptions(LearningOptions):
 
     LEAST = {
         "steps": 1, "tokens": 1, "seeds": 1, "length": 1, "batch_size": 1, "rounds": 1, "sweep_steps": 1, "sweep": 0,
-        "max_bytes": 2,
+        "first": 2,
     }  # fmt: skip
     SHARES = {"ema": "[0, 1]"}
 

@@ -30,6 +30,7 @@ from kinformer.lab.runs.planner import (
     plan_config,
     recipe_config,
 )
+from kinformer.lab.runs.report import check_sampling
 from kinformer.lab.runs.rows import data_of, staged_rows
 from kinformer.lab.runs.run import BYTES, CHAT_TEMPLATE, TOKENIZER, Run, creating, open_run, require_empty, settings_in
 from kinformer.lab.tasks.table import options_for
@@ -86,15 +87,21 @@ class Plan:
         return model
 
 
+def with_member(options: TrainOptions) -> TrainOptions:
+    """Return ``options`` with the member of the run to begin with or to resume, where the user names none."""
+    run = options.out if options.resume else options.init
+    if options.member:
+        return options
+    if run is None:
+        raise KinformerError("train: needs MEMBER, or `init` RUN; see: kinformer list.")
+    return replace(options, member=open_run(run).member)
+
+
 def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
     """Resolve ``options``, write the config of the run folder, and return the plan.
 
     All checks that need no training step are made here. Nothing reads the options afterwards.
     """
-    if not options.member and (run := options.out if options.resume else options.init) is not None:
-        options = replace(options, member=open_run(run).member)
-    if not options.member:
-        raise KinformerError("train: needs MEMBER, or `init` RUN; see: kinformer list.")
     if not options.resume:
         options = replace(options, member=member(options.member).name)
     if options.compile:
@@ -140,13 +147,14 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
     Errors: ``KinformerError`` for options that do not go together; everything written is removed then.
     """
-    folder = Path(options.out)
+    folder = options.folder
     require_empty(folder)
     group = group_of(options.parallelism, device)
     with creating(folder):
         requested = options
         planner, options = open_planner(requested)
         task, base = planner.task, planner.base
+        check_sampling(task, options.sample_every)
 
         def planned(options: TrainOptions) -> TrainingPlan:
             return checked(planner.plan(options), task, group)
@@ -235,8 +243,8 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 # A resumed run keeps its own options; MAY_CHANGE names the exceptions.
 
 MAY_CHANGE = {
-    "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
-    "accumulate", "async_saves", "average", "compile", "lr",
+    "steps", "minutes", "validate_every", "patience", "sample_every", "checkpoint_every", "checkpoint_minutes", "keep",
+    "log_every", "accumulate", "async_saves", "average", "compile", "lr",
 }  # fmt: skip
 
 
@@ -245,7 +253,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
     Errors: ``KinformerError`` for options or data that differ from the run's own.
     """
-    run = open_run(Path(options.out))
+    run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
         raise KinformerError(
             f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another `out`."

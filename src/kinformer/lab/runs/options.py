@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
@@ -52,6 +53,19 @@ class Parallel(NamedTuple):
     def devices(self) -> int:
         """Return the number of processes."""
         return self.tensor * self.context * self.replicas
+
+    @property
+    def copies(self) -> int:
+        """Return how many devices have other tokens of the same part of the model."""
+        return self.replicas * self.context
+
+    @property
+    def text(self) -> str:
+        """Return the mesh as the option ``parallel`` takes it."""
+        data = "dp" if self.strategy == "ddp" else self.strategy
+        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
+        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
+        return ",".join(named) or "dp=1"
 
 
 def parallel_of(text: str) -> Parallel:
@@ -214,14 +228,14 @@ class LearningOptions(OfTask, Machine):
 class TrainOptions(Processes, Settings, LearningOptions):
     """Train a member.
 
-    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it on running text (see
-    ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
+    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it (see ``lab.runs.minutes``),
+    then the recipe's paper, then the default of :class:`Settings`.
     """
 
     member: str = ""
     """A member of the family (see: kinformer list). If not given, the member of the run named by `init`."""
-    out: str
-    """The run folder: new, or with `resume` an existing one."""
+    out: str | None = None
+    """The run folder: new, or with `resume` an existing one (runs/MEMBER-N with the smallest free N)."""
     text_field: str | None = None
     """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
     recipe: str | None = None
@@ -249,9 +263,21 @@ class TrainOptions(Processes, Settings, LearningOptions):
     hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
+    @property
+    def folder(self) -> Path:
+        """The run folder.
+
+        Errors: ``KinformerError`` without one.
+        """
+        if self.out is None:
+            raise KinformerError("`out`: is needed to resume a run, and by several machines; give the run folder.")
+        return Path(self.out)
+
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
+        if self.sample_every and self.devices > 1:
+            raise KinformerError(f"`sample_every` {self.sample_every}: one process draws samples; leave it out.")
         for name, value in spread(self.parallel, self.devices).items():
             object.__setattr__(self, name, value)
         require("neighbours", self.neighbours, 1)
@@ -316,7 +342,7 @@ class IndexOptions(ListOptions, Machine):
     """Hold out the last share of the data, instead of the run's."""
     append: bool = False
     """Add the text to the datastore."""
-    max_bytes: int | None = None
+    first: int | None = None
     """Take the first N bytes only."""
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
@@ -331,7 +357,7 @@ class IndexOptions(ListOptions, Machine):
 
     def __post_init__(self) -> None:
         require("chunk", self.chunk, 1)
-        require("max_bytes", self.max_bytes, 2)
+        require("first", self.first, 2)
         require_seed(self.seed)
         require_share("holdout", self.holdout)
         require_share("overlap", self.overlap, zero=True)

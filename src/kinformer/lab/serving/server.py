@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
@@ -94,6 +95,8 @@ NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 chat."""
 LARGE = 256
 """A part of a stream with more tokens is built outside of the event loop."""
+THREADS = 4
+"""The threads that read requests and build answers. The event loop waits up to 5 ms for each busy thread."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
 OPEN = ("/", "/health")
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
@@ -207,7 +210,7 @@ class Events(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         def built(piece: Piece) -> bytes:
-            return answers.event(answer.chunk(piece))
+            return answers.event(answer.chunk(piece), answers.encoded_by_parts)
 
         job, answer = self._job, self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -216,7 +219,7 @@ class Events(Response):
                 await write(answers.event(opening))
             async for piece in job.pieces(receive):
                 large = len(piece.tokens) > LARGE  # for example a prompt with its scores
-                await write(await run_in_threadpool(built, piece) if large else built(piece))
+                await write(await run_in_threadpool(built, piece) if large else answers.event(answer.chunk(piece)))
             if answer.body.include_usage:
                 await write(answers.event(answer.usage_chunk(job.usage)))
         except ClientLeftError:
@@ -258,7 +261,7 @@ def _chat_job(served: Served, data: bytes) -> Job:
     if tools and not served.template.reads_tools:
         raise FieldError("this server's chat template does not read tools; leave tools out.", "tools")
     prompt = served.template.prompt(fields.messages(body.fields), tools=tools)
-    ids = served.tokenizer.encode(prompt).tolist()  # the template writes BOS itself, as in transformers
+    ids = served.tokenizer.encode(prompt)  # the template writes BOS itself, as in transformers
     return Job(served.engine, served.tokenizer, body, [ids], NEW_CHAT_TOKENS)
 
 
@@ -268,7 +271,7 @@ async def _embeddings(request: Request) -> Response:
     if served.embedding.busy > waiting:
         raise BusyError(f"{waiting} requests for embeddings wait, as many as this server takes; repeat it later.")
     async with served.embedding.turn():
-        return await run_in_threadpool(lambda: JSON(_embedded(served, data)))
+        return await run_in_threadpool(lambda: _large(_embedded(served, data)))
 
 
 def _embedded(served: Served, data: bytes) -> dict[str, object]:
@@ -310,7 +313,12 @@ async def _answered(request: Request, job: Job, answer: Answer) -> Response:
         return Response(status_code=499)
     except KinformerError as error:
         return JSON(answers.error(str(error), "server_error"), 500)
-    return await run_in_threadpool(lambda: JSON(answer.full(job.usage)))
+    return await run_in_threadpool(lambda: _large(answer.full(job.usage)))
+
+
+def _large(content: object) -> Response:
+    """Return an answer in JSON that may be large."""
+    return Response(answers.encoded_by_parts(content), media_type=JSON.media_type)
 
 
 async def _body(request: Request) -> bytes:
@@ -483,6 +491,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio does it for sockets that name their protocol alone. Without it, parts of an answer wait 40 ms for the
+        # client's confirmation of the part before.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head = self.loop.call_later(self.head_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
@@ -522,6 +533,7 @@ class _Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and keep the log short while connections cannot be opened."""
         asyncio.get_running_loop().set_exception_handler(sparing(logging.getLogger("uvicorn.error").error))
+        current_default_thread_limiter().total_tokens = THREADS
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
