@@ -14,7 +14,7 @@ from kinformer.lab.tasks.table import ALL, task_for
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import RARE
 
-MOST = {"train": 47, "compare": 36, "evaluate": 22, "generate": 31}
+MOST = {"train": 48, "compare": 36, "evaluate": 22, "generate": 31}
 """Options that the general help of a command may show. Make another an option of a task, or a path of ``--set``."""
 
 

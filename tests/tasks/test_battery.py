@@ -27,6 +27,7 @@ CASES = {
     },
     "instruct": {
         "train": QUICK | {"length": 96, "chat_template": "chatml"},
+        "evaluate": {"first": 1},
         "generate": {"prompt": "ab", "max_new_tokens": 2},
     },
     "recall": {

@@ -295,7 +295,7 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: NoOption
     same = note_other_data(run, data, settings.data is not None)
     split = choose(settings.split, data.splits, "`split`")
     length = whole_length(run, subject.model)
-    rows = Rows(data.splits[split], max(1, settings.chunk // length), length, 0, split)
+    rows = Rows(data.splits[split][: settings.first], max(1, settings.chunk // length), length, 0, split)
     bits = data.bits_per_byte(_nats(subject.model, rows), split)
     baselines, beside = {}, ""
     if (base := _begun_with(run)) is not None:
