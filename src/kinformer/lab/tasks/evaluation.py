@@ -175,8 +175,9 @@ class TextTable(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How good a run is. ``metrics``: the values of ``units``, which name them and say whether less is better;
-    ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
-    of it and more, as values for JSON; ``text``: the same for people."""
+    ``baselines``: the deciding metric of simple rules, or the metric ``judged``, which comes with the run's value;
+    ``data``: the identity of what was measured on; ``facts``: all of it and more, as values for JSON; ``text``: the
+    same for people."""
 
     run: str
     member: str
@@ -186,6 +187,7 @@ class Evaluation:
     baselines: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict, repr=False)
     text: tuple[str | TextTable, ...] = field(default=(), repr=False)
+    judged: tuple[Metric, float] | None = field(default=None, repr=False)
 
     @property
     def figures(self) -> Mapping[str, float]:

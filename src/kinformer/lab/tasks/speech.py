@@ -333,6 +333,12 @@ class SpeechRows(DataModule):
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ERROR_RATE.name: means["errors"], BITS_PER_SYMBOL.name: means["nats"] / log(2)}
 
+    def baselines(self) -> dict[str, float]:
+        rows = self.held_out
+        numbers = rows.usable[np.concatenate(self.batches)].tolist()
+        references = [split_symbols(rows.utterances.transcript(number), rows.data.unit) for number in numbers]
+        return _simple_rules(rows.data, references)
+
 
 class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` count the greedy path's."""
@@ -443,19 +449,14 @@ def evaluate(
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     if rows.short.any():
         note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
-    train = data.splits["train"]
-    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
-    frequent = split_symbols(counts.most_common(1)[0][0], data.unit)
-    if options.fold is not None:
-        references, heard_symbols, (frequent,) = (
-            [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
-        )
+    fold: Callable[[list[str]], list[str]] = list if options.fold is None else partial(_folded, unit=data.unit)
+    references, heard_symbols = (list(map(fold, some)) for some in (references, heard_symbols))
     options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
     possible = int(sum(len(rows.targets[number]) for number in rows.usable))
     bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
-    baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
+    baselines = _simple_rules(data, references, fold)
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, object] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
@@ -477,6 +478,16 @@ def evaluate(
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
     )
+
+
+def _simple_rules(
+    data: Sound, references: list[list[str]], fold: Callable[[list[str]], list[str]] = list
+) -> dict[str, float]:
+    """Return the error rates of writing nothing, and of always writing the most frequent transcript of training."""
+    train = data.splits["train"]
+    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
+    frequent = fold(split_symbols(counts.most_common(1)[0][0], data.unit))
+    return {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
 
 
 def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
