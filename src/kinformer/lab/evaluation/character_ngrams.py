@@ -6,6 +6,8 @@ runs tell authors, languages and topics apart (Cavnar and Trenkle 1994, N-gram-b
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +31,14 @@ def accuracy(train: Examples, measured: Examples, decode: Callable[[Any], str]) 
 
     Of large data, a part in even steps is learnt from and measured.
     """
+    numbers, environment = random.getstate(), dict(os.environ)
     from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
+
+    random.setstate(numbers)  # the import draws a number and sets variables of OpenMP
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
 
     tokens = float(np.minimum(train.lengths, TEXT_TOKENS).mean())
     classes = len(np.unique(train.labels))

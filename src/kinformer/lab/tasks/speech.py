@@ -550,6 +550,11 @@ def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> T
 
 PIECE = 0.08
 """The length of a piece of sound in seconds."""
+SILENT = 2e-4
+"""The range of samples from -1 to 1 below which sound is silence: some steps of 16 bits. Normalised features of silence
+are noise, in which a model that never heard silence hears symbols."""
+NEVER = -1e4
+"""The logit of an impossible class, finite for the sums of a search."""
 
 
 @dataclass
@@ -591,11 +596,14 @@ class Listener:
         self.resampler, self.bank = Resampler(rate, heard_rate), Filterbank(heard_rate, self.input.mels)
         self.norm: Callable[[Tensor], Tensor] = RunningNorm() if self.causal else normalised
         self.samples, self.started = torch.zeros(0), False
+        self.low, self.high = inf, -inf
         self.frames = torch.zeros(self.input.width - self.input.stride, self.input.mels)
 
     def feed(self, samples: np.ndarray, last: bool = False) -> Tensor:
         """Return the logits [new positions, classes] of what ``samples`` [time] complete; with ``last`` of all the
-        rest."""
+        rest. While all samples are silence, nothing but the blank is possible."""
+        if len(samples):
+            self.low, self.high = min(self.low, float(samples.min())), max(self.high, float(samples.max()))
         self.samples = torch.cat([self.samples, self.resampler.feed(torch.from_numpy(samples), last)])
         if not (self.causal or last):
             return torch.zeros(0, 1)
@@ -604,7 +612,10 @@ class Listener:
             return torch.zeros(0, 1)
         outputs = self.model(values[None].to(device_of(self.model)), *([self.state] if self.causal else []))
         logits, self.state = outputs if self.causal else (outputs, None)
-        return logits[0].float().cpu()
+        logits = logits[0].float().cpu()
+        if self.high - self.low < SILENT:
+            logits = torch.full_like(logits, NEVER).index_fill(1, torch.tensor([BLANK]), 0.0)
+        return logits
 
     def _whole(self) -> Tensor:
         return windows(self._features(last=True), self.input.width, self.input.stride)
@@ -716,9 +727,18 @@ def predict(
     ):
         with torch.inference_mode():
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
-        transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
-        row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / sound_rate}
+        heard = decode(logits)
+        transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
+        row = {"audio": str(file), "text": transcript, "probability": _probability(logits, heard)}
+        row["sound_seconds"] = len(samples) / sound_rate
         yield Predicted(row, f"{file}\t{transcript}")
+
+
+def _probability(logits: Tensor, heard: list[int]) -> float:
+    """Return p(transcript | sound), the sum over all paths that give the symbols ``heard``, by ``logits`` [time,
+    classes]."""
+    targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
+    return float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts).neg().exp())
 
 
 def sounds(

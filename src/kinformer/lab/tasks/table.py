@@ -52,7 +52,7 @@ def refuse(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
+READS_WHOLE_TEXTS = "it reads whole texts and continues none; give a run of next-token."
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
 PATCH_INPUTS = ("patches", "tiles")
 OF_IMAGES = DataNeeds(
@@ -332,6 +332,7 @@ RECORDS = (
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "classify:Classification"},
+        settings={"batch_size": 32},
         rivals={
             "guessing": "the most frequent class",
             "character_ngrams": "character n-grams with logistic regression",
