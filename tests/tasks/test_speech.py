@@ -235,7 +235,8 @@ def test_errors_are_the_least_edits():
 @pytest.mark.parametrize(("member", "task"), [("speech-softmax", None), ("linear-transformer", "speech")])
 def test_silence_is_empty_and_transcripts_have_a_probability(cli, tmp_path, member, task):
     """A constant wave, and noise of the last bit, have no transcript; a call has one with its probability."""
-    run = kinformer.train(member, task=task, recipe="tiny", out=tmp_path / "run", **SMALL)
+    run = tmp_path / "run"
+    kinformer.train(member, task=task, recipe="tiny", out=run, **SMALL)
     noise = np.random.default_rng(0).uniform(-3e-5, 3e-5, RATE)
     paths = [write(tmp_path / f"{number}.wav", wave) for number, wave in enumerate((np.full(RATE, 0.1), noise))]
     for path in paths:

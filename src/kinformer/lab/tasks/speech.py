@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite, log
+from math import exp, inf, isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -738,7 +738,7 @@ def _probability(logits: Tensor, heard: list[int]) -> float:
     """Return p(transcript | sound), the sum over all paths that give the symbols ``heard``, by ``logits`` [time,
     classes]."""
     targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
-    return float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts).neg().exp())
+    return exp(-float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts)))
 
 
 def sounds(
