@@ -35,7 +35,6 @@ from kinformer.lab.tasks.evaluation import (
 from kinformer.lab.tasks.next_token import Conversation
 from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
-from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.tables import require_folder_of
@@ -137,18 +136,12 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
     verdicts = [
         spelled(f"\n{'' if len(runs) == 1 else f'{run.folder}: '}{sentence}.")
         for run, item in zip(runs, evaluations, strict=True)
-        if (sentence := run.task.verdict(*(item.judged or _deciding(item)), item.baselines))
+        if (sentence := run.task.verdict(*item.deciding, item.baselines))
     ]
     report = replace(report, evaluations=evaluations, together=(*report.together, *verdicts))
     for run in runs:
         note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
     return report
-
-
-def _deciding(evaluation: Evaluation) -> tuple[Metric, float]:
-    """Return the deciding metric of ``evaluation`` and its value."""
-    metric = evaluation.units[0]
-    return metric, evaluation.metrics[metric.name]
 
 
 def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:

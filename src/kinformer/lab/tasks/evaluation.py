@@ -190,6 +190,12 @@ class Evaluation:
     judged: tuple[Metric, float] | None = field(default=None, repr=False)
 
     @property
+    def deciding(self) -> tuple[Metric | None, float]:
+        """Return the metric that the baselines have, and the run's value; None and NaN without a unit."""
+        first = next(((unit, self.metrics[unit.name]) for unit in self.units), (None, float("nan")))
+        return self.judged or first
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """An alias of ``metrics``: the values by name."""
         return self.metrics

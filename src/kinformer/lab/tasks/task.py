@@ -355,13 +355,13 @@ class Task:
         words = {name: (self.rivals or {}).get(name, name.replace("_", " ")) for name in baselines}
         return ", ".join(f"{words[name]} ({metric.text(value)})" for name, value in baselines.items())
 
-    def verdict(self, metric: Metric, value: float, baselines: Mapping[str, float]) -> str | None:
+    def verdict(self, metric: Metric | None, value: float, baselines: Mapping[str, float]) -> str | None:
         """Return a sentence if ``value`` is not better than the best of the ``baselines`` that the model should beat:
         it names both and says what to try. Return None otherwise."""
         rivals = (
             baselines if self.rivals is None else {name: baselines[name] for name in self.rivals if name in baselines}
         )
-        if not rivals or not isfinite(value):
+        if metric is None or not rivals or not isfinite(value):
             return None
         name, best = (min if metric.lower_is_better else max)(rivals.items(), key=lambda pair: pair[1])
         perfect = value == best == (0.0 if metric.lower_is_better else 1.0)
