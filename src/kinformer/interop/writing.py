@@ -68,7 +68,7 @@ def model_class_of(use: str) -> str:
 
 
 CLASSIFIERS = ("gpt2", "llama")
-"""The decoders that are written as classifiers of texts too, whose tests compare the logits."""
+"""The decoders with a form for classifiers of texts. Tests compare their logits with ours."""
 
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
 UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance", "stochastic_depth"}

@@ -19,7 +19,7 @@ LONGEST = 4
 FEATURES = 1 << 17
 """The number of hashed n-grams. Fewer collide in texts of a few thousand different n-grams."""
 TEXT_TOKENS = 2000
-"""The tokens of a text that are read."""
+"""The most tokens of a text."""
 TRAIN_TOKENS, ITERATIONS, PRODUCTS = 2_000_000, 50, 1_000_000_000
 """The bounds of the work: the tokens to learn from, and the iterations and the products of the regression. On one core
 reading takes a microsecond a character, and both together take at most some seconds."""

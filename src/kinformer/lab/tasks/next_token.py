@@ -115,7 +115,7 @@ class TokenBatch(NamedTuple):
 
 
 NGRAM_CONTEXT = 4
-"""The bytes of context of the n-gram model that is the baseline."""
+"""The bytes of context of the baseline, an n-gram model."""
 COUNTED_BYTES = 1 << 20
 """The most bytes of training text that the n-gram model beside a training counts, which takes about a second."""
 
