@@ -368,12 +368,12 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelle
             Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field")), run.options
         )
 
-    own = LISTOPS if isinstance(run.options, ListOpsOptions) else None
-    data = opened(own or spec_of(run, settings.data))
+    listops = LISTOPS if isinstance(run.options, ListOpsOptions) else None
+    data = opened(listops or spec_of(run, settings.data))
     same, trained_on = note_other_data(run, data, settings.data is not None), data
     if not same:
         with suppress(KinformerError):
-            trained_on = opened(own or spec_of(run, None))
+            trained_on = opened(listops or spec_of(run, None))
     numbers = numbers_of(run, data.name, data.classes)
     part = data.splits[choose(settings.split, data.splits, "`split`")]
     train = trained_on.splits["train"]
