@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kinformer.nn.layers import CausalLayer, layer
+from kinformer.nn.modules import CausalLayer, layer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls, has_data
 
