@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from generator.text import contents, escaped, html, literal, page, table, write
+from generator.text import contents, escaped, html, literal, page, papers, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds, named_parts
@@ -88,7 +88,7 @@ def prose(text: str, typeset_formulas: bool = False) -> Iterator[str]:
             inner = [line[4:] for line in lines]
             yield html(typeset(inner)) if typeset_formulas else literal("\n".join(inner))
         else:
-            yield escaped(" ".join(paragraph.split()))
+            yield papers(escaped(" ".join(paragraph.split())))
 
 
 def _settings(config: type[Config]) -> Iterator[tuple[str, str, str, str]]:

@@ -190,7 +190,6 @@ def test_the_reference_has_every_public_name():
     assert len(objects) == len(set(objects))
 
 
-
 def test_results_are_told_with_date_and_machine():
     from generator.results import results
 

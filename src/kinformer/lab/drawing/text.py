@@ -6,13 +6,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple, TypedDict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypedDict, get_args
 
 import torch
 from torch import nn
 
-from kinformer.core.config import Config, parts_in
+from kinformer.core.config import Config, field_types, parts_in
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import ModelConfig
 from kinformer.lab.drawing.panels import FullSequence, global_token_words, in_text
@@ -30,6 +30,8 @@ PLAIN = {
     ("embedding", "lookup"),
 }
 """Plain parts of many members, whose formulas are left out."""
+UNSET = ("none", "false", "0", "0.0")
+"""Values, as words, of settings that have no effect."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
     ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
@@ -58,10 +60,31 @@ def formulas(config: Config) -> list[Formula]:
             continue
         text = described(type(part))
         if text:
-            formulas_by_name[key] = Formula(
-                *key, _first_sentence(text), tuple(line[4:] for line in text.splitlines() if line.startswith("    "))
-            )
+            lines = (line[4:] for line in text.splitlines() if line.startswith("    "))
+            formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_formulas_of(part, lines)))
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
+
+
+def _formulas_of(part: Config, lines: Iterable[str]) -> Iterator[str]:
+    """Yield the formulas that hold with the settings of ``part``, without their conditions.
+
+    A condition stands two spaces before its formula: a setting and its value (``rule delta``), a setting that is not
+    zero, false or none (``balance``), or a value that names its setting (``trigonometric``).
+    """
+    types = field_types(type(part))
+    values = {name: str(getattr(value := getattr(part, name), "kind", value)).lower() for name in types}
+    choices = {value: name for name, kind in types.items() for value in get_args(kind)}
+    holds = True
+    for line in lines:
+        if not line.startswith(" "):  # other lines continue a formula
+            condition, _, formula = line.partition("  ")
+            name, _, value = condition.partition(" ")
+            if condition in choices:
+                name, value = choices[condition], condition
+            holds = values[name] == value if value and name in values else values.get(condition) not in UNSET
+            line = formula.lstrip() if name in values else line
+        if holds:
+            yield line
 
 
 def described(config: type[Config]) -> str:
