@@ -67,7 +67,7 @@ def _title(slot: str) -> str:
 def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
     yield f"(part-{slot}-{kind})=".replace("_", "-") + f"\n## `{kind}`"
     for name in (name for name, named in named_parts() if named is config):
-        yield f"```{{eval-rst}}\n.. py:class:: kinformer.nn.{name}\n```"
+        yield f"```{{eval-rst}}\n.. py:class:: kinformer.nn.{name}\n   :no-contents-entry:\n```"
     path = config.__module__.replace(".", "/")
     yield f"`{config.__module__}.{config.__qualname__}`, in `src/{path}.py`"
     own = inspect.getdoc(built_by(config))
