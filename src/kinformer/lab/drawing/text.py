@@ -30,8 +30,6 @@ PLAIN = {
     ("embedding", "lookup"),
 }
 """Plain parts of many members, whose formulas are left out."""
-UNSET = ("none", "false", "0", "0.0")
-"""Values, as words, of settings that have no effect."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
     ("w", "window"), ("segment", "segment"), ("memory", "memory"), ("C", "rate"), ("k", "num_kv_heads"),
@@ -61,7 +59,8 @@ def formulas(config: Config) -> list[Formula]:
         text = described(type(part))
         if text:
             lines = (line[4:] for line in text.splitlines() if line.startswith("    "))
-            formulas_by_name[key] = Formula(*key, _first_sentence(text), tuple(_formulas_of(part, lines)))
+            first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", " ".join(text.split("\n\n")[0].split()), maxsplit=1)
+            formulas_by_name[key] = Formula(*key, f"{first}." if more else first, tuple(_formulas_of(part, lines)))
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
 
 
@@ -71,17 +70,14 @@ def _formulas_of(part: Config, lines: Iterable[str]) -> Iterator[str]:
     A condition stands two spaces before its formula: a setting and its value (``rule delta``), a setting that is not
     zero, false or none (``balance``), or a value that names its setting (``trigonometric``).
     """
-    types = field_types(type(part))
+    types, unset, holds = field_types(type(part)), ("none", "false", "0", "0.0"), True
     values = {name: str(getattr(value := getattr(part, name), "kind", value)).lower() for name in types}
     choices = {value: name for name, kind in types.items() for value in get_args(kind)}
-    holds = True
     for line in lines:
         if not line.startswith(" "):  # other lines continue a formula
             condition, _, formula = line.partition("  ")
-            name, _, value = condition.partition(" ")
-            if condition in choices:
-                name, value = choices[condition], condition
-            holds = values[name] == value if value and name in values else values.get(condition) not in UNSET
+            name, _, value = f"{choices.get(condition, '')} {condition}".strip().partition(" ")
+            holds = values[name] == value if value and name in values else values.get(condition) not in unset
             line = formula.lstrip() if name in values else line
         if holds:
             yield line
@@ -125,12 +121,6 @@ def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
             for symbol, name, values in present
         ),
     ]
-
-
-def _first_sentence(text: str) -> str:
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", paragraph, maxsplit=1)
-    return f"{first}." if more else first
 
 
 # A softmax pattern as a small picture in text: row i is a query, column j a key, and a filled cell is a visible key.
