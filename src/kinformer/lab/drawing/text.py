@@ -113,14 +113,9 @@ def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
         heads = getattr(mixer, "num_heads", None)
         if heads and getattr(mixer, "head_dim", None) is None:
             sizes.setdefault("head_dim", set()).add(config.dim // heads)
-    present = [(symbol, name, sizes[name]) for symbol, name in SYMBOLS if name in sizes]
-    return [
-        ("N", "layers", len(config.uses)),
-        *(
-            (symbol, name, next(iter(values)) if len(values) == 1 else sorted(values))
-            for symbol, name, values in present
-        ),
-    ]
+    present = ((symbol, name, sorted(sizes[name])) for symbol, name in SYMBOLS if name in sizes)
+    values = ((symbol, name, each[0] if len(each) == 1 else each) for symbol, name, each in present)
+    return [("N", "layers", len(config.uses)), *values]
 
 
 # A softmax pattern as a small picture in text: row i is a query, column j a key, and a filled cell is a visible key.
@@ -164,20 +159,15 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 def pictures(model: nn.Module) -> list[TextPicture]:
     """Return the pictures of the different patterns of the model's mixers and heads, in order."""
     pictures_by_name: dict[tuple[str, ...], TextPicture] = {}
-    for pattern in _patterns(model):
-        cell = scale(pattern)
-        rows = draw(pattern, cell)
-        name = _name(pattern)
-        pictures_by_name.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
+    patterns = (getattr(module, "pattern", None) for module in model.modules())
+    config = getattr(model, "config", None)
+    for in_model in (in_text(each, config) for each in patterns if isinstance(each, Pattern)):
+        for pattern in map(in_model.at, range(in_model.num_heads or 1)):
+            name, cell = _name(pattern), scale(pattern)
+            rows = draw(pattern, cell)
+            picture: TextPicture = {"pattern": name, "tokens_per_cell": cell, "rows": rows}
+            pictures_by_name.setdefault((name, str(cell), *rows), picture)
     return list(pictures_by_name.values())
-
-
-def _patterns(model: nn.Module) -> Iterator[Pattern]:
-    for module in model.modules():
-        pattern = getattr(module, "pattern", None)
-        if isinstance(pattern, Pattern):
-            in_model = in_text(pattern, getattr(model, "config", None))
-            yield from (in_model.at(head) for head in range(in_model.num_heads or 1))
 
 
 def _name(pattern: Pattern) -> str:
