@@ -114,7 +114,7 @@ def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
         if heads and getattr(mixer, "head_dim", None) is None:
             sizes.setdefault("head_dim", set()).add(config.dim // heads)
     present = ((symbol, name, sorted(sizes[name])) for symbol, name in SYMBOLS if name in sizes)
-    values = ((symbol, name, each[0] if len(each) == 1 else each) for symbol, name, each in present)
+    values = ((symbol, name, size[0] if len(size) == 1 else size) for symbol, name, size in present)
     return [("N", "layers", len(config.uses)), *values]
 
 
@@ -161,7 +161,7 @@ def pictures(model: nn.Module) -> list[TextPicture]:
     pictures_by_name: dict[tuple[str, ...], TextPicture] = {}
     patterns = (getattr(module, "pattern", None) for module in model.modules())
     config = getattr(model, "config", None)
-    for in_model in (in_text(each, config) for each in patterns if isinstance(each, Pattern)):
+    for in_model in (in_text(item, config) for item in patterns if isinstance(item, Pattern)):
         for pattern in map(in_model.at, range(in_model.num_heads or 1)):
             name, cell = _name(pattern), scale(pattern)
             rows = draw(pattern, cell)
