@@ -11,13 +11,20 @@ define install
 @{ $(PIP) torch && $(PIP) -e "$(1)"; } > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 endef
 
-.PHONY: demo test test-oldest test-newest test-transformers docs lint clean
+.PHONY: demo test check test-oldest test-newest test-transformers docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Laws, tests and lint of one part: make check PART=mixers/linear
+check: $(VENV)/.installed-test
+	@$(BIN)/python tests/part.py $(PART) > $(VENV)/part.txt
+	OMP_NUM_THREADS=1 KINFORMER_PART=$(PART) $(BIN)/python -m pytest -q -x -n 2 --dist worksteal --deselect tests/test_laws.py::test_benchmarks_import_names_that_exist tests/test_laws.py $$(cat $(VENV)/part.txt)
+	$(BIN)/ruff check $(wildcard src/kinformer/$(PART) src/kinformer/$(PART).py)
+	$(BIN)/ruff format --check $(wildcard src/kinformer/$(PART) src/kinformer/$(PART).py)
 
 # The suite with the oldest, and with the newest, version of everything that pyproject allows.
 test-oldest test-newest: test-%: $(VENV)-%/.installed

@@ -33,3 +33,4 @@ html_theme_options = {
     "dark_css_variables": {"color-brand-primary": "#5aa9e6", "color-brand-content": "#5aa9e6"},
 }
 html_show_sourcelink = False
+html_search_scorer = str(HERE / "generator" / "scorer.js")

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.part import files_for
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "kinformer"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if os.environ.get("KINFORMER_PART", "") in str(path)]
+"""All modules, or the modules of the part that ``make check`` examines."""
 
 LIBRARY = (
     "runtime",
@@ -117,6 +121,14 @@ def test_import_law(path):
     if room != "lab":
         foreign = {parts[0] for parts in own_imports(path) if parts and parts[0] not in (room, "__version__")}
         assert foreign <= set(allowed)
+
+
+def test_a_part_has_the_tests_that_are_named_like_it_or_import_it():
+    names = [path.relative_to(ROOT / "tests").as_posix() for path in files_for("mixers/linear")]
+    assert {"kernels/test_linear.py", "mixers/test_kernel_attention.py"} <= set(names) and len(names) < 10
+    assert "family/test_performer.py" in [
+        path.relative_to(ROOT / "tests").as_posix() for path in files_for("parts/feature_maps")
+    ]
 
 
 def test_building_gpt_loads_few_files():

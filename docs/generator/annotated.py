@@ -18,7 +18,7 @@ import torch
 from generator.facts import config_of
 from generator.latex import mathml
 from generator.members import part_links
-from generator.text import contents, figure, html, literal, page, write
+from generator.text import contents, figure, html, literal, page, papers, write
 from kinformer.family.table import MEMBERS
 
 FOLDER = Path(__file__).parents[2] / "annotated"
@@ -93,8 +93,7 @@ def _page(each: Annotated) -> str:
 
 def _header_links(text: str) -> str:
     """Link the papers and the results that the first paragraph names."""
-    text = re.sub(r"arXiv\s(?:# )?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    header, rest = text.split("*\n#\n", 1)
+    header, rest = papers(text).split("*\n#\n", 1)
     before, measured = header.rsplit("Measured:", 1)
     measured = re.sub(r"\b[a-z]\w+\b", lambda name: f"[{name[0]}](../results/{name[0]}.md)", measured)
     return f"{before}Measured:{measured}*\n#\n{rest}"

@@ -1,4 +1,4 @@
-"""The project's own documents as pages of the site: DESIGN, CONTRIBUTING, CHANGELOG and the benchmarks' README."""
+"""The project's own documents as pages of the site: DESIGN, CONTRIBUTING and CHANGELOG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ PAGES = {
     "DESIGN.md": "design.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks.md",
 }
 """Document of the repository -> page."""
 
@@ -30,6 +29,8 @@ def generate(docs: Path) -> None:
 
 def _target(link: str) -> str:
     """Where a link of a document leads on the site: to a document's page, a result's, or a page below ``docs``."""
+    if link == "benchmarks/README.md":
+        return "results/index.md"
     if "pages/" in link:
         return link.removeprefix("benchmarks/").replace("pages/", "results/", 1)
     return PAGES.get(link, link.removeprefix("docs/"))

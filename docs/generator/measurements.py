@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from generator.charts import Bars, Plot, save
 from generator.members import measured
 from generator.plots import PLOTS
-from generator.results import Result, results
+from generator.results import BENCHMARKS, Result, results
 from generator.text import contents, escaped, figure, page, table, write
 from kinformer.family.table import MEMBERS
 
@@ -82,14 +83,19 @@ def overview() -> str:
         (f"[{result.question}]({result.name}.md)", result.headline, result.date, escaped(result.machine))
         for result in results()
     ]
+    comparisons = {
+        "Five members on the standard library": "../comparison/comparison",
+        "Ten members on War and Peace": "../comparison/war-and-peace/comparison",
+    }
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    before, _, after = re.sub(r"\]\(pages/", "](", text).partition("## Results")
     return page(
-        "# Benchmarks",
-        "Every script of `benchmarks/` answers one question, checks that what it times is right before it times it, "
-        "and writes a result file with shapes, dtype, threads, processor and versions beside the metrics. Losing "
-        "shapes are included. [benchmarks/README.md](../benchmarks.md) says how the scripts measure and how to run "
-        "them.",
-        "Comparisons by `kinformer compare`: [five members](../comparison/comparison.md) on the standard library, as "
-        "it writes without arguments, and [ten](../comparison/war-and-peace/comparison.md) on War and Peace.",
+        before.strip(),
+        "Comparisons by `kinformer compare`: "
+        + ", ".join(f"[{title}]({path}.md)" for title, path in comparisons.items())
+        + ".",
+        "## Results",
         table(("question", "headline figure", "date", "machine"), rows),
-        contents(*(result.name for result in results())),
+        after[after.index("\n## ") :].strip(),
+        contents(*(f"{title} <{path}>" for title, path in comparisons.items()), *(each.name for each in results())),
     )

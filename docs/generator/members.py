@@ -14,7 +14,7 @@ from generator.block import drawing
 from generator.facts import RECIPE, config_of, facts, flops_chart, recipe_parameters, state_chart
 from generator.member_values import shown, values_of
 from generator.results import Result, results
-from generator.text import escaped, figure, html, literal, page, table, write
+from generator.text import escaped, figure, html, literal, page, papers, table, write
 from generator.typeset import typeset
 from kinformer.core.config import parts_in
 from kinformer.family.record import Member
@@ -130,7 +130,7 @@ def _record(member: Member, config: Any) -> str:
     reads = "a source, then token by token" if config.kind == "encoder_decoder" else "chunk by chunk, causal"
     rows = [
         ("Name", f"`{member.name}`"),
-        ("Paper", escaped(member.paper)),
+        ("Paper", papers(escaped(member.paper))),
         ("Changes", ", ".join(member.axes) or "nothing"),
         ("Reads", reads if member.causal else "whole texts at once"),
         ("Operations grow", COSTS[member.growth_of_cost]),
@@ -144,7 +144,7 @@ def _record(member: Member, config: Any) -> str:
 def _formulas(config: Any) -> Iterator[str]:
     for formula in formulas(config):
         kind = formula.slot.replace("encoder_mixer", "mixer").replace("_", " ")
-        yield f"**{kind} `{formula.kind}`.** {escaped(formula.says)}"
+        yield f"**{kind} `{formula.kind}`.** {papers(escaped(formula.says))}"
         if formula.lines:
             yield html(typeset(formula.lines))
     sizes = ", ".join(f"{escaped(symbol)} = `{name}` = {value}" for symbol, name, value in symbols(config))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from generator.text import contents, escaped, html, literal, page, table, write
+from generator.text import contents, escaped, html, literal, page, papers, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
-from kinformer.family.kinds import kinds
+from kinformer.family.kinds import kinds, named_parts
 from kinformer.family.settings import meaning
 from kinformer.lab.drawing.text import SLOTS, built_by, described
 
@@ -66,6 +66,8 @@ def _title(slot: str) -> str:
 
 def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
     yield f"(part-{slot}-{kind})=".replace("_", "-") + f"\n## `{kind}`"
+    for name in (name for name, named in named_parts() if named is config):
+        yield f"```{{eval-rst}}\n.. py:class:: kinformer.nn.{name}\n   :no-contents-entry:\n```"
     path = config.__module__.replace(".", "/")
     yield f"`{config.__module__}.{config.__qualname__}`, in `src/{path}.py`"
     own = inspect.getdoc(built_by(config))
@@ -86,7 +88,7 @@ def prose(text: str, typeset_formulas: bool = False) -> Iterator[str]:
             inner = [line[4:] for line in lines]
             yield html(typeset(inner)) if typeset_formulas else literal("\n".join(inner))
         else:
-            yield escaped(" ".join(paragraph.split()))
+            yield papers(escaped(" ".join(paragraph.split())))
 
 
 def _settings(config: type[Config]) -> Iterator[tuple[str, str, str, str]]:

@@ -23,6 +23,11 @@ def escaped(text: str) -> str:
     return "".join(parts)
 
 
+def papers(text: str) -> str:
+    """Markdown in which the numbers of papers on arXiv are links."""
+    return re.sub(r"arXiv\s(?:# )?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
 def table(headers: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
     """A table; cells are Markdown, the columns in ``numeric`` are aligned to the right."""
     rule = ["---:" if index in numeric else "---" for index in range(len(headers))]

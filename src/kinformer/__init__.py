@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     )
     from kinformer.models.decoder import Decoder
     from kinformer.models.encoder import Encoder
-    from kinformer.nn.layers import CausalLayer, LayerRecord
+    from kinformer.nn.modules import CausalLayer, LayerRecord
 
 
 def _kinds() -> Kinds:
@@ -168,7 +168,7 @@ def layer(
 
     Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
     """
-    from kinformer.nn.layers import layer
+    from kinformer.nn.modules import layer
 
     return layer(name, dim, whole=whole, causal=causal, recipe=recipe, set=set, device=device, dtype=dtype, **settings)
 
@@ -178,7 +178,7 @@ def layers() -> list[LayerRecord]:
 
     ``print(record)`` shows the settings and their defaults.
     """
-    from kinformer.nn.layers import layers
+    from kinformer.nn.modules import layers
 
     return layers()
 

@@ -231,9 +231,7 @@ def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):
 def test_a_run_of_an_encoder_continues_no_text(cli, make_run):
     code, out, err = cli("generate", make_run("blockbert"), "--prompt", "abc")
     assert (code, out) == (2, "")
-    assert (
-        "'blockbert' for the task mlm; its encoder reads whole texts and continues none" in err and err.count("\n") == 1
-    )
+    assert "'blockbert' for the task mlm; it reads whole texts and continues none" in err and err.count("\n") == 1
 
 
 OTHERWISE = {

@@ -136,12 +136,24 @@ def test_equal_neighbours_are_told_once():
 def test_it_begins_with_what_it_computes(cli):
     out = cli("show", "linear-transformer", "--recipe", "tiny")[1]
     head = out.split("exact limit")[0]
-    assert "rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T" in head
+    assert "S_t = a_t S_(t-1) + phi(k_t) v_t^T" in head and "a_t = 1" in head and "z_t = a_t z_(t-1)" in head
+    assert "delta" not in head and "beta" not in head
     assert "feature map elu: The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7)" in head
     assert "shapes: x and y [batch, time, 32]; N = layers = 2, d_model = dim = 32, h = num_heads = 2" in head
     told = json.loads(cli("show", "retnet", "--recipe", "tiny", "--set", "layers.0.mixer.num_heads=4", "--json")[1])
     assert [each["slot"] for each in told["computes"]] == ["mixer", "position", "feature_map", "decay"]
     assert told["symbols"]["num_heads"] == ["h", [2, 4]] and told["symbols"]["dim"] == ["d_model", 32]
+
+
+def test_formulas_are_those_of_the_settings():
+    def lines(name, **changes):
+        return "\n".join(line for formula in formulas(configure(name, "tiny", set=changes)) for line in formula.lines)
+
+    assert "beta_t" not in lines("performer") and "[sin(W x'), cos(W x')]" not in lines("performer")
+    assert "[sin(W x'), cos(W x')]" in lines("performer", **{"layers.*.mixer.feature_map.form": "trigonometric"})
+    assert "beta_t" in lines("gated-deltanet") and "z_t" not in lines("gla")
+    assert "bias_rate" not in lines("mixtral") and "balance" in lines("mixtral")
+    assert "g_cmp" in lines("nsa") and "g_cmp" not in lines("moba")
 
 
 @pytest.mark.parametrize("member", kinformer.members(), ids=lambda member: member.name)

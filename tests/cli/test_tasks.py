@@ -226,7 +226,7 @@ def test_mistakes(cli, tmp_path, arguments, said):
 
 def test_what_encoders_cannot_do(cli, gpt_run, masked_run, tmp_path):
     for arguments, said in (
-        (("generate", masked_run, "--prompt", "a"), "its encoder reads whole texts and continues none"),
+        (("generate", masked_run, "--prompt", "a"), "it reads whole texts and continues none"),
         (("evaluate", masked_run, "--recl"), "--recl: is for models of the next token"),
         (("evaluate", masked_run, "--context", "16"), "--context: is for models of the next token"),
         (("evaluate", masked_run, gpt_run), "is a run of the task next-token, unlike"),

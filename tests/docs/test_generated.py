@@ -174,6 +174,22 @@ def test_every_part_has_its_place():
         assert not re.search(r"^\| `\w+` \|  \|", page, re.MULTILINE), f"a setting of {slot} has no meaning"
 
 
+def test_the_reference_has_every_public_name():
+    from generator.parts import slot_page
+
+    import kinformer
+    from kinformer import interop, nn
+    from kinformer.family.kinds import kinds
+
+    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md")]
+    text = "\n".join([*pages, *map(slot_page, kinds())])
+    objects = re.findall(r"^\.\. (?:auto|py:)(?:function|class|module):: (kinformer\.[\w.]+)", text, re.MULTILINE)
+    for module, names in ((kinformer, kinformer.__all__), (nn, dir(nn)), (interop, interop.__all__)):
+        missing = {f"{module.__name__}.{name}" for name in names} - set(objects)
+        assert not missing, f"describe in docs/reference: {sorted(missing)}"
+    assert len(objects) == len(set(objects))
+
+
 def test_results_are_told_with_date_and_machine():
     from generator.results import results
 

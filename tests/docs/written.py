@@ -7,7 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("install", "tutorial", "layer"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(DOCS / f"{name}.md" for name in ("install", "tutorial", "layer")),
+]
 PAGES += sorted((DOCS / "howto").glob("*.md"))
 PAGES += sorted((DOCS / "book").glob("*.md"))
 

@@ -503,3 +503,40 @@ def test_a_pipeline_reads_images_for_a_model_of_one_channel(tmp_path):
     pipe = transformers.pipeline("image-classification", model=str(done.folder), trust_remote_code=True, device="cpu")
     answers = pipe(image.effect_noise((40, 30), 80))
     assert len(answers) == 4
+
+
+SWIGLU = {
+    "layers.*.feed_forward": {"kind": "swiglu", "hidden_dim": 64},
+    "layers.*.norm": {"kind": "rms_norm"}, "norm": {"kind": "rms_norm"},
+    "layers.*.mixer.bias": False, "layers.*.mixer.projection.bias": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("member", "architecture", "changes"), [("gpt", "GPT2", {}), ("rope", "Llama", SWIGLU)])
+def test_a_causal_classifier_is_an_architecture_of_transformers(member, architecture, changes, tmp_path):
+    """The class of a padded text is read at its last token, there as here."""
+    table = tmp_path / "letters.tsv"
+    table.write_text("".join(f"{'ab'[row % 2]}\t{'xy'[row % 2] * 5} {row}\n" for row in range(60)))
+    sizes = {"steps": 2, "batch_size": 4, "length": 32, "validation_tokens": 64, "threads": 1}
+    kinformer.train(
+        member, task="classify", recipe="tiny", data=table, out=tmp_path / "run", set=changes, quiet=True, **sizes
+    )
+    done = kinformer.export(tmp_path / "run", tmp_path / "exported")
+    assert done.native and done.model_class == f"{architecture}ForSequenceClassification"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(done.folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder)
+    assert model.config.id2label == {0: "a", 1: "b"} and tokenizer.pad_token == "[PAD]"
+    items = ["xxx", "yy 3 yy yyyyyy", "xx"]
+    with torch.no_grad():
+        theirs = model(**tokenizer(items, return_tensors="pt", padding=True)).logits.softmax(-1)
+    ours = [row["classes"][0] for row in kinformer.predict(tmp_path / "run", items)]
+    assert [row["class"] for row in ours] == ["ab"[index] for index in theirs.argmax(-1).tolist()]
+    assert torch.allclose(theirs.max(-1).values, torch.tensor([row["probability"] for row in ours]), atol=1e-5)
+
+
+def test_a_causal_classifier_of_no_architecture_is_refused_in_a_sentence(tmp_path):
+    run = saved_run(
+        "gated-deltanet", tmp_path / "run", head={"kind": "token_classification", "classes": 2, "bias": False}
+    )
+    with pytest.raises(KinformerError, match="the head 'token_classification', which is exported only as an architect"):
+        kinformer.export(run, tmp_path / "exported")

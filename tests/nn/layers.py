@@ -3,7 +3,7 @@
 import torch
 
 import kinformer
-from kinformer.nn.layers import _layer_config
+from kinformer.nn.modules import _layer_config
 from tests.members import MEMBERS
 
 DIM = 32

@@ -48,6 +48,11 @@ def test_every_kind_of_part_has_a_name(slot):
     assert set(kinds()[slot].values()) <= named
 
 
+def test_no_module_hides_a_function():
+    code = "import kinformer; from kinformer import nn; kinformer.layer('gpt', 8); assert len(nn.layers()) > 60"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="has no attribute 'Mamba'"):
         _ = nn.Mamba
@@ -78,7 +83,7 @@ print(*sorted(lazy))
     packages, rooms, lazy = (set(line.split()) for line in run.stdout.splitlines())
     assert packages.isdisjoint({"tyro", "rich", "tokenizers", "transformers", "matplotlib", "cattrs", "safetensors"})
     assert rooms.isdisjoint({"cli", "runs", "tasks", "training", "comparison", "data", "interop", "figures"})
-    assert "kinformer.nn.layers" not in lazy
+    assert "kinformer.nn.modules" not in lazy
     assert not {name for name in lazy if name.startswith(("kinformer.mixers", "kinformer.family"))}
 
 

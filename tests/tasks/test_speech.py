@@ -230,3 +230,18 @@ def test_errors_are_the_least_edits():
     found = count_errors([list("abc"), list("ab")], [list("axc"), list("abbb")])
     assert found == (1, 0, 2, 5) and found.rate == 0.6
     assert count_errors([["no", "go"]], [[]]) == (0, 2, 0, 2)
+
+
+@pytest.mark.parametrize(("member", "task"), [("speech-softmax", None), ("linear-transformer", "speech")])
+def test_silence_is_empty_and_transcripts_have_a_probability(cli, tmp_path, member, task):
+    """A constant wave, and noise of the last bit, have no transcript; a call has one with its probability."""
+    run = tmp_path / "run"
+    kinformer.train(member, task=task, recipe="tiny", out=run, **SMALL)
+    noise = np.random.default_rng(0).uniform(-3e-5, 3e-5, RATE)
+    paths = [write(tmp_path / f"{number}.wav", wave) for number, wave in enumerate((np.full(RATE, 0.1), noise))]
+    for path in paths:
+        (row,) = kinformer.predict(run, [str(path)])
+        assert (row["text"], row["probability"]) == ("", pytest.approx(1.0))
+        assert cli("generate", run, "--audio", path)[1].strip() == ""
+    (row,) = kinformer.predict(run, [str(call(tmp_path / "call.wav"))])
+    assert 0 < row["probability"] < 1

@@ -150,13 +150,17 @@ class LinearClassificationHead(PoolingHead):
 
 
 class TokenClassificationHead(nn.Module):
-    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes]."""
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes].
+
+    A causal model that classifies whole texts has this head: the logits of the last token count.
+    """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "token_classification"
         classes: int
         dropout: float = 0.0
+        bias: bool = True
 
         def __post_init__(self) -> None:
             check_classes(self.classes)
@@ -167,7 +171,7 @@ class TokenClassificationHead(nn.Module):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dropout = Dropout(config.dropout) if config.dropout else None
-        self.output = nn.Linear(dim, config.classes)
+        self.output = nn.Linear(dim, config.classes, bias=config.bias)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))

@@ -21,7 +21,7 @@ from kinformer.core.reserved import KeysValues
 from kinformer.core.state import State, map_tensors, nbytes, repeat_rows, select_rows, tensors
 from kinformer.interop.key_map import ConfigData
 from kinformer.interop.settings import Settings, rope
-from kinformer.nn.layers import CausalLayer, layer, layer_config
+from kinformer.nn.modules import CausalLayer, layer, layer_config
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.progress import note
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from kinformer.core.config import find, from_dict, to_dict
 from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
 from kinformer.core.stack import ModelConfig
+from kinformer.heads.language import LanguageModelHead
 from kinformer.interop.architecture import Architecture, Padding, Tensors
 from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.images import preprocessor
@@ -41,7 +42,7 @@ def use_of(config: ModelConfig) -> str | None:
     if model.input.kind == "frames":
         return "CTC" if model.head.kind == "ctc" else None
     if model.protocol is CausalModel:
-        return "CausalLM" if reads_ids else None
+        return "CausalLM" if reads_ids and not hasattr(model.head, "classes") else None
     if model.protocol is SourceModel:
         source = model.encoder.input
         return "Seq2SeqLM" if reads_ids and (source is None or source.kind == "tokens") else None
@@ -66,6 +67,9 @@ def model_class_of(use: str) -> str:
     return f"KinformerFor{use}"
 
 
+CLASSIFIERS = ("gpt2", "llama")
+"""The decoders with a form for classifiers of texts. Tests compare their logits with ours."""
+
 UNCOMPUTED = {"dropout", "initialisation", "impl", "std", "checkpoint", "chunks"}
 UNCOMPUTED |= {"mask_token", "bos_token", "eos_token", "mean", "form", "balance", "stochastic_depth"}
 """Settings that change no output of a trained model; mean and std of images stand in a file beside ``config.json``."""
@@ -84,6 +88,7 @@ class Native:
     model: ConfigView
     original: ConfigView
     notes: tuple[str, ...] = ()
+    classifies: bool = False
 
     @property
     def architecture(self) -> Architecture:
@@ -93,7 +98,11 @@ class Native:
     @property
     def classes(self) -> tuple[str, str]:
         """Return the class of transformers, and the class that loads it."""
-        return self.architecture.classes(self.model)
+        model, auto = self.architecture.classes(self.model)
+        if not self.classifies:
+            return model, auto
+        use = "SequenceClassification"
+        return f"{model.removesuffix('LMHeadModel').removesuffix('ForCausalLM')}For{use}", auto_class_of(use)
 
     @property
     def reordered(self) -> str:
@@ -110,7 +119,10 @@ class Native:
         """Return the ``weights`` of our model under their names and in their layouts."""
         if self.model is not self.original:
             weights = self.architecture.reorder(weights, self.original)
-        return self.architecture.write_tensors(weights, self.model, self.config)
+        tensors = self.architecture.write_tensors(weights, self.model, self.config)
+        if self.classifies:
+            tensors["score.weight"] = tensors.pop("lm_head.weight")
+        return tensors
 
 
 def native_form(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Native | str:
@@ -120,8 +132,14 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     token, if there is one.
     """
     data = to_dict(_explicit(config))
+    head = data.get("head", {})
+    classifies = data["kind"] == "decoder" and head.get("kind") == "token_classification" and not head["bias"]
+    if classifies:  # in transformers the matrix of the classes stands where the matrix of the tokens does
+        data["head"] = to_dict(LanguageModelHead.Config(tied=False))
     differences: dict[str, list[tuple[str, object]]] = {}
     for kind in _candidates(data, padding):
+        if classifies and kind not in CLASSIFIERS:
+            continue
         form = ARCHITECTURES[kind]
         try:
             model = form.order(data)
@@ -132,8 +150,9 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         ours, theirs = dict(_leaves(model)), dict(_leaves(to_dict(read)))
         names = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
         if not names:
-            written |= {"model_type": kind, "architectures": [form.classes(model)[0]]}
-            return Native(kind, written, model, data, tuple(form.differences(model)))
+            native = Native(kind, written, model, data, tuple(form.differences(model)), classifies)
+            written |= {"model_type": kind, "architectures": [native.classes[0]]}
+            return native
         names.sort(key=lambda name: not name.endswith("kind"))
         differences[form.title] = [(name, ours.get(name)) for name in names]
     if not differences:

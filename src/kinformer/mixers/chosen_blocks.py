@@ -5,7 +5,7 @@
 A block holds ``block`` tokens, cut by position. A token chooses complete blocks by the products of its query with the
 means of their keys, after the position has turned them (``kernels.chosen.choice``). That is MoBA. NSA's three branches:
 
-    o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,   g = sigmoid(W_g x), a gate for every head and branch
+    compression  o = g_cmp o_cmp + g_slc o_slc + g_swa o_swa,   g = sigmoid(W_g x), a gate for every head and branch
 
 ``compression`` attends to a summary of the keys and values of each complete block, o_slc is the attention above, to the
 blocks of the largest probabilities there, and ``window`` attends to the last tokens. Summaries are means, or outputs of

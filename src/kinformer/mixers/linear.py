@@ -1,9 +1,12 @@
 """Kernel attention = feature map x rule x decay x normaliser, behind a short convolution or none.
 
-    rule linear   S_t = a_t S_(t-1) + phi(k_t) v_t^T
-    rule delta    S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
-                  for features of length 1 at most: longer ones make S_t grow as a power of t
-    y_t = S_t^T phi(q_t),  with the normaliser sum divided by phi(q_t) . z_t + eps,  z_t = a_t z_(t-1) + phi(k_t)
+    rule linear  S_t = a_t S_(t-1) + phi(k_t) v_t^T
+    rule delta  S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
+                for features of length 1 at most: longer ones make S_t grow as a power of t
+    decay none  a_t = 1
+    normaliser none  y_t = S_t^T phi(q_t)
+    normaliser sum  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = a_t z_(t-1) + phi(k_t)
+    normaliser attention  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = z_(t-1) + phi(k_t)
 
 The normaliser ``attention`` also divides the values that the delta rule corrects (``kernels.linear.across``). The
 Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et

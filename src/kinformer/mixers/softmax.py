@@ -1,6 +1,6 @@
 """Softmax attention = what (projection) x where (position) x who (pattern) x how much (score).
 
-    y = softmax(scale * rotate(q) rotate(k)^T over the keys that the pattern allows) v,  then an output projection
+    y = softmax(scale * q k^T over the keys that the pattern allows) v,  then an output projection
 
 (Vaswani et al. 2017, equation 1). The state holds the keys and values that a later query can still see, right-aligned:
 a difference of slots is a difference of positions for every row, and ``seen`` says how many slots of a row are valid. A

@@ -1,7 +1,7 @@
 """Attention within windows of an image that shift from layer to layer (Liu et al. 2021, Swin; 2022, Swin V2).
 
-    softmax(q k^T / sqrt(d) + B) v          Swin,     B[dy, dx] a table of (2 w - 1)^2 rows
-    softmax(cos(q, k) / tau + B) v          Swin V2,  B = 16 sigmoid(MLP(log-spaced dy, dx)), tau >= 0.01 by head
+    cosine false  softmax(q k^T / sqrt(d) + B) v,    B[dy, dx] a table of (2 w - 1)^2 rows    (Swin)
+    cosine true  softmax(cos(q, k) / tau + B) v,    B = 16 sigmoid(MLP(log-spaced dy, dx)), tau >= 0.01 by head
 
 Where the windows are shifted, by w // 2 along both axes, those at the edges hold parts of the image that do not touch;
 a mask keeps them apart. An image with no more than w rows or columns of patches has smaller windows and no shift.

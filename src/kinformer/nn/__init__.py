@@ -20,13 +20,13 @@ from __future__ import annotations
 from importlib import import_module
 
 _MODULES = {
-    "BidirectionalLayer": "layers",
-    "CausalLayer": "layers",
+    "BidirectionalLayer": "modules",
+    "CausalLayer": "modules",
     "MultiheadAttention": "multihead_attention",
     "attention": "attention",
-    "layer": "layers",
-    "layers": "layers",
-    "stack": "layers",
+    "layer": "modules",
+    "layers": "modules",
+    "stack": "modules",
 }
 """The module of each name; the names of configs are looked up in the registry of parts."""
 

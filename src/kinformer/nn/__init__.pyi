@@ -45,11 +45,11 @@ import kinformer.stacks.sequential
 import kinformer.stacks.universal
 from kinformer.nn import states as states
 from kinformer.nn.attention import attention as attention
-from kinformer.nn.layers import BidirectionalLayer as BidirectionalLayer
-from kinformer.nn.layers import CausalLayer as CausalLayer
-from kinformer.nn.layers import layer as layer
-from kinformer.nn.layers import layers as layers
-from kinformer.nn.layers import stack as stack
+from kinformer.nn.modules import BidirectionalLayer as BidirectionalLayer
+from kinformer.nn.modules import CausalLayer as CausalLayer
+from kinformer.nn.modules import layer as layer
+from kinformer.nn.modules import layers as layers
+from kinformer.nn.modules import stack as stack
 from kinformer.nn.multihead_attention import MultiheadAttention as MultiheadAttention
 
 DecoderModel = kinformer.models.decoder.Decoder.Config

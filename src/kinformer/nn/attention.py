@@ -23,7 +23,7 @@ from kinformer.core.pattern import Pattern
 from kinformer.kernels import attention as softmax
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility
 from kinformer.kernels.impls import AttentionImpl
-from kinformer.nn.layers import require_mask
+from kinformer.nn.modules import require_mask
 from kinformer.runtime.errors import KinformerError
 
 C = TypeVar("C", bound=Config)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.mixers.cross import CrossAttention
-from kinformer.nn.layers import CausalLayer, layer
+from kinformer.nn.modules import CausalLayer, layer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls, has_data
 

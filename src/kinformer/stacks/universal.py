@@ -69,7 +69,8 @@ class ACT(nn.Module):
     With x the input of a step, y its output and h the sum of the probabilities of earlier steps, a running token has
 
         p = sigmoid(w . x + b)        it halts now if h + p > threshold, with the weight u = 1 - h, else u = p
-        basic          out = u y + (1 - u) out                  accumulated     out = out + u y          out begins at 0
+        basic          out = u y + (1 - u) out,    out begins at 0
+        accumulated    out = out + u y,    out begins at 0
 
     ``basic`` is the default of the official code, ``accumulated`` is Graves' sum. A token that still runs after the
     last step does not get a remainder. The ponder cost of a token is the number of its steps, without a gradient, plus

@@ -14,7 +14,7 @@ from kinformer.family.table import member
 from kinformer.lab.cli.form import CommonOptions, parse
 from kinformer.lab.cli.output import BEGUN, print_json
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.runtime.errors import KinformerError, plural, require
+from kinformer.runtime.errors import KinformerError, plural, require, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Train(TrainOptions, CommonOptions):
         elif first and not result.signal:
             speed = f"{result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
             print(f"{summary.folder}: {plural(result.steps, 'step')} in {speed}, {summary.best}")
+            if summary.verdict:
+                print(spelled(f"{summary.verdict}."))
         return 128 + result.signal if result.signal else 0
 
 

@@ -154,6 +154,29 @@ class ActionSampler:
         return draw(predicted, self.actions, self.temperature, uniforms)
 
 
+class RandomPolicy:
+    """A policy for which every action is as probable as any other."""
+
+    def __init__(self, actions: Discrete | Box, seed: int) -> None:
+        self.actions, self.seed = actions, seed
+
+    def begin(self, episodes: np.ndarray) -> None:
+        self.episodes, self.step = episodes, 0
+
+    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
+        self.step += 1
+        size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
+        bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
+        drawn = bits * 2.0**-53
+        if isinstance(self.actions, Discrete):
+            return (drawn[:, 0] * self.actions.n).astype(np.int64)
+        low, high = np.array(self.actions.low), np.array(self.actions.high)
+        return (low + (high - low) * drawn).astype(np.float32)
+
+    def keep(self, rows: np.ndarray) -> None:
+        self.episodes = self.episodes[rows]
+
+
 class Agent:
     """A policy by ``model`` in eval mode. ``window``: how many positions the model reads again at every step; None
     carries the state instead.

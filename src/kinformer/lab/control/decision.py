@@ -76,6 +76,10 @@ def rows_of(
     )
 
 
+COUNTED = 16
+"""The steps of training whose actions are counted for the baseline."""
+
+
 class TrajectoryRows(DataModule):
     """Windows of episodes. Episodes are drawn by their length (and return), and a window is drawn in each. The window
     may begin before the episode or end after it, and is then moved inside, so that steps at both ends are not rarer
@@ -137,6 +141,16 @@ class TrajectoryRows(DataModule):
             ACTION_ERROR.name: means.get("squares", 0.0),
         }
         return {metric.name: by_name[metric.name] for metric in self.metrics}
+
+    def baselines(self) -> dict[str, float]:
+        if not self.trajectories.discrete:
+            return {}
+        train, held_out = (
+            torch.cat([batch.actions[batch.real] for batch in batches])
+            for batches in ((self.batch(step, 0, 1) for step in range(COUNTED)), self.validation(0, 1))
+        )
+        shares = (train.bincount(minlength=self.action_dim) + 1) / (len(train) + self.action_dim)
+        return {"most_frequent_action": float(-shares.log2()[held_out].mean())}
 
 
 def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:

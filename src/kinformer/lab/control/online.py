@@ -13,7 +13,7 @@ from torch import Tensor
 from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
-from kinformer.lab.control.acting import ActionSampler, Agent, entropy, log_density, rollouts, within
+from kinformer.lab.control.acting import ActionSampler, Agent, RandomPolicy, entropy, log_density, rollouts, within
 from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.control.options import ControlData, ControlOptions
 from kinformer.lab.data.sampling import mix
@@ -345,6 +345,10 @@ class ControlRows(DataModule):
         agent = ControlAgent(self.model, ActionSampler(self.data.actions, 1.0, self.settings.seed), None)
         acted = rollouts(agent, self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
         return dict.fromkeys(SUMS, 0.0) | {"cost": -float(torch.from_numpy(acted.returns).float().mean())}
+
+    def baselines(self) -> dict[str, float]:
+        chance = rollouts(RandomPolicy(self.data.actions, 0), self.data.env, 0.0, VALIDATED, VALIDATION_SEEDS)
+        return {"random": float(chance.returns.mean())}
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         if split == "validation":

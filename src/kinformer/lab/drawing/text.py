@@ -6,13 +6,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple, TypedDict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypedDict, get_args
 
 import torch
 from torch import nn
 
-from kinformer.core.config import Config, parts_in
+from kinformer.core.config import Config, field_types, parts_in
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import ModelConfig
 from kinformer.lab.drawing.panels import FullSequence, global_token_words, in_text
@@ -58,10 +58,29 @@ def formulas(config: Config) -> list[Formula]:
             continue
         text = described(type(part))
         if text:
-            formulas_by_name[key] = Formula(
-                *key, _first_sentence(text), tuple(line[4:] for line in text.splitlines() if line.startswith("    "))
-            )
+            lines = (line[4:] for line in text.splitlines() if line.startswith("    "))
+            first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", " ".join(text.split("\n\n")[0].split()), maxsplit=1)
+            formulas_by_name[key] = Formula(*key, f"{first}." if more else first, tuple(_formulas_of(part, lines)))
     return sorted(formulas_by_name.values(), key=lambda formula: SLOTS.index(formula.slot))
+
+
+def _formulas_of(part: Config, lines: Iterable[str]) -> Iterator[str]:
+    """Yield the formulas that hold with the settings of ``part``, without their conditions.
+
+    A condition stands two spaces before its formula: a setting and its value (``rule delta``), a setting that is not
+    zero, false or none (``balance``), or a value that names its setting (``trigonometric``).
+    """
+    types, unset, holds = field_types(type(part)), ("none", "false", "0", "0.0"), True
+    values = {name: str(getattr(value := getattr(part, name), "kind", value)).lower() for name in types}
+    choices = {value: name for name, kind in types.items() for value in get_args(kind)}
+    for line in lines:
+        if not line.startswith(" "):  # other lines continue a formula
+            condition, _, formula = line.partition("  ")
+            name, _, value = f"{choices.get(condition, '')} {condition}".strip().partition(" ")
+            holds = values[name] == value if value and name in values else values.get(condition) not in unset
+            line = formula.lstrip() if name in values else line
+        if holds:
+            yield line
 
 
 def described(config: type[Config]) -> str:
@@ -94,20 +113,9 @@ def symbols(config: ModelConfig) -> list[tuple[str, str, int | list[int]]]:
         heads = getattr(mixer, "num_heads", None)
         if heads and getattr(mixer, "head_dim", None) is None:
             sizes.setdefault("head_dim", set()).add(config.dim // heads)
-    present = [(symbol, name, sizes[name]) for symbol, name in SYMBOLS if name in sizes]
-    return [
-        ("N", "layers", len(config.uses)),
-        *(
-            (symbol, name, next(iter(values)) if len(values) == 1 else sorted(values))
-            for symbol, name, values in present
-        ),
-    ]
-
-
-def _first_sentence(text: str) -> str:
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    first, *more = re.split(r"(?<!\bal)\. (?=[A-Z(])", paragraph, maxsplit=1)
-    return f"{first}." if more else first
+    present = ((symbol, name, sorted(sizes[name])) for symbol, name in SYMBOLS if name in sizes)
+    values = ((symbol, name, size[0] if len(size) == 1 else size) for symbol, name, size in present)
+    return [("N", "layers", len(config.uses)), *values]
 
 
 # A softmax pattern as a small picture in text: row i is a query, column j a key, and a filled cell is a visible key.
@@ -151,20 +159,15 @@ def scale(pattern: Pattern, cells: int = CELLS) -> int:
 def pictures(model: nn.Module) -> list[TextPicture]:
     """Return the pictures of the different patterns of the model's mixers and heads, in order."""
     pictures_by_name: dict[tuple[str, ...], TextPicture] = {}
-    for pattern in _patterns(model):
-        cell = scale(pattern)
-        rows = draw(pattern, cell)
-        name = _name(pattern)
-        pictures_by_name.setdefault((name, str(cell), *rows), {"pattern": name, "tokens_per_cell": cell, "rows": rows})
+    patterns = (getattr(module, "pattern", None) for module in model.modules())
+    config = getattr(model, "config", None)
+    for in_model in (in_text(item, config) for item in patterns if isinstance(item, Pattern)):
+        for pattern in map(in_model.at, range(in_model.num_heads or 1)):
+            name, cell = _name(pattern), scale(pattern)
+            rows = draw(pattern, cell)
+            picture: TextPicture = {"pattern": name, "tokens_per_cell": cell, "rows": rows}
+            pictures_by_name.setdefault((name, str(cell), *rows), picture)
     return list(pictures_by_name.values())
-
-
-def _patterns(model: nn.Module) -> Iterator[Pattern]:
-    for module in model.modules():
-        pattern = getattr(module, "pattern", None)
-        if isinstance(pattern, Pattern):
-            in_model = in_text(pattern, getattr(model, "config", None))
-            yield from (in_model.at(head) for head in range(in_model.num_heads or 1))
 
 
 def _name(pattern: Pattern) -> str:

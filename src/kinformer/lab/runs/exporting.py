@@ -258,6 +258,7 @@ def export(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:
         settings = settings_of(form, run.config, run.member, dtype) | _labels(run) | _prompt_ids(run, source)
+        settings |= {} if (pad := _class_padding(run)) is None else {"pad_token_id": pad}
         if form.use == "CTC":
             settings |= write_speech(place, *writing_of(run))
         if adapter:
@@ -365,6 +366,14 @@ def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
     return {name: number for name, number in by_name.items() if number < size}
 
 
+def _class_padding(run: Run) -> int | None:
+    """Return the id that pads the texts of a causal classifier, the first behind the tokenizer's: transformers reads
+    the last token that is another. None for other models, and for a vocabulary without a further id."""
+    causal = run.config.protocol is CausalModel and hasattr(run.config.head, "classes") and run.tokenizer is not None
+    size = run.tokenizer.vocab_size if causal and run.tokenizer is not None else 0
+    return size if 0 < size < vocab_size_of(run.config) else None
+
+
 def _special(run: Run, form: Form, padding: Padding | None) -> Special:
     """Return the special tokens of the folder's tokenizer."""
     tokens = to_dict(run.config.input)
@@ -376,6 +385,8 @@ def _special(run: Run, form: Form, padding: Padding | None) -> Special:
         return Special(roles, None, "eos_token", "bos_token")
     end, first = ends_of(run.config).eos, next(iter(run.prompts.get("prefix", ())), None)
     roles = {role: (token, "") for role, token in (("bos_token", first), ("eos_token", end)) if token is not None}
+    if (pad := _class_padding(run)) is not None:
+        return Special(roles | {"pad_token": (pad, "[PAD]")}, None if first is None else "bos_token", None, "pad_token")
     return Special(roles, None if first is None else "bos_token", None, "eos_token")
 
 

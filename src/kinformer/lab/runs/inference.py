@@ -35,7 +35,7 @@ from kinformer.lab.tasks.evaluation import (
 from kinformer.lab.tasks.next_token import Conversation
 from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
-from kinformer.runtime.errors import KinformerError, marked
+from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.tables import require_folder_of
 
@@ -133,7 +133,12 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
     with ExitStack() as open_counts:
         report = runs[0].task.evaluate(runs, load, options, task_options, quiet)
     evaluations = [_with_steps(item, taken[run.folder]) for run, item in zip(runs, report.evaluations, strict=True)]
-    report = replace(report, evaluations=evaluations)
+    verdicts = [
+        spelled(f"\n{'' if len(runs) == 1 else f'{run.folder}: '}{sentence}.")
+        for run, item in zip(runs, evaluations, strict=True)
+        if (sentence := run.task.verdict(*item.deciding, item.baselines))
+    ]
+    report = replace(report, evaluations=evaluations, together=(*report.together, *verdicts))
     for run in runs:
         note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
     return report

@@ -88,6 +88,9 @@ class StagedRows(DataModule):
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return self.final.measured(means, split)
 
+    def baselines(self) -> dict[str, float]:
+        return self.final.baselines()
+
 
 def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> DataModule:
     """Return the rows of the run's task; a model with a datastore looks up its neighbours on ``device``."""

@@ -109,13 +109,14 @@ def _device(group: Group) -> str:
 @dataclass(frozen=True)
 class Summary:
     """The result of training: the run's ``folder``, its member and number of ``parameters``, the trainer's ``result``,
-    and the ``metrics`` of its validations."""
+    the ``metrics`` of its validations, and the ``verdict``, a sentence if a simple rule is as good."""
 
     folder: Path
     member: str
     parameters: int
     result: Result
     metrics: tuple[Metric, ...]
+    verdict: str | None = None
 
     @property
     def facts(self) -> dict[str, object]:
@@ -184,10 +185,14 @@ def work(plan: Plan, group: Group) -> Summary:
     run, settings, reports = plan.run, plan.settings, group.first and not plan.quiet
     training = plan_of(run, settings)
     step = group.on_first(lambda: max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0))
-    summary = _stage(plan, training, stage_at(settings, step), group, announces=True)
+    baselines: dict[str, float] = {}
+    summary = _stage(plan, training, stage_at(settings, step), group, baselines)
     while not summary.result.signal and summary.result.steps < summary.result.total:
         plan = replace(plan, started_at=time.monotonic())
         summary = _stage(plan, training, stage_at(settings, summary.result.steps), group)
+    metric = summary.metrics[0]
+    if not summary.result.signal and (value := summary.result.validation.get(metric.name)) is not None:
+        summary = replace(summary, verdict=run.task.verdict(metric, value, baselines))
     result = summary.result
     if result.signal and reports:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
@@ -198,9 +203,14 @@ def work(plan: Plan, group: Group) -> Summary:
     return summary
 
 
-def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, announces: bool = False) -> Summary:
-    """Train to the end of ``stage``; most runs have one stage. ``announces``: first print the lines about the
-    training."""
+def _stage(
+    plan: Plan, training: TrainingPlan, stage: Stage, group: Group, baselines: dict[str, float] | None = None
+) -> Summary:
+    """Train to the end of ``stage``; most runs have one stage.
+
+    With ``baselines``, an empty table, the lines about the training are printed first, and the metric of simple rules
+    is put into the table.
+    """
     run, settings = replace(plan.run, config=config_of(training.config, stage)), plan.settings
     data = staged_rows(run, training, stage, plan.device.type, plan.quiet)
     torch.manual_seed(settings.seed)
@@ -208,11 +218,16 @@ def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, annou
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = data.train if isinstance(data, StagedRows) else data
     objective = run.task.objective(settings.objective, model, rows)
-    if announces and group.first and not plan.quiet:
+    reports = baselines is not None and group.first and not plan.quiet
+    if reports:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
-    if announces and group.first:
+    if baselines is not None and group.first:
         run.task.tell(training)
+    if baselines is not None and reports:
+        baselines |= data.baselines()
+        if words := run.task.beside(data.metrics[0], baselines):
+            print(f"kinformer: to beat in validation: {words}", file=tolerant(sys.stderr), flush=True)
     reporter = Reporter(run, model, data.metrics, group.device) if group.first else None
     trainer = Trainer(model, data, objective, settings, run.folder, group, plan.quiet, plan.started_at, reporter)
     result = trainer.run()

@@ -127,6 +127,17 @@ class MadeRows(DataModule):
         for part in range(self.validations):
             yield self._share(self.made("validation", part, 0), rank, world)
 
+    def baselines(self) -> dict[str, float]:
+        batches = list(self.validation(0, 1))
+        scored = torch.cat([batch.labels[batch.scored] for batch in batches])
+        sizes = torch.cat([batch.sizes[batch.scored.nonzero()[:, 0]] for batch in batches])
+        return self.guessed(scored, sizes)
+
+    def guessed(self, labels: Tensor, sizes: Tensor) -> dict[str, float]:
+        """Return the accuracy of guessing, from the scored ``labels`` [tokens] and the ``sizes`` [tokens] of their
+        problems."""
+        raise NotImplementedError
+
     def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> ScoredBatch:
         share = self.settings.batch_size // world
         return ScoredBatch.of(tuple(field[rank * share : (rank + 1) * share] for field in rows))

@@ -1,10 +1,13 @@
 """The task of classification: its rows, its objective, its measures, and the classes of new texts.
 
-A training row is a text with one label; the task listops reads trees in the same way. Padding is 0 and not valid:
+A training row is a text with one label; the task listops reads trees in the same way. Padding is 0 and not valid. An
+encoder predicts the label from the whole row. A causal model predicts it from the state of the last valid token, as
+GPT-like models are fine-tuned (Radford et al. 2018):
 
     tokens   BOS  f  i  n  e  EOS  0  0
     valid     1   1  1  1  1   1   0  0
     label    1                             the class "good"; IGNORED in rows that do not count
+    labels    -   -  -  -  -   1   -  -    for a causal model; "-" is IGNORED
 """
 
 from __future__ import annotations
@@ -12,19 +15,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from math import isfinite, log
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core.model import WholeModel, device_of
+from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.core.stack import ModelConfig
-from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, open_labelled
+from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tasks.answers import (
@@ -70,10 +75,11 @@ from kinformer.runtime.errors import KinformerError, choose, plural, require_fin
 from kinformer.runtime.progress import ProgressCallback, note, progressing
 from kinformer.runtime.tables import PredictionTable
 
-# The data of the tasks classify and listops, and how an encoder is fitted to its classes.
+# The data of the tasks classify and listops, and how a model is fitted to its classes.
 
 LISTOPS = "listops"
-HEAD, FEWEST = "classification", 2
+HEAD, CAUSAL_HEAD, FEWEST = "classification", "token_classification", 2
+NGRAMS = "character_ngrams"
 SHOWN = 8
 """How many classes a note counts, the most frequent first."""
 
@@ -93,7 +99,7 @@ def open_examples(source: Source, options: ClassifyOptions | ListOpsOptions, cac
 
 
 def vocab_size(data: Labelled) -> int:
-    """Return how many ids an encoder of the examples must know."""
+    """Return how many ids a model of the examples must know."""
     return data.vocab_size + SPECIAL_TOKENS
 
 
@@ -103,8 +109,11 @@ def row_lengths(data: Labelled, config: ModelConfig) -> np.ndarray:
 
 
 def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
-    """Return the overrides: a head for the classes of the data."""
+    """Return the overrides: a head for the classes of the data. A causal model gets the head of transformers' causal
+    classifiers, a product without a bias at every position."""
     classes = FEWEST if data is None else len(data.classes)
+    if config.protocol is CausalModel:
+        return {"head": {"kind": CAUSAL_HEAD, "classes": classes, "bias": False}}
     if config.head.kind == HEAD:
         return {"head.classes": classes}
     return {"head": {"kind": HEAD, "classes": classes}}
@@ -151,10 +160,15 @@ class LabelledBatch(NamedTuple):
     labels: Tensor
 
     @classmethod
-    def of(cls, rows: Rows) -> LabelledBatch:
-        """Make a batch of padded rows and their labels."""
-        valid = None if rows.valid is None else torch.from_numpy(rows.valid)
-        return cls(torch.from_numpy(rows.tokens), valid, torch.from_numpy(rows.labels))
+    def of(cls, rows: Rows, at_last: bool = False) -> LabelledBatch:
+        """Make a batch of padded rows and their labels; with ``at_last``, the label of a row is the label of its last
+        valid token."""
+        tokens, valid, labels = (None if field is None else torch.from_numpy(field) for field in rows[:3])
+        assert tokens is not None and labels is not None
+        if at_last:
+            place = last_valid(tokens, valid)[:, None]
+            labels = torch.full_like(tokens, IGNORED).scatter(1, place, labels[:, None])
+        return cls(tokens, valid, labels)
 
     @property
     def size(self) -> int:
@@ -179,7 +193,15 @@ class Labels(DataModule):
     by_time = True
     metrics = (ACCURACY, BITS_PER_LABEL)
 
-    def __init__(self, data: Labelled, settings: Settings, ends: BosEos) -> None:
+    def __init__(
+        self,
+        data: Labelled,
+        settings: Settings,
+        ends: BosEos,
+        at_last: bool = False,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.data, self.at_last, self.tokenizer = data, at_last, tokenizer
         sizes = settings.batch_size, settings.length, settings.seed
         self.train, self.held_out = (Buckets(data.splits[name], *sizes, ends) for name in ("train", "validation"))
         enough = int(np.searchsorted(np.cumsum(self.held_out.lengths), settings.validation_tokens)) + 1
@@ -190,19 +212,45 @@ class Labels(DataModule):
         return -(-self.examples // self.held_out.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> LabelledBatch:
-        return LabelledBatch.of(self.train.batch(step, rank, world))
+        return LabelledBatch.of(self.train.batch(step, rank, world), self.at_last)
 
     def validation(self, rank: int, world: int) -> Iterator[LabelledBatch]:
         for rows in self.held_out.in_order(self.examples):
-            yield LabelledBatch.of(rows.share(rank, world))
+            yield LabelledBatch.of(rows.share(rank, world), self.at_last)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
 
+    def baselines(self) -> dict[str, float]:
+        train, held_out = self.data.splits["train"], self.held_out.examples
+        held_out = replace(held_out, labels=held_out.labels[: self.examples])
+        return simple_rules(train, held_out, self.tokenizer)
+
 
 def training_rows(plan: TrainingPlan) -> Labels:
     """Return the rows of training."""
-    return Labels(plan.data, plan.settings, ends_of(plan.config))
+    tokenizer = None if isinstance(plan.options, ListOpsOptions) else plan.tokenizer
+    causal = plan.config.protocol is CausalModel
+    return Labels(plan.data, plan.settings, ends_of(plan.config), causal, tokenizer)
+
+
+def simple_rules(train: Examples | None, measured: Examples, tokenizer: Tokenizer | None) -> dict[str, float]:
+    """Return the accuracy on the examples ``measured`` of always predicting the most frequent class and, for texts of a
+    ``tokenizer``, of character n-grams learnt from ``train``. Without scikit-learn the n-grams are left out, with a
+    note."""
+    counts = np.bincount(measured.labels)
+    rules = {"guessing": float(counts.max() / counts.sum())}
+    if tokenizer is None or train is None:
+        return rules
+    if find_spec("sklearn") is None:
+        note(
+            "note: the baseline is the most frequent class alone; pip install 'kinformer[classify]' adds "
+            "character n-grams with logistic regression."
+        )
+        return rules
+    from kinformer.lab.evaluation.character_ngrams import accuracy
+
+    return rules | {NGRAMS: accuracy(train, measured, tokenizer.decode)}
 
 
 class Classification:
@@ -212,7 +260,11 @@ class Classification:
     by_token = True
 
     def __call__(self, model: nn.Module, batch: LabelledBatch, state: object, progress: float) -> ObjectiveOutput:
-        return scored(model(batch.tokens, valid=batch.valid), batch.labels)
+        outputs = model(batch.tokens, valid=batch.valid)
+        if isinstance(outputs, Tensor):
+            return scored(outputs, batch.labels)
+        loss, metrics, _ = scored(outputs[0], batch.labels)
+        return loss, metrics, outputs[1]
 
 
 def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
@@ -226,11 +278,24 @@ def scored(logits: Tensor, labels: Tensor) -> ObjectiveOutput:
     return nats / counted.clamp_min(1), {"nats": nats.detach(), "predicted": counted, "correct": correct}, None
 
 
+def last_valid(tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the place of the last valid token of each row, int64 [batch]; valid tokens are the first of their rows."""
+    return tokens.new_full((len(tokens),), tokens.shape[1] - 1) if valid is None else valid.sum(1) - 1
+
+
+def class_logits(model: CausalModel | WholeModel, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the logits [batch, classes] of rows: of an encoder, or of a causal model at the last valid token."""
+    outputs = model(tokens, valid=valid)
+    if isinstance(outputs, Tensor):
+        return outputs
+    return outputs[0][torch.arange(len(tokens), device=tokens.device), last_valid(tokens, valid)]
+
+
 # How well a model predicts the classes of examples, class by class.
 
 
 def measure_labels(
-    model: WholeModel,
+    model: CausalModel | WholeModel,
     rows: Buckets,
     classes: int,
     progress: ProgressCallback | None = None,
@@ -244,7 +309,7 @@ def measure_labels(
         for indices, some in zip(rows.batches(), rows.in_order(), strict=True):
             batch = LabelledBatch.of(some)
             valid = None if batch.valid is None else batch.valid.to(device)
-            logits = model(batch.tokens.to(device), valid=valid).float().cpu()
+            logits = class_logits(model, batch.tokens.to(device), valid).float().cpu()
             nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
             require_finite(isfinite(nats))
             guesses = logits.argmax(-1).numpy()
@@ -262,13 +327,14 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    result, same, examples = _examples(subject, settings)
+    result, same, examples, train = _examples(subject, settings)
     classes = classes_of(run)
     length = whole_length(run, model)
     ends = ends_of(model.config)
     if cut := result.cut(settings.split, length - ends.size):
         note(f"note: {cut}.")
-    rows = Buckets(examples, max(1, settings.chunk // length), length, 0, ends)
+    longest = min(length, int(examples.lengths.max()) + ends.size)  # short texts are read many at a time
+    rows = Buckets(examples, max(1, settings.chunk // longest), length, 0, ends)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         predictions = None if table.predictions is None else ClassPredictions(len(examples))
@@ -280,28 +346,47 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
             for index, row in enumerate(predictions.rows(examples.labels, classes))
         )
     counts, by_name = by_class(classes, measured, "examples")
+    baselines = simple_rules(train, examples, tokenizer_of(run) if spelled else None)
+    ngrams = baselines.get(NGRAMS)
+    beside = "" if ngrams is None else f", character n-grams with logistic regression have {ngrams:.1%}"
+    wins = "" if ngrams is None or ngrams <= measured.accuracy else f"; character n-grams win with {ngrams:.1%}"
     text = (
-        heading(subject, result, settings.split),
+        f"{heading(subject, result, settings.split)}{wins}",
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
-        f"{measured.guessing:.1%} are of the most frequent class\n",
+        f"{measured.guessing:.1%} are of the most frequent class{beside}\n",
         by_name,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
+    identity = identity_of_part(result, settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
     task = "classify" if spelled else LISTOPS
     return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task, since=started_at)
 
 
-def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples]:
-    """Return the data, whether it is the run's own, and the part to measure on, with the run's numbers of classes."""
+def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples, Examples | None]:
+    """Return the data, whether it is the run's own, the part to measure on and the run's training examples, with the
+    run's numbers of classes; None where the training data has gone."""
     run = subject.run
-    spec = LISTOPS if isinstance(run.options, ListOpsOptions) else spec_of(run, settings.data)
-    source = Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field"))
-    examples = open_examples(source, run.options)
-    same = note_other_data(run, examples, settings.data is not None)
-    part = examples.splits[choose(settings.split, examples.splits, "`split`")]
-    return examples, same, replace(part, labels=numbers_of(run, examples.name, examples.classes)[part.labels])
+
+    def opened(spec: str) -> Labelled:
+        return open_examples(
+            Source(spec, run.data.get("holdout"), run.tokenizer, run.data.get("text_field")), run.options
+        )
+
+    listops = LISTOPS if isinstance(run.options, ListOpsOptions) else None
+    data = opened(listops or spec_of(run, settings.data))
+    same, trained_on = note_other_data(run, data, settings.data is not None), data
+    if not same:
+        with suppress(KinformerError):
+            trained_on = opened(listops or spec_of(run, None))
+    numbers = numbers_of(run, data.name, data.classes)
+    part = data.splits[choose(settings.split, data.splits, "`split`")]
+    train = trained_on.splits["train"]
+    if trained_on.fingerprint != (run.data.get("identity") or {}).get("fingerprint"):
+        train = None
+    elif same:
+        train = replace(train, labels=numbers[train.labels])
+    return data, same, replace(part, labels=numbers[part.labels]), train
 
 
 # The most probable classes of texts.
@@ -318,7 +403,7 @@ class TextClassifier(TextReader):
         """Return the predictions of texts that come with their ids."""
         tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
-            logits = cast(Tensor, self.model(tokens, valid=valid)).float().cpu()
+            logits = class_logits(self.model, tokens, valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))

@@ -27,6 +27,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.control.acting import (
     MEASURED_SEEDS,
     ActionSampler,
+    RandomPolicy,
     cells,
     check_picture,
     episode_text,
@@ -46,7 +47,6 @@ from kinformer.lab.control.options import (
     open_environment,
 )
 from kinformer.lab.data.labelled import Columns, read_texts
-from kinformer.lab.data.sampling import mix
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
@@ -156,29 +156,6 @@ def policy_loss(model: nn.Module, data: DataModule | None) -> PolicyLoss:
 
 
 # How good an agent is: its mean return with 95 % confidence, beside actions at random; and one episode of it.
-
-
-class RandomPolicy:
-    """A policy for which every action is as probable as any other."""
-
-    def __init__(self, actions: Discrete | Box, seed: int) -> None:
-        self.actions, self.seed = actions, seed
-
-    def begin(self, episodes: np.ndarray) -> None:
-        self.episodes, self.step = episodes, 0
-
-    def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
-        self.step += 1
-        size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
-        bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
-        drawn = bits * 2.0**-53
-        if isinstance(self.actions, Discrete):
-            return (drawn[:, 0] * self.actions.n).astype(np.int64)
-        low, high = np.array(self.actions.low), np.array(self.actions.high)
-        return (low + (high - low) * drawn).astype(np.float32)
-
-    def keep(self, rows: np.ndarray) -> None:
-        self.episodes = self.episodes[rows]
 
 
 def evaluate(

@@ -185,8 +185,9 @@ class TextTable(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How good a run is. ``metrics``: the values of ``units``, which name them and say whether less is better;
-    ``baselines``: the deciding metric of simple rules; ``data``: the identity of what was measured on; ``facts``: all
-    of it and more, as values for JSON; ``text``: the same for people."""
+    ``baselines``: the deciding metric of simple rules, or the metric ``judged``, which comes with the run's value;
+    ``data``: the identity of what was measured on; ``facts``: all of it and more, as values for JSON; ``text``: the
+    same for people."""
 
     run: str
     member: str
@@ -196,6 +197,13 @@ class Evaluation:
     baselines: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict, repr=False)
     text: tuple[str | TextTable, ...] = field(default=(), repr=False)
+    judged: tuple[Metric, float] | None = field(default=None, repr=False)
+
+    @property
+    def deciding(self) -> tuple[Metric | None, float]:
+        """Return the metric that the baselines have, and the run's value; None and NaN without a unit."""
+        first = next(((unit, self.metrics[unit.name]) for unit in self.units), (None, float("nan")))
+        return self.judged or first
 
     @property
     def figures(self) -> Mapping[str, float]:

@@ -101,6 +101,10 @@ class MaskedBatch(NamedTuple):
         return MaskedBatch(tokens, valid, labels.masked_fill(~here, IGNORED), positions.where(here, 0))
 
 
+COUNTED = 1 << 20
+"""The most tokens of training text whose counts are the baseline beside a training."""
+
+
 class MaskedTokens(DataModule):
     """Windows of text with masked tokens, other ones at every step, and the same ones in every validation."""
 
@@ -130,6 +134,15 @@ class MaskedTokens(DataModule):
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {self.bits.name: means["nats"] / log(2), ACCURACY.name: means["correct"]}
+
+    def baselines(self) -> dict[str, float]:
+        counts, sums, masked = Bigrams(self.text.split.take(COUNTED)), np.zeros(2), 0
+        for shown in self.held_out.in_order(self.batch_size):
+            masks = shown.rows.labels != IGNORED
+            probabilities = counts.probabilities(shown.rows.labels[masks], shown.before[masks])
+            sums -= [np.log2(item).sum() for item in probabilities]
+            masked += int(masks.sum())
+        return dict(zip(("unigram_bits", "bigram_bits"), (sums / masked).tolist(), strict=True))
 
 
 class MaskedLanguage:

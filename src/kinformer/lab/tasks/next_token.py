@@ -33,6 +33,7 @@ from kinformer.generation.sampling import StoppedText, ends_of_text
 from kinformer.generation.session import Session
 from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split, Tokenizer
 from kinformer.lab.data.corpus import MixedWindows
+from kinformer.lab.data.ngram import NgramModel
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
 from kinformer.lab.tasks.evaluation import LoadedRun, part_of
@@ -114,6 +115,12 @@ class TokenBatch(NamedTuple):
         return TokenBatch(functional.pad(self.tokens, (0, lacking))[:, begin : end + 1], reset, valid, near)
 
 
+NGRAM_CONTEXT = 4
+"""The bytes of context of the baseline, an n-gram model."""
+COUNTED_BYTES = 1 << 20
+"""The most bytes of training text that the n-gram model beside a training counts, which takes about a second."""
+
+
 class NextTokens(DataModule):
     """Windows of text or, with ``segments``, consecutive segments with a carried state.
 
@@ -157,6 +164,10 @@ class NextTokens(DataModule):
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
+
+    def baselines(self) -> dict[str, float]:
+        train = self.corpus.splits["train"].text.take(COUNTED_BYTES)
+        return {"ngram_bits_per_byte": NgramModel(train, NGRAM_CONTEXT).bits_per_byte(self.stream.split)}
 
     def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
         return RetrievedTokens(self, train, validation)

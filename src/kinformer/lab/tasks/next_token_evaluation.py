@@ -39,6 +39,7 @@ from kinformer.lab.tasks.evaluation import (
     TrainedRun,
     evaluated,
 )
+from kinformer.lab.tasks.next_token import NGRAM_CONTEXT
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
 from kinformer.lab.tasks.task import Load
 from kinformer.lab.tasks.texts import (
@@ -182,9 +183,6 @@ class TextSamples(Samples):
     def saved(self, threshold: float) -> Exited:
         with at_threshold(self.model, threshold):
             return saved(self.model, self.exits[threshold], self.prompt_tokens)
-
-
-NGRAM_CONTEXT = 4
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,9 @@ class RecallData(MadeRows):
     def made(self, split: str, part: int, seed: int) -> tuple[np.ndarray, ...]:
         return self.data.rows(split, part, self.settings.batch_size, self.settings.length, seed)
 
+    def guessed(self, labels: Tensor, sizes: Tensor) -> dict[str, float]:
+        return {"guessing": float((1 / sizes).mean())}
+
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         metrics = {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
         for number in self.data.pairs:

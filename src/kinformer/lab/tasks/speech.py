@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite, log
+from math import exp, inf, isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -338,6 +338,12 @@ class SpeechRows(DataModule):
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ERROR_RATE.name: means["errors"], BITS_PER_SYMBOL.name: means["nats"] / log(2)}
 
+    def baselines(self) -> dict[str, float]:
+        rows = self.held_out
+        numbers = rows.usable[np.concatenate(self.batches)].tolist()
+        references = [split_symbols(rows.utterances.transcript(number), rows.data.unit) for number in numbers]
+        return _simple_rules(rows.data, references)
+
 
 class CTC:
     """The mean over symbols of the negative log-likelihood of transcripts; ``errors`` count the greedy path's."""
@@ -448,19 +454,14 @@ def evaluate(
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     if rows.short.any():
         note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
-    train = data.splits["train"]
-    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
-    frequent = split_symbols(counts.most_common(1)[0][0], data.unit)
-    if options.fold is not None:
-        references, heard_symbols, (frequent,) = (
-            [_folded(item, data.unit) for item in some] for some in (references, heard_symbols, [frequent])
-        )
+    fold: Callable[[list[str]], list[str]] = list if options.fold is None else partial(_folded, unit=data.unit)
+    references, heard_symbols = (list(map(fold, some)) for some in (references, heard_symbols))
     options.write_predictions(_rows(rows, references, heard_symbols))
     errors = count_errors(references, heard_symbols)
     possible = int(sum(len(rows.targets[number]) for number in rows.usable))
     bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
-    baselines = {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
+    baselines = _simple_rules(data, references, fold)
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
     facts: dict[str, object] = errors._asdict() | {
         "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
@@ -482,6 +483,16 @@ def evaluate(
     return evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
     )
+
+
+def _simple_rules(
+    data: Sound, references: list[list[str]], fold: Callable[[list[str]], list[str]] = list
+) -> dict[str, float]:
+    """Return the error rates of writing nothing, and of always writing the most frequent transcript of training."""
+    train = data.splits["train"]
+    counts = Counter(train.transcript(number) for number in range(len(train.lengths)))
+    frequent = fold(split_symbols(counts.most_common(1)[0][0], data.unit))
+    return {"empty": 1.0, "most_frequent": count_errors(references, [frequent] * len(references)).rate}
 
 
 def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
@@ -544,6 +555,11 @@ def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> T
 
 PIECE = 0.08
 """The length of a piece of sound in seconds."""
+SILENT = 2e-4
+"""The range of samples from -1 to 1 below which sound is silence: some steps of 16 bits. Normalised features of silence
+are noise, in which a model that never heard silence hears symbols."""
+NEVER = -1e4
+"""The logit of an impossible class, finite for the sums of a search."""
 
 
 @dataclass
@@ -585,11 +601,14 @@ class Listener:
         self.resampler, self.bank = Resampler(rate, heard_rate), Filterbank(heard_rate, self.input.mels)
         self.norm: Callable[[Tensor], Tensor] = RunningNorm() if self.causal else normalised
         self.samples, self.started = torch.zeros(0), False
+        self.low, self.high = inf, -inf
         self.frames = torch.zeros(self.input.width - self.input.stride, self.input.mels)
 
     def feed(self, samples: np.ndarray, last: bool = False) -> Tensor:
         """Return the logits [new positions, classes] of what ``samples`` [time] complete; with ``last`` of all the
-        rest."""
+        rest. While all samples are silence, nothing but the blank is possible."""
+        if len(samples):
+            self.low, self.high = min(self.low, float(samples.min())), max(self.high, float(samples.max()))
         self.samples = torch.cat([self.samples, self.resampler.feed(torch.from_numpy(samples), last)])
         if not (self.causal or last):
             return torch.zeros(0, 1)
@@ -598,7 +617,10 @@ class Listener:
             return torch.zeros(0, 1)
         outputs = self.model(values[None].to(device_of(self.model)), *([self.state] if self.causal else []))
         logits, self.state = outputs if self.causal else (outputs, None)
-        return logits[0].float().cpu()
+        logits = logits[0].float().cpu()
+        if self.high - self.low < SILENT:
+            logits = torch.full_like(logits, NEVER).index_fill(1, torch.tensor([BLANK]), 0.0)
+        return logits
 
     def _whole(self) -> Tensor:
         return windows(self._features(last=True), self.input.width, self.input.stride)
@@ -708,9 +730,18 @@ def predict(
     for file, samples, sound_rate in sounds(source, settings.first, settings.quiet, "predicting", settings.skip_bad):
         with torch.inference_mode():
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
-        transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
-        row = {"audio": str(file), "text": transcript, "sound_seconds": len(samples) / sound_rate}
+        heard = decode(logits)
+        transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
+        row = {"audio": str(file), "text": transcript, "probability": _probability(logits, heard)}
+        row["sound_seconds"] = len(samples) / sound_rate
         yield Predicted(row, f"{file}\t{transcript}")
+
+
+def _probability(logits: Tensor, heard: list[int]) -> float:
+    """Return p(transcript | sound), the sum over all paths that give the symbols ``heard``, by ``logits`` [time,
+    classes]."""
+    targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
+    return exp(-float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts)))
 
 
 def sounds(

@@ -53,7 +53,7 @@ def refuse(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-READS_WHOLE_TEXTS = "its encoder reads whole texts and continues none; give a run of a causal member."
+READS_WHOLE_TEXTS = "it reads whole texts and continues none; give a run of next-token."
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
 PATCH_INPUTS = ("patches", "tiles")
 OF_IMAGES = DataNeeds(
@@ -88,6 +88,8 @@ RECORDS = (
             "exits": "next_token:ExitLosses",
             "multi-token": "next_token:MultiToken",
         },
+        rivals={"ngram_bits_per_byte": "a 5-gram model"},
+        advice="give more `minutes` or `steps`, or a longer text",
         Options=options.NextTokenOptions,
         EvaluationOptions=options.NextTokenEvaluationOptions,
         open="texts:open_text",
@@ -116,7 +118,7 @@ RECORDS = (
                 "train_tokenizer text_field", "is for running text; conversations are read with the run's tokenizer."
             ),
         ),
-        evaluation=EvaluationNeeds(refused={"max_bytes": "is for running text; leave it out.", "seed": NOTHING_DRAWN}),
+        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
         generation=Generation(),
         prediction=Prediction(refusal="it answers messages; use kinformer chat, generate or serve."),
         metrics=(ANSWER_BITS,),
@@ -160,6 +162,8 @@ RECORDS = (
             "lr": 1e-2,
             "set": {"dim": 64, "initialisation.scheme": "framework"},
         },  # fmt: skip
+        rivals={"guessing": "guessing a value of the row"},
+        advice="give more `steps`, fewer `pairs` or `symbols`, or `lr` 0.003",
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
         open="recall:open_rows",
@@ -193,6 +197,8 @@ RECORDS = (
         prediction=Prediction(reads=("text_field", "label_field", "format")),
         metrics=(ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL),
         objectives={"answers": "algorithm:AlgorithmLoss"},
+        rivals={"most_frequent_token": "the most frequent token"},
+        advice="give more `steps`, fewer `digits`, or `lr` 0.003",
         Options=options.AlgorithmOptions,
         EvaluationOptions=options.AlgorithmEvaluationOptions,
         open="algorithm:open_problems",
@@ -223,6 +229,8 @@ RECORDS = (
         prediction=Prediction(refusal="it draws images; use kinformer generate."),
         metrics=(BITS_PER_DIM,),
         objectives={"pixels": "image:PixelLoss"},
+        rivals={"histogram": "counting at every place", "neighbours": "counting by four neighbours"},
+        advice="give more `minutes` or `steps`, or a larger `recipe`",
         Options=options.ImageOptions,
         EvaluationOptions=options.ImageEvaluationOptions,
         GenerationOptions=options.ImageGenerationOptions,
@@ -259,6 +267,8 @@ RECORDS = (
         metrics=(BITS_PER_ACTION, ACCURACY),
         objectives={"actions": "trajectories:ActionLoss"},
         in_minutes={"length": 60},
+        rivals={"most_frequent_action": "the most frequent action", "cloning": "cloned behaviour"},
+        advice="give more `steps` or episodes, or ask for a return that the data reaches",
         Options=acting.TrajectoryOptions,
         EvaluationOptions=acting.TrajectoryEvaluationOptions,
         GenerationOptions=acting.TrajectoryGenerationOptions,
@@ -310,6 +320,8 @@ RECORDS = (
             "entropy_weight": 0.0,
             "value_weight": 0.01,
         },  # fmt: skip
+        rivals={"random": "random actions"},
+        advice="give more `steps`, or another `lr`",
         Options=acting.ControlOptions,
         EvaluationOptions=acting.ControlEvaluationOptions,
         GenerationOptions=acting.ControlGenerationOptions,
@@ -334,6 +346,8 @@ RECORDS = (
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(bits_per_masked("byte"), ACCURACY),
         objectives={"masked-language": "mlm:MaskedLanguage", "mlm-cpc": "mlm:MaskedLanguageCpc"},
+        rivals={"unigram_bits": "the frequency of tokens", "bigram_bits": "the frequency of pairs of tokens"},
+        advice="give more `minutes` or `steps`, or a longer text",
         Options=options.MlmOptions,
         EvaluationOptions=PredictionTable,
         PredictionOptions=options.MaskPredictionOptions,
@@ -351,9 +365,9 @@ RECORDS = (
         title="classification",
         description=(
             "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or "
-            ".jsonl. Measured by accuracy; the baseline always predicts the most frequent class."
+            ".jsonl. Measured by accuracy, beside the most frequent class and, with scikit-learn, character n-grams."
         ),
-        models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
+        models=Models(protocols=(WholeModel, CausalModel), inputs=("tokens",), made_for={"head": "classification"}),
         data=DataNeeds(
             missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
             tokenized=True,
@@ -367,6 +381,12 @@ RECORDS = (
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "classify:Classification"},
+        settings={"batch_size": 32},
+        rivals={
+            "guessing": "the most frequent class",
+            "character_ngrams": "character n-grams with logistic regression",
+        },
+        advice="give more `steps` or examples, or begin with a pretrained run by `init`",
         Options=options.ClassifyOptions,
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
@@ -387,7 +407,7 @@ RECORDS = (
             "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured "
             "by accuracy; a tenth to a sixth is right by guessing."
         ),
-        models=Models(protocols=(WholeModel,), inputs=("tokens",), made_for={"head": "classification"}),
+        models=Models(protocols=(WholeModel, CausalModel), inputs=("tokens",), made_for={"head": "classification"}),
         data=DataNeeds(
             default="listops",
             refused=refuse(
@@ -406,6 +426,8 @@ RECORDS = (
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "classify:Classification"},
+        rivals={"guessing": "the most frequent class"},
+        advice="give more `steps` and `examples`, and a `length` that cuts no expression",
         Options=options.ListOpsOptions,
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
@@ -443,6 +465,8 @@ RECORDS = (
         prediction=Prediction(reads=("skip_bad",)),
         metrics=(ERROR_RATE, BITS_PER_SYMBOL),
         objectives={"ctc": "speech:CTC"},
+        rivals={"empty": "empty transcripts", "most_frequent": "the most frequent transcript"},
+        advice="give more `minutes` or `steps`, or more recordings",
         Options=options.SpeechOptions,
         EvaluationOptions=options.SpeechEvaluationOptions,
         GenerationOptions=options.SpeechGenerationOptions,
@@ -474,6 +498,8 @@ RECORDS = (
         prediction=Prediction(reads=("top_k", "batch_size", "skip_bad")),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "vision:class_loss"},
+        rivals={"guessing": "the most frequent class"},
+        advice="give more `steps`, a larger `batch_size`, or `recipe` tiny for few images",
         Options=options.VisionOptions,
         EvaluationOptions=PredictionTable,
         GenerationOptions=options.VisionGenerationOptions,
@@ -511,6 +537,8 @@ RECORDS = (
         objectives={"self-distillation": "dino:self_distillation"},
         settings={"validate_every": 0},
         in_minutes={"ema": 0.0},
+        rivals={"guessing": "the most frequent class"},
+        advice="give more `steps` or images",
         Options=options.DinoOptions,
         EvaluationOptions=options.DinoEvaluationOptions,
         open="images:open_images",
@@ -538,6 +566,8 @@ RECORDS = (
         prediction=Prediction(refusal=NO_CLASSES),
         metrics=(Metric("masked_error", "mean squared error of masked patches"),),
         objectives={"masked-patches": "mae:MaskedPatches"},
+        rivals={"mean": "the mean pixel"},
+        advice="give more `steps` or images",
         Options=options.MaeOptions,
         GenerationOptions=options.MaeGenerationOptions,
         open="images:open_images",
@@ -567,6 +597,8 @@ RECORDS = (
         prediction=Prediction(refusal=NO_CLASSES),
         metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
         objectives={"patch-colours": "mae:PatchColours"},
+        rivals={"counted": "counting colours"},
+        advice="give more `steps` or images",
         Options=options.MppOptions,
         open="images:open_images",
         suits="mae:suits_colours",
@@ -610,6 +642,8 @@ RECORDS = (
                 "encoder.norm": "layer_norm",
             },
         },
+        rivals={"copy_bleu": "the untranslated source", "shuffled_bleu": "its own translations of other lines"},
+        advice="give more `minutes` or `steps`, or more pairs",
         Options=options.TranslateOptions,
         EvaluationOptions=options.TranslateEvaluationOptions,
         GenerationOptions=options.Decoding,
@@ -648,6 +682,8 @@ RECORDS = (
         prediction=Prediction(refusal="it enlarges images; use kinformer generate."),
         metrics=(BITS_PER_DIM,),
         objectives={"pixels": "super_resolution:EnlargingLoss"},
+        rivals={"source": "counting by the small image", "neighbours": "counting by four neighbours"},
+        advice="give more `minutes` or `steps`, or a larger `recipe`",
         Options=options.SuperResolutionOptions,
         GenerationOptions=options.SuperResolutionGenerationOptions,
         open="super_resolution:open_blocks",

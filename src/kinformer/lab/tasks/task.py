@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from kinformer.lab.tasks.evaluation import (
@@ -215,7 +216,7 @@ class Later:
         return self.load()(*arguments, **named)
 
 
-TEXTS = ("name", "title", "description")
+TEXTS = ("name", "title", "description", "advice")
 """The fields of a record whose strings are texts, not names of functions."""
 
 
@@ -227,7 +228,9 @@ class Task:
     options the commands read. ``objectives`` maps names to functions that return an objective for a model; the first
     is the usual one. ``metrics`` are the metrics of an evaluation; the first decides which weights are the best.
     ``settings`` are the settings of training that differ from the general defaults, and ``in_minutes`` the settings and
-    own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``Options``,
+    own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``rivals`` names in words the baselines that
+    a model should beat (None: every baseline of an evaluation), and ``advice`` says what to try where it does not.
+    ``Options``,
     ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
     task has.
 
@@ -249,6 +252,8 @@ class Task:
     metrics: tuple[Metric, ...]
     settings: Mapping[str, float | str] = {}
     in_minutes: Mapping[str, Any] = {}
+    rivals: Mapping[str, str] | None = None
+    advice: str = "train for longer, or on more data"
     Options: type = NoOptions
     EvaluationOptions: type = NoOptions
     GenerationOptions: type = NoOptions
@@ -355,6 +360,26 @@ class Task:
                 "leave it out."
             )
         return name
+
+    def beside(self, metric: Metric, baselines: Mapping[str, float]) -> str:
+        """Return the ``baselines`` that a model should beat in words."""
+        words = {name: (self.rivals or {}).get(name, name.replace("_", " ")) for name in baselines}
+        return ", ".join(f"{words[name]} ({metric.text(value)})" for name, value in baselines.items())
+
+    def verdict(self, metric: Metric | None, value: float, baselines: Mapping[str, float]) -> str | None:
+        """Return a sentence if ``value`` is not better than the best of the ``baselines`` that the model should beat:
+        it names both and says what to try. Return None otherwise."""
+        rivals = (
+            baselines if self.rivals is None else {name: baselines[name] for name in self.rivals if name in baselines}
+        )
+        if metric is None or not rivals or not isfinite(value):
+            return None
+        name, best = (min if metric.lower_is_better else max)(rivals.items(), key=lambda pair: pair[1])
+        perfect = value == best == (0.0 if metric.lower_is_better else 1.0)
+        if metric.better(value, best) or perfect:
+            return None
+        words = (self.rivals or {}).get(name, name.replace("_", " "))
+        return f"{metric.text(value)} is not better than {words} ({metric.text(best)}); {self.advice}"
 
     def evaluate(
         self, runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, options: Any, quiet: bool = True

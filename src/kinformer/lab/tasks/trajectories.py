@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import hypot, isfinite, log, prod
 from pathlib import Path
 
@@ -66,7 +66,7 @@ from kinformer.lab.tasks.evaluation import (
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of
 from kinformer.lab.training.data_module import map_fields
-from kinformer.lab.training.logging import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, Metric
+from kinformer.lab.training.logging import ACCURACY, ACTION_ERROR, BITS_PER_ACTION, RETURN, Metric
 from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite, spelled
 from kinformer.runtime.progress import progressing
 
@@ -252,9 +252,10 @@ def evaluate(
             text.append(f"wrote {options.picture}")
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
     identity = data.identity | {"split": split}
-    return evaluated(
+    result = evaluated(
         subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
     )
+    return result if env is None else replace(result, judged=(RETURN, max(row["mean"] for row in rows)))
 
 
 def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:

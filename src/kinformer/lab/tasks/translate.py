@@ -630,7 +630,9 @@ def evaluate(
     exits, beside, lines = beside_all_layers(subject, pairs, options, leaving.result, quiet)
     metrics |= {} if exits is None else {LAYERS_PER_TOKEN: exits.layers_per_token}
     identity = identity_of_part(data, settings.split, same)
-    baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf}
+    half = len(translations) // 2  # a translation of another line tells nothing of its source
+    others = scores([*translations[half:], *translations[:half]], references)
+    baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf, "shuffled_bleu": others.bleu}
     examples = [
         {"source": source, "translation": translation, "reference": reference}
         for source, translation, reference in zip(sources, translations, references, strict=True)
@@ -644,7 +646,8 @@ def evaluate(
     text = (
         heading(subject, data, settings.split),
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
-        f"({_search(options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}",
+        f"({_search(options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}, "
+        f"the translations of other lines BLEU {others.bleu:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *lines,
         *(

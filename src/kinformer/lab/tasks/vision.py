@@ -304,6 +304,10 @@ class ImageRows(HeldOutRows):
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {ACCURACY.name: means["correct"], BITS_PER_LABEL.name: means["nats"] / log(2)}
 
+    def baselines(self) -> dict[str, float]:
+        assert self.data.validation.labels is not None
+        return {"guessing": float(np.bincount(self.data.validation.labels[: self.held_out]).max() / self.held_out)}
+
     def _read(self, split: Images, index: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the pixels or features of each image, and the labels."""
         images, labels = tensors(split, index)

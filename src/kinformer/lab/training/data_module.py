@@ -212,6 +212,11 @@ class DataModule:
         """Return the metrics, in order, from the means of :attr:`sums` over the split "train" or "validation"."""
         raise NotImplementedError
 
+    def baselines(self) -> dict[str, float]:
+        """Return the first metric of simple rules on the rows of :meth:`validation`, by the names of the task's
+        ``rivals``; computed in seconds, and empty where no rule is that quick."""
+        return {}
+
 
 # The objective that training minimises: ``loss, metrics, state = objective(model, batch, state, progress)``.
 #
