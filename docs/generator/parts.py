@@ -10,8 +10,7 @@ from pathlib import Path
 from generator.text import contents, escaped, html, literal, page, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
-from kinformer.family.kinds import kinds
-from kinformer.family.settings import meaning
+from kinformer.family.kinds import kinds, meaning
 from kinformer.lab.drawing.text import SLOTS, built_by, described
 
 TITLES = {

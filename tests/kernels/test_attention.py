@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
+from kinformer.kernels import attention as route
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import (
     Attended,
@@ -23,7 +24,6 @@ from kinformer.kernels.attention import (
     check_impl,
     choose_impl,
     merge,
-    route,
 )
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
@@ -203,7 +203,7 @@ def test_merging_is_for_results_with_their_log_sum_exps() -> None:
         merge(one, one)
 
 
-@pytest.mark.parametrize("call", [band.BandCall, block_sparse.chunked.Call])
+@pytest.mark.parametrize("call", [band.BandCall, block_sparse.Call])
 def test_operators_name_their_arguments(call: Any) -> None:
     name = "band_attention" if call is band.BandCall else "block_sparse_attention"
     for operator in (name, f"{name}_backward"):
@@ -322,7 +322,7 @@ def test_the_names_of_implementations_stand_in_one_place():
 
     from kinformer.core.config import field_types
     from kinformer.family.kinds import kinds
-    from kinformer.kernels.impls import Impl
+    from kinformer.kernels import Impl
 
     names = {name for kind in get_args(Impl) for name in get_args(kind)}
     mixers = [part for slot in ("mixer", "encoder_mixer") for part in kinds()[slot].values()]

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import Chunk
-from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import nbytes, reserve
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention

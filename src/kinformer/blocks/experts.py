@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.blocks.feed_forward import SwiGLU
-from kinformer.core.contract import select_valid
-from kinformer.core.division import divided, in_blocks
+from kinformer.core.contract import divided, in_blocks, select_valid
 from kinformer.core.learning import AuxLoss, OnlineLearner
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection, UnpackedLinear, wide_product
+from kinformer.kernels import GroupedImpl
 from kinformer.kernels.grouped import IMPLS, grouped_products
-from kinformer.kernels.impls import GroupedImpl
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError, choose
 

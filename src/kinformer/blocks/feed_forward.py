@@ -17,8 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.residual import per_slice
-from kinformer.core.contract import state_dtype
-from kinformer.core.division import divided, in_blocks
+from kinformer.core.contract import divided, in_blocks, state_dtype
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, ResidualOutput
 from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import uncompiled

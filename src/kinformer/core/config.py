@@ -19,8 +19,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from kinformer.runtime.errors import KinformerError, nearest
-from kinformer.runtime.fields import require_ranges
+from kinformer.runtime.errors import KinformerError, nearest, require_ranges
 from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, noam, part, sizes, translating
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, noam, part, sizes, translating
 
 # GPT: the plain decoder, what every other member is compared with.
 

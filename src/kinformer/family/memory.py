@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, part, sizes, translating
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, part, sizes, translating
 
 # Transformer-XL: segments that see a memory of earlier segments, with positions by distance.
 

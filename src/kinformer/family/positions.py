@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import POST_NORM, Recipe, Settings, noam, part, sizes
-from kinformer.family.record import Member
+from kinformer.family.record import POST_NORM, Member, Recipe, Settings, noam, part, sizes
 
 # RoFormer: rotary positions instead of added ones.
 

@@ -20,8 +20,8 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.model import CausalModel, Model
-from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.runtime.autograd import autocast_dtype
 

@@ -28,7 +28,7 @@ from kinformer.generation.recording import (
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
 from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.host import trusted_arguments
-from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.process import FEW, few_rows
 
 # The requirements of generation: on the model, and on the prompt.
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
+import kinformer.runtime.costs  # noqa: F401 (products in place are counted)
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, dropout_words, keep, tile_size, unfilled
 from kinformer.runtime.autograd import Context, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.matmul import product_dtype
+from kinformer.runtime.process import product_dtype
 
 # Tiles of attention over a band of distances, and the masks of pairs on their edges.
 #

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from kinformer.kernels.impls import GroupedImpl, names_of
+from kinformer.kernels import GroupedImpl, names_of
 from kinformer.runtime.autograd import Context, autocast_together, differentiated_again
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError

@@ -12,7 +12,7 @@ from kinformer.core.contract import in_range, state_dtype
 from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.autograd import no_autocast
-from kinformer.runtime.matmul import by_onednn, product_dtype
+from kinformer.runtime.process import by_onednn, product_dtype
 
 # Dropout of attention probabilities, as a function of a seed and of their indices in the call.
 #

@@ -15,6 +15,7 @@ from kinformer.core.contract import (
     Chunk,
     MixerConfig,
     activation_dtype,
+    in_blocks,
     newest,
     positions_of,
     select_valid,
@@ -22,17 +23,15 @@ from kinformer.core.contract import (
     unit_vectors,
     width_of,
 )
-from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import BucketedImpl
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.bucketed import IMPLS, bucketed_attention
-from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb
-from kinformer.kernels.bucketed.equal import sorted_attention
-from kinformer.kernels.impls import BucketedImpl
+from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb, sorted_attention
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError, choose
 
@@ -233,7 +232,7 @@ class LSHAttention(CausalMixer):
 
 
 class BidirectionalLSH(EncoderMixer):
-    """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.equal``).
+    """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.chunked``).
 
         y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
 
@@ -315,7 +314,7 @@ class RoutingAttention(CausalMixer):
     a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
     that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
     ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
-    ``kernels.bucketed.equal.balanced_attention``.
+    ``kernels.bucketed.chunked.balanced_attention``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 

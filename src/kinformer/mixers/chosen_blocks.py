@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.attention_state import KeysValues, ReservedKeysValues
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -37,7 +38,8 @@ from kinformer.core.contract import (
 from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import no_weights, probe
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels import AttentionImpl, ChosenImpl
+from kinformer.kernels import chosen as reference
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.chosen import (
     IMPLS,
@@ -49,10 +51,8 @@ from kinformer.kernels.chosen import (
     blocks_of,
     choose,
     chosen_attention,
-    reference,
 )
 from kinformer.kernels.chosen.choice import Means, Place, averages, means_of
-from kinformer.kernels.impls import AttentionImpl, ChosenImpl
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors

@@ -42,8 +42,8 @@ from kinformer.core.contract import (
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.core.probe import probe
 from kinformer.core.state import State, join_rows, select_rows
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.patterns.sequence import Causal, check_sizes
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.contract import CausalMixer, Chunk, divided, real_resets, select_valid, state_dtype
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import divided
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 from kinformer.core.probe import no_weights

@@ -25,6 +25,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -35,7 +36,6 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.positions import TypedRelations, ids_of

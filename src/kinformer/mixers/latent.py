@@ -25,8 +25,8 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.output_parts import Gate, build_gate
 from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import normed

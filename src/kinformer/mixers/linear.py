@@ -27,6 +27,7 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
+    in_blocks,
     in_range,
     positions_of,
     real_resets,
@@ -34,7 +35,6 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import in_blocks
 from kinformer.core.parts import (
     FeatureMapConfig,
     Position,
@@ -45,7 +45,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
-from kinformer.kernels.impls import LinearImpl
+from kinformer.kernels import LinearImpl
 from kinformer.kernels.linear import IMPLS, LinearState, check_triton
 from kinformer.kernels.linear.across import (
     AveragedDeltaRule,

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.attention_state import KeysValues, ReservedKeysValues
 from kinformer.core.config import describe
 from kinformer.core.contract import (
     CausalMixer,
@@ -26,21 +27,19 @@ from kinformer.core.contract import (
     MixerConfig,
     activation_dtype,
     advance,
+    in_blocks,
     newest,
     positions_of,
     real_resets,
     select_valid,
     state_dtype,
 )
-from kinformer.core.division import in_blocks
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.lookup import Search
-from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
+from kinformer.kernels.lookup import Evicted, Search, Store, StoreSizes, Subsequence, join
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError

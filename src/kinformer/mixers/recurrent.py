@@ -18,6 +18,7 @@ from kinformer.core.contract import (
     FirstValues,
     MixerConfig,
     SharesValues,
+    in_blocks,
     in_range,
     real_resets,
     select_valid,
@@ -25,12 +26,11 @@ from kinformer.core.contract import (
     unit_vectors,
 )
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import KERNEL, no_weights, probe
+from kinformer.kernels import LinearImpl, LstmImpl
 from kinformer.kernels.delta import DeltaTokens
-from kinformer.kernels.impls import LinearImpl, LstmImpl
 from kinformer.kernels.linear import IMPLS, check_triton
 from kinformer.kernels.linear.across import delta_across
 from kinformer.kernels.lstm import LSTM_IMPLS, Weights, lstm

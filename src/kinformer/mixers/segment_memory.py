@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import (
     AS_THEY_ARE,
     CausalMixer,
@@ -42,7 +43,7 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Band, Pattern
 from kinformer.core.probe import probe
-from kinformer.core.reserved import ReservedSlots
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -53,7 +54,6 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.patterns.sequence import Segments, check_sizes
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL

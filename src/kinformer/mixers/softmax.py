@@ -36,19 +36,21 @@ from kinformer.core.parts import (
     PositionConfig,
     ProjectionConfig,
     ScoreConfig,
+    SpanConfig,
+    TokenSpan,
     check_causal,
     check_heads,
     check_score,
     check_unpinned,
     head_width,
     merge_heads,
+    relative_of,
 )
 from kinformer.core.pattern import Pattern
 from kinformer.core.probe import probe
-from kinformer.core.span import SpanConfig, TokenSpan, relative_of
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, check_impl
 from kinformer.kernels.attention.spans import PinnedReach, Reach, SpanReach
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.decays import DecayConfig, DecayReach, build_score_decay
 from kinformer.parts.output_parts import (
     Exclusive,

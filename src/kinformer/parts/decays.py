@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.attention_state import Past
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, real_resets, state_dtype
-from kinformer.core.division import FollowsHeads
+from kinformer.core.contract import Chunk, FollowsHeads, real_resets, state_dtype
 from kinformer.core.parts import Position, Score, ScoreConfig
 from kinformer.kernels.attention.spans import Reach
 from kinformer.kernels.softmax import Scoring

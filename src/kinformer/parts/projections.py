@@ -13,8 +13,7 @@ from torch.nn.functional import pad, rms_norm
 
 from kinformer.core.attention_state import Past
 from kinformer.core.config import Config, check_unused
-from kinformer.core.contract import newest, state_dtype
-from kinformer.core.division import divided, in_blocks, undivided
+from kinformer.core.contract import divided, in_blocks, newest, state_dtype, undivided
 from kinformer.core.parts import (
     GlobalProjection,
     Projection,
@@ -26,8 +25,8 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import state_dtype
-from kinformer.core.division import FollowsHeads
+from kinformer.core.contract import FollowsHeads, state_dtype
 from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError

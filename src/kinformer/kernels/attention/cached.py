@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.nn.functional import embedding_bag
 
+from kinformer.core.attention_state import SCALE, Quantized, scales
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
-from kinformer.core.reserved import SCALE, Quantized, scales
 from kinformer.kernels.band import interval
 from kinformer.kernels.softmax import (
     Attended,
@@ -29,8 +29,7 @@ from kinformer.kernels.softmax import (
     relative_at,
 )
 from kinformer.runtime.autograd import Context, no_autocast
-from kinformer.runtime.matmul import product_dtype
-from kinformer.runtime.processor import multiplies_int8
+from kinformer.runtime.process import multiplies_int8, product_dtype
 
 # Attention of one query per head, for generation, without a plan and without tiles. If a pattern hides most slots,
 # only the slots that some head sees are gathered.
@@ -238,8 +237,8 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
 
 # Attention of one query over past keys and values in 8 bits, without converting them to floats.
 #
-# Keys are k_j ~ a_j K_j and values v_j ~ b_j V_j, K and V of int8 with a scale each (``core.reserved``). A query is
-# two int8 vectors, q ~ s (Q + R / 254), off by s / 508 at most, and so are the weights that meet the values:
+# Keys are k_j ~ a_j K_j and values v_j ~ b_j V_j, K and V of int8 with a scale each (``core.attention_state``). A query
+# is two int8 vectors, q ~ s (Q + R / 254), off by s / 508 at most, and so are the weights that meet the values:
 #
 #     S_j = s (Q + R / 254) . K_j a_j,    w_j = exp(S_j - top) b_j ~ t (W_j + X_j / 254),
 #     out = (t sum_j (W_j + X_j / 254) V_j + exp(S_new - top) v_new) / sum exp

@@ -51,8 +51,8 @@ from kinformer.lab.estimation.parts import (
     without_data,
 )
 from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.costs import scratch_bytes
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.runtime.workspace import scratch_bytes
 
 # The rules of thumb of the field for plain decoders, printed beside the counted costs.
 #

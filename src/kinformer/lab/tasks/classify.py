@@ -27,6 +27,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
+from kinformer.lab.data.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
@@ -68,7 +69,6 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, note, progressing
-from kinformer.runtime.tables import PredictionTable
 
 # The data of the tasks classify and listops, and how an encoder is fitted to its classes.
 
