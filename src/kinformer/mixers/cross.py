@@ -36,11 +36,7 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Full
 from kinformer.parts.positions import NoPosition
-from kinformer.parts.projections import (
-    SummariesConfig,
-    Summarising,
-    seen_windows,
-)
+from kinformer.parts.projections import SummariesConfig, Summarising, seen_windows
 from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError

@@ -39,14 +39,7 @@ from kinformer.kernels.attention import (
 from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.positions import TypedRelations, ids_of
-from kinformer.parts.projections import (
-    ByPiece,
-    Pieces,
-    Sharing,
-    SummariesConfig,
-    Summarising,
-    seen_windows,
-)
+from kinformer.parts.projections import ByPiece, Pieces, Sharing, SummariesConfig, Summarising, seen_windows
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError
 
