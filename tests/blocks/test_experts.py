@@ -190,8 +190,8 @@ def test_what_a_token_uses_and_how_often_experts_are_chosen():
     ("changes", "sentence"),
     [
         ({"topk": 7}, "topk must be from 1 to num_experts = 6"),
-        ({"router": "hash"}, "router of experts"),
-        ({"impl": "sdpa"}, "impl of experts"),
+        ({"router": "hash"}, "router of the feed_forward 'experts'"),
+        ({"impl": "sdpa"}, "impl of the feed_forward 'experts'"),
         ({"hidden_dim": 0}, "hidden_dim must be 1 or more"),
         ({"balance": -1.0}, "balance must be 0 or more"),
         ({"scale": 0.0}, "scale must be above 0"),

@@ -56,6 +56,7 @@ class ExitStack(Stack):
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "exits"
+        least = {"samples": 1}
         rule: ExitRuleConfig | None = None
         after: tuple[int, ...] | None = None
         classifiers: Literal["tied", "separate"] = "tied"
@@ -67,8 +68,6 @@ class ExitStack(Stack):
             super().__post_init__()
             if self.after is not None and list(self.after) != sorted(set(self.after)):
                 raise KinformerError(f"stack.after must name layers in order, each once, but is {list(self.after)}.")
-            if self.samples < 1:
-                raise KinformerError(f"stack.samples must be 1 or more, but is {self.samples}.")
             if self.training == "aligned" and self.samples > 1:
                 raise KinformerError(
                     "stack.samples is how often exits are drawn in a step of mixed training; add "

@@ -29,11 +29,9 @@ from kinformer.core.contract import divided, in_blocks, select_valid
 from kinformer.core.learning import AuxLoss, OnlineLearner
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection, UnpackedLinear, wide_product
 from kinformer.kernels import GroupedImpl
-from kinformer.kernels.grouped import IMPLS, grouped_products
+from kinformer.kernels.grouped import grouped_products
 from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.errors import KinformerError, choose
-
-ROUTERS = ("softmax", "sigmoid")
+from kinformer.runtime.errors import KinformerError
 
 
 class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
@@ -49,6 +47,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "experts"
+        least = {"shared_dim": 0, "balance": 0, "bias_rate": 0}
+        above = {"scale": 0}
         num_experts: int = 8
         topk: int = 2
         hidden_dim: int | None = None
@@ -62,21 +62,12 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         impl: GroupedImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.router, ROUTERS, "router of experts")
-            choose(self.impl, IMPLS, "impl of experts")
             if not 1 <= self.topk <= self.num_experts:
                 raise KinformerError(f"topk must be from 1 to num_experts = {self.num_experts}, but is {self.topk}.")
-            if self.hidden_dim is not None and self.hidden_dim < 1:
-                raise KinformerError(f"hidden_dim must be 1 or more, but is {self.hidden_dim}.")
-            for name in ("shared_dim", "balance", "bias_rate"):
-                if not getattr(self, name) >= 0:
-                    raise KinformerError(f"{name} must be 0 or more, but is {getattr(self, name):g}.")
             if self.shared_gate and not self.shared_dim:
                 raise KinformerError(
                     "shared_gate gates the expert that all tokens use; give shared_dim, or leave it out."
                 )
-            if not self.scale > 0:
-                raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
 
         def part(self, dim: int, parts: int) -> Experts.Config:
             shared = self.shared_dim and divided(self, "shared_dim", self.shared_dim, parts)

@@ -213,6 +213,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     class Config(FeedForwardConfig):
         kind = "product_keys"
         indivisible = "every head looks values up in one table"
+        least = {"num_keys": 1, "num_heads": 1, "topk": 1, "key_dim": 1}
         num_keys: int = 128  # of each half: there are num_keys ** 2 values
         num_heads: int = 4
         topk: int = 32
@@ -221,9 +222,6 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
         sparse: bool = True
 
         def __post_init__(self) -> None:
-            for name in ("num_keys", "num_heads", "topk", "key_dim"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.topk > self.num_keys**2:
                 raise KinformerError(
                     f"topk = {self.topk} is more than the {plural(self.num_keys**2, 'value')} that num_keys = "

@@ -13,7 +13,6 @@ from torch import Tensor
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
-    activation_dtype,
     advance,
     newest,
     positions_of,
@@ -576,10 +575,6 @@ class TokenMemory(Crosses, CausalMixer):
     def retained(self) -> int | None:
         return self.pattern.horizon
 
-    def like(self) -> Tensor:
-        """Return a weight with the device and dtype of the memory."""
-        raise NotImplementedError
-
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the source of queries and the memories [batch, 1, time, width] of a chunk x [batch, time, dim]."""
         raise NotImplementedError
@@ -590,11 +585,7 @@ class TokenMemory(Crosses, CausalMixer):
         row."""
         raise NotImplementedError
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> TokenMemoryState:
-        like = self.like()
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TokenMemoryState:
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
         return TokenMemoryState(torch.zeros(batch, 1, 0, self.width, device=device, dtype=dtype), seen)  # type: ignore[call-arg]
 

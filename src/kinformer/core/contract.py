@@ -183,8 +183,8 @@ class ChecksChunk:
 class CausalMixer(ChecksChunk, nn.Module):
     """The base of a decoder's mixers, which absorb a chunk after a state.
 
-    A subclass defines ``initial_state`` and ``forward``, and declares ``growth``, the growth of its state with the
-    number of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
+    A subclass defines ``empty_state`` (or all of ``initial_state``) and ``forward``, and declares ``growth``, the
+    growth of its state with the number of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
 
     Rules that the battery enforces:
 
@@ -207,6 +207,17 @@ class CausalMixer(ChecksChunk, nn.Module):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
+        weight = self.like()
+        return self.empty_state(batch, device or weight.device, dtype or activation_dtype(weight))
+
+    def like(self) -> Tensor:
+        """Return a weight with the device and dtype of activations, by default the weight of ``out``."""
+        product: Any = self.out
+        weight: Tensor = product.weight
+        return weight
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
+        """Return the state of :meth:`initial_state` for activations of ``dtype``."""
         raise NotImplementedError
 
     def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:

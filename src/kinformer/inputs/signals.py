@@ -36,12 +36,11 @@ class Frames(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "frames"
+        least = {"mels": 1}
         mels: int = 40
         convolutions: int = 2
 
         def __post_init__(self) -> None:
-            if self.mels < 1:
-                raise KinformerError(f"mels is {self.mels} but must be 1 or more.")
             if not 0 <= self.convolutions <= MOST:
                 raise KinformerError(f"convolutions must lie between 0 and {MOST}, but is {self.convolutions}.")
 
@@ -103,11 +102,8 @@ class Observations(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "observations"
+        least = {"observation_dim": 1}
         observation_dim: int
-
-        def __post_init__(self) -> None:
-            if self.observation_dim < 1:
-                raise KinformerError(f"observation_dim must be 1 or more, but is {self.observation_dim}.")
 
         def build(self, dim: int) -> Observations:
             return Observations(self, dim)
@@ -184,6 +180,8 @@ class Steps(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "steps"
+        least = {"state_dim": 1, "action_dim": 1, "timesteps": 1}
+        above = {"return_scale": 0}
         state_dim: int
         action_dim: int
         timesteps: int = 1024
@@ -196,13 +194,8 @@ class Steps(Input):
         convolutions: tuple[tuple[int, ...], ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 
         def __post_init__(self) -> None:
-            for name in ("state_dim", "action_dim", "timesteps"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.timesteps > LARGEST_TIMESTEP:
                 raise KinformerError(f"timesteps must be at most {LARGEST_TIMESTEP}, but is {self.timesteps}.")
-            if not self.return_scale > 0:
-                raise KinformerError(f"return_scale must be above 0, but is {self.return_scale:g}.")
             for name in ("state_mean", "state_std"):
                 if len(getattr(self, name)) not in (0, self.state_dim):
                     raise KinformerError(

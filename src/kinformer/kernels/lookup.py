@@ -344,8 +344,10 @@ class Store:
             for begin, stop in _cut(run.position, end, self.rules.segment):
                 queries = slice(run.begin + begin - run.position, run.begin + stop - run.position)
                 outputs.append(self._find(q[:, :, queries], scaled[:, :, queries], begin, run))
-                if stop % self.rules.batch_of == 0:
-                    self._evict(stop, run)
+                if stop % (part := self.rules.batch_of) == 0:
+                    first, old = self._slot(stop - part, run), self.evicted.last(self.rules.memory_size - part)
+                    new = (item[:, :, first : first + part].to(old.k.dtype) for item in self.fresh)
+                    self.evicted = Evicted(*(torch.cat(item, dim=2) for item in zip(old, new, strict=True)))
         empty = q.shape[2] - sum(y.shape[2] for y in outputs)
         return torch.cat([*outputs, q.new_zeros(*q.shape[:2], empty, q.shape[3])], dim=2)
 
@@ -360,12 +362,6 @@ class Store:
         ]
         keys, values = gathered(look_up(q, pieces, self.search), pieces)
         return attention(scaled, keys, values, Visibility(), Scoring(1.0), impl=self.search.impl).out
-
-    def _evict(self, stop: int, run: Subsequence) -> None:
-        part = self.rules.batch_of
-        first, old = self._slot(stop - part, run), self.evicted.last(self.rules.memory_size - part)
-        new = (item[:, :, first : first + part].to(old.k.dtype) for item in self.fresh)
-        self.evicted = Evicted(*(torch.cat(item, dim=2) for item in zip(old, new, strict=True)))
 
     def _slot(self, position: int, run: Subsequence) -> int:
         """Return the slot of a position of the run among the fresh memories."""

@@ -148,6 +148,14 @@ class Attended(NamedTuple):
     lse: Tensor | None = None
 
 
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))
+
+
 def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the shapes of attention's output and log-sum-exp, for an operator's declaration."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))

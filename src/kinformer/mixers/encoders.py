@@ -68,6 +68,7 @@ class EtcAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
+        least = {"max_distance": 0}
         num_heads: int = 4
         head_dim: int | None = None
         pattern: PatternConfig = Window(window=84)
@@ -82,8 +83,6 @@ class EtcAttention(EncoderMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            if self.max_distance < 0:
-                raise KinformerError(f"max_distance must be 0 or more, but is {self.max_distance}.")
             least = ids_of(self.max_distance)
             if self.ids is not None and self.ids < least:
                 raise KinformerError(
@@ -264,6 +263,7 @@ class StarAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
+        least = {"iterations": 1}
         num_heads: int = 4
         head_dim: int | None = None
         iterations: int = 2
@@ -274,8 +274,6 @@ class StarAttention(EncoderMixer):
         impl: AttentionImpl = "auto"  # of the relay's attention
 
         def __post_init__(self) -> None:
-            if self.iterations < 1:
-                raise KinformerError(f"iterations must be 1 or more, but is {self.iterations}.")
             if self.iterations == 1:
                 check_unused(self, "with iterations = 1", "tied")
 

@@ -46,7 +46,7 @@ from kinformer.core.parts import (
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl
-from kinformer.kernels.linear import IMPLS, LinearState, check_triton
+from kinformer.kernels.linear import LinearState, check_triton
 from kinformer.kernels.linear.across import (
     AveragedDeltaRule,
     DeltaRule,
@@ -67,14 +67,13 @@ from kinformer.parts.output_parts import (
     build_value_gate,
 )
 from kinformer.parts.positions import NoPosition
-from kinformer.runtime.errors import KinformerError, choose, plural
+from kinformer.runtime.errors import KinformerError, plural
 
 # What kernel attention refuses: settings and parts that do nothing, or diverge, together.
 
 
 def check_settings(config: LinearAttention.Config) -> None:
     """Refuse settings that contradict each other, or do nothing."""
-    choose(config.impl, IMPLS, "impl of linear")
     if config.normaliser == ("sum" if config.rule == "delta" else "attention"):
         raise KinformerError(
             f"normaliser = {config.normaliser!r} is not for rule = {config.rule!r}; use normaliser = 'none', or 'sum' "
@@ -283,11 +282,8 @@ class LinearAttention(Crosses, CausalMixer):
         self.counts = not plain or config.normaliser == "attention"
         check_parts(self)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> KernelState:
-        like, heads = self.out.weight, self.config.num_heads
-        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> KernelState:
+        heads, dtype = self.config.num_heads, state_dtype(dtype)
         levels, context = max(self.config.levels, 1), self.convolution.context if self.convolution else 0
         return KernelState(
             torch.zeros(batch, heads, levels * self.features, self.columns, device=device, dtype=dtype),

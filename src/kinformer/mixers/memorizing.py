@@ -25,7 +25,6 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    activation_dtype,
     advance,
     in_blocks,
     newest,
@@ -75,6 +74,7 @@ class Memorizing(HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
+        least = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
         by_heads = True
         retired = {"lists": 64, "probes": 3}
         num_heads: int = 4
@@ -90,10 +90,6 @@ class Memorizing(HostDriven, CausalMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
-            for name, least in least_of.items():
-                if getattr(self, name) < least:
-                    raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
             if self.memory_size % self.segment:
                 raise KinformerError(
                     f"memory_size = {self.memory_size} is not a multiple of segment = {self.segment}; whole segments "
@@ -138,10 +134,7 @@ class Memorizing(HostDriven, CausalMixer):
         size = self.config.memory_size
         return max(self.most_past, size + self.batch_of if size else 0)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> MemorizingState:
-        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> MemorizingState:
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
         return MemorizingState(recent, empty, empty)  # type: ignore[call-arg]

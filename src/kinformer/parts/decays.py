@@ -74,11 +74,8 @@ class Fixed(FollowsHeads, Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "fixed"
+        above = {"first": 0}
         first: float = 5.0
-
-        def __post_init__(self) -> None:
-            if self.first <= 0:
-                raise KinformerError(f"first must be above 0, as gamma is 1 - 2^-first, but is {self.first:g}.")
 
         def build(self, dim: int, num_heads: int, features: int) -> Fixed:
             return Fixed(self.first, num_heads)
@@ -111,12 +108,9 @@ class Sigmoid(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "sigmoid"
+        above = {"temperature": 0}
         coupled: bool = True
         temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            if self.temperature <= 0:
-                raise KinformerError(f"temperature = {self.temperature:g} must be above 0.")
 
         def build(self, dim: int, num_heads: int, features: int) -> Sigmoid:
             return Sigmoid(self, dim, num_heads)
@@ -241,14 +235,10 @@ class LowRank(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"
+        least = {"rank": 1}
+        above = {"temperature": 0}
         rank: int = 16
         temperature: float = 16.0
-
-        def __post_init__(self) -> None:
-            if self.rank < 1 or self.temperature <= 0:
-                raise KinformerError(
-                    f"rank = {self.rank} must be 1 or more, and temperature = {self.temperature:g} above 0."
-                )
 
         def build(self, dim: int, num_heads: int, features: int) -> LowRank:
             return LowRank(self, dim, num_heads, features)

@@ -42,14 +42,10 @@ from kinformer.runtime.errors import KinformerError
 class FactorsConfig(Config):
     """What the configs of such mixers share: the sizes of the decomposition."""
 
+    least = {"rank": 1, "blocks": 1, "max_length": 1, "segment": 1}
     rank: int = 40
     blocks: int = 1
     positions: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "blocks", "max_length", "segment"):
-            if getattr(self, name, 1) < 1:
-                raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
 
     def check_even(self, dim: int) -> None:
         """Refuse a width that sinusoids of positions do not divide into sines and cosines."""

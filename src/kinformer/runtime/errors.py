@@ -213,8 +213,9 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 finite."""
 
 
-def require_ranges(values: Mapping[str, object]) -> None:
-    """Raise where a number of a config is not finite, or outside the range of its name."""
+def require_ranges(values: Mapping[str, object], least: Mapping[str, float], above: Mapping[str, float]) -> None:
+    """Raise where a number of a config is not finite, outside the range of its name, below its ``least`` value, or not
+    ``above`` its bound."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -225,6 +226,10 @@ def require_ranges(values: Mapping[str, object]) -> None:
         inside, range_text = _RANGES.get(name, (None, ""))
         if inside is not None and not inside(value):
             raise KinformerError(f"{name} must be {range_text}, but is {value:g}.")
+        if value < least.get(name, -math.inf):
+            raise KinformerError(f"{name} must be {least[name]} or more, but is {value}.")
+        if value <= above.get(name, -math.inf):
+            raise KinformerError(f"{name} must be above {above[name]}, but is {value}.")
 
 
 PATHS = (
@@ -315,16 +320,13 @@ def _plain_types(declared: type) -> dict[str, tuple[object, ...]]:
     for field in fields(declared):
         hint = hints[field.name]
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        kinds = tuple(_without_items(kind) for kind in (typing.get_args(hint) if union else (hint,)))
+        kinds = tuple(  # ``Mapping`` for ``Mapping[str, Any]``
+            origin if (origin := typing.get_origin(kind)) in _NAMES else kind
+            for kind in (typing.get_args(hint) if union else (hint,))
+        )
         if all(kind in (*_NAMES, type(None)) or typing.get_origin(kind) is Literal for kind in kinds):
             plain[field.name] = kinds
     return plain
-
-
-def _without_items(kind: object) -> object:
-    """Return ``Mapping`` for ``Mapping[str, Any]``, and other types unchanged."""
-    origin = typing.get_origin(kind)
-    return origin if origin in _NAMES else kind
 
 
 def is_of_kind(value: object, kind: object) -> bool:

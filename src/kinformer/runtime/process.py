@@ -46,18 +46,13 @@ def emulates_bfloat16() -> bool:
     return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
 
 
+@cache
 def multiplies_int8(device: str) -> bool:
     """Return whether PyTorch's int8 products are exact and faster than float32 products on the device, a kind such as
     ``cpu``."""
-    return device == "cpu" and _has_vnni()
-
-
-@cache
-def _has_vnni() -> bool:
-    import torch
-
     flags = processor() or ""
-    return torch.backends.mkldnn.is_available() and ("avx512_vnni" in flags or "avx_vnni" in flags)
+    vnni = "avx512_vnni" in flags or "avx_vnni" in flags
+    return device == "cpu" and torch.backends.mkldnn.is_available() and vnni
 
 
 # The settings that a command's process may change for good, and that functions of the package restore.

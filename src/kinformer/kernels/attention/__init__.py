@@ -381,7 +381,9 @@ def attention(
     if isinstance(k, Projected) and isinstance(v, Projected):
         # Fewer queries than features in a head: multiplying x by W_k^T q costs less than making the keys (see ``few``).
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            output = with_sink(attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
+            q, x, key, value = autocast_together(q, k.x, k.weight, v.weight)
+            k, v = Projected(x, key, k.bias), Projected(x, value, v.bias)
+            output = with_sink(attend_projected(q, k, v, visibility, scoring), scoring.sink)
             return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     if isinstance(k, Quantized) and isinstance(v, Quantized):
@@ -509,11 +511,6 @@ def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
         scoring = scoring._replace(sink=scoring.sink.repeat_interleave(groups))
     out = _chunked(q, k, v, visibility, scoring, False).out
     return Attended(out.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time])
-
-
-def _cast(q: Tensor, k: Projected, v: Projected) -> tuple[Tensor, Projected, Projected]:
-    q, x, key, value = autocast_together(q, k.x, k.weight, v.weight)
-    return q, Projected(x, key, k.bias), Projected(x, value, v.bias)
 
 
 def _checked(scoring: Scoring) -> Scoring:

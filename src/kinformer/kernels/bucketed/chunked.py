@@ -366,7 +366,8 @@ def _backward(
         grad = one.gathered("grad", grad_out, one.asking)
         tops = top[one.asking].masked_fill_(one.layout.spare, torch.inf)
         if call.k.shape[2] > call.q.shape[2]:
-            tops.masked_fill_(_of_past(one, call), torch.inf)
+            slots = call.k.shape[2]  # past tokens do not have a query
+            tops.masked_fill_(one.layout.token % slots < slots - call.q.shape[2], torch.inf)
         deltas = delta[one.asking].view(-1, one.rows)
         gradients = _gradients(one, grad, tops.view(-1, one.rows), deltas)
         lines = (one.query_slots, one.layout.line, one.layout.line)
@@ -375,12 +376,6 @@ def _backward(
     dq, dk, dv = totals
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return tuple(d.to(x.dtype).view(x.shape) for d, x in zip((dq, dk, dv), call[:3], strict=True))  # type: ignore[return-value]
-
-
-def _of_past(one: _Round, call: BucketedCall) -> Tensor:
-    """Return the lines of past tokens, which do not have a query."""
-    slots = call.k.shape[2]
-    return one.layout.token % slots < slots - call.q.shape[2]
 
 
 def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple[Tensor, Tensor, Tensor]:
