@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kinformer.blocks.experts import Experts
+from kinformer.blocks.experts import Experts, grouped_products
 from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.learning import gather_aux_losses
 from kinformer.family.build import configure
-from kinformer.kernels.grouped import grouped_products
 from kinformer.lab.evaluation.usage import record_usage
 from kinformer.runtime.errors import KinformerError
 

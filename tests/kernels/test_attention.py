@@ -250,21 +250,17 @@ def test_our_own_can_do_everything() -> None:
 
 
 BUILT = [
-    (SoftmaxAttention.Config(impl="flash"), "softmax: impl is 'flash'"),
     (SoftmaxAttention.Config(impl="flex", position=Shaw.Config()), r"tables by distance \(keys"),
     (SoftmaxAttention.Config(impl="sdpa", position=Alibi.Config()), "tables by distance"),
     (SoftmaxAttention.Config(impl="sdpa", pattern=Strided(stride=8)), "patterns but by distance"),
     (SoftmaxAttention.Config(impl="sdpa", dropout=0.1), "dropout"),
     (SoftmaxAttention.Config(impl="flex", dropout=0.1), "dropout"),
     (SoftmaxAttention.Config(impl="sdpa", score=Additive.Config()), "scores of the form additive"),
-    (BidirectionalAttention.Config(impl="flash"), "bidirectional: impl is 'flash'"),
     (BidirectionalAttention.Config(impl="sdpa", projection=MultiHeadGlobal.Config()), "global tokens"),
     (BidirectionalAttention.Config(impl="sdpa", pattern=Dilated.Config()), "patterns but by distance"),
     (EtcAttention.Config(impl="sdpa"), "etc: impl is 'sdpa'"),
     (EtcAttention.Config(impl="flex"), "etc: impl is 'flex'"),
     (CrossAttention.Config(impl="flex"), "cross: impl is 'flex'"),
-    (CrossAttention.Config(impl="flash"), "cross: impl is 'flash'"),
-    (SingleHead.Config(impl="flash"), "single_head: impl is 'flash'"),
     (Memorizing.Config(impl="sdpa"), "memorizing: impl is 'sdpa', which knows no look-up"),
     (Compressive.Config(impl="sdpa"), "compressive: impl is 'sdpa'"),
 ]
@@ -274,6 +270,12 @@ BUILT = [
 def test_mixers_refuse_it_when_they_are_built(config: Any, message: str) -> None:
     with pytest.raises(KinformerError, match=message):
         config.build(16)
+
+
+@pytest.mark.parametrize("mixer", [SoftmaxAttention, BidirectionalAttention, CrossAttention, SingleHead])
+def test_configs_refuse_unknown_names(mixer: Any) -> None:
+    with pytest.raises(KinformerError, match=f"impl of .*{mixer.Config.kind}': 'flash' is not one of 'auto', 'ref"):
+        mixer.Config(impl="flash")
 
 
 def test_segment_memory_refuses_it_in_its_config() -> None:

@@ -130,7 +130,7 @@ class ThresholdConfig(ExitRuleConfig):
     """The config of confidence rules; ``thresholds`` has one number for all exits, or one for each exit but the
     last."""
 
-    above = {"decay_tokens": 0}
+    ABOVE = {"decay_tokens": 0}
     thresholds: tuple[float, ...] = ()
     decay_tokens: float | None = None
 
@@ -289,7 +289,7 @@ class OracleConfig(ExitRuleConfig):
     rule's loss. The loss begins at the share ``since`` of training; before, exits are trained without it."""
 
     learns = True
-    least = {"penalty": 0, "alpha": 0}
+    LEAST = {"penalty": 0, "alpha": 0}
     oracle: Literal["likelihood", "correctness"] = "likelihood"
     penalty: float = 0.1
     alpha: float = 1.0
@@ -304,7 +304,7 @@ class OracleConfig(ExitRuleConfig):
 class TokenOracleConfig(OracleConfig):
     """The config of an oracle for every token; ``smoothing`` (sigma) is in tokens squared."""
 
-    least = {"smoothing": 0}
+    LEAST = {"smoothing": 0}
     smoothing: float = 0.0
 
 

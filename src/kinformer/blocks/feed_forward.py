@@ -213,7 +213,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     class Config(FeedForwardConfig):
         kind = "product_keys"
         indivisible = "every head looks values up in one table"
-        least = {"num_keys": 1, "num_heads": 1, "topk": 1, "key_dim": 1}
+        LEAST = {"num_keys": 1, "num_heads": 1, "topk": 1, "key_dim": 1}
         num_keys: int = 128  # of each half: there are num_keys ** 2 values
         num_heads: int = 4
         topk: int = 32

@@ -46,7 +46,7 @@ class ExtraTokens(GlobalInput):
     @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "extra"
-        least = {"count": 1}
+        LEAST = {"count": 1}
         count: int = 16
 
         def build(self, dim: int) -> ExtraTokens:

@@ -68,21 +68,21 @@ def _takes_part(kind: object) -> bool:
 class Config(metaclass=_Typed):
     """The base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``.
 
-    ``kind`` and ``slot`` belong to the class and are not fields. ``least`` has the least values of numbers by name, and
-    ``above`` the bounds that numbers exceed, both beside those of the bases. ``retired``: fields of earlier versions,
-    name -> value; data may still contain such a field with this value.
+    ``kind`` and ``slot`` belong to the class and are not fields. ``LEAST`` has the least values of numbers by name, and
+    ``ABOVE`` the bounds that numbers must exceed; the bounds of base classes hold too. ``retired``: fields of earlier
+    versions, name -> value; data may still contain such a field with this value.
     """
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
-    least: ClassVar[Mapping[str, float]] = {}
-    above: ClassVar[Mapping[str, float]] = {}
+    LEAST: ClassVar[Mapping[str, float]] = {}
+    ABOVE: ClassVar[Mapping[str, float]] = {}
     retired: ClassVar[Mapping[str, object]] = {}
 
     def __new__(cls, **values: object) -> Self:
         least, above = (
             {name: bound for base in reversed(cls.__mro__) for name, bound in vars(base).get(limit, {}).items()}
-            for limit in ("least", "above")
+            for limit in ("LEAST", "ABOVE")
         )
         require_ranges(values, least, above)
         return super().__new__(cls)

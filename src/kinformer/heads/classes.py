@@ -97,7 +97,7 @@ class ClassificationHead(PoolingHead):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "classification"
-        least = {"classes": 2}
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
         pooling: Pooling = "first"
@@ -129,7 +129,7 @@ class LinearClassificationHead(PoolingHead):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "linear_classification"
-        least = {"classes": 2}
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
         pooling: Pooling = "first"
@@ -151,7 +151,7 @@ class TokenClassificationHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "token_classification"
-        least = {"classes": 2}
+        LEAST = {"classes": 2}
         classes: int
         dropout: float = 0.0
 
@@ -183,7 +183,7 @@ class DistilledHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "distilled"
-        least = {"classes": 2}
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
 
@@ -216,7 +216,7 @@ class CTCHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "ctc"
-        least = {"classes": 2}
+        LEAST = {"classes": 2}
         classes: int
 
         def build(self, dim: int, input: Input) -> CTCHead:
@@ -241,7 +241,7 @@ class DiscreteActions(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "discrete_actions"
-        least = {"actions": 2}
+        LEAST = {"actions": 2}
         actions: int
         bias: bool = True
 
@@ -267,7 +267,7 @@ class ContinuousActions(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "continuous_actions"
-        least = {"action_dim": 1}
+        LEAST = {"action_dim": 1}
         action_dim: int
         low: tuple[float, ...] = ()
         high: tuple[float, ...] = ()

@@ -50,7 +50,7 @@ class LogisticMixture(Likelihood):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "logistics"
-        least = {"mixtures": 1}
+        LEAST = {"mixtures": 1}
         mixtures: int = 10
         floor: float = -7.0
 

@@ -229,7 +229,7 @@ class ModulusHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "modulus"
-        above = {"divisor": 0}
+        ABOVE = {"divisor": 0}
         inner: HeadConfig = LanguageModelHead.Config()
         divisor: float = 1.5  # of the authors' language model
 

@@ -54,7 +54,7 @@ class Pixels(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "pixels"
-        least = {"height": 1, "width": 1, "channels": 1}
+        LEAST = {"height": 1, "width": 1, "channels": 1}
         height: int = 32
         width: int = 32
         channels: int = 1
@@ -277,7 +277,7 @@ class Patches(Input):
     class Config(InputConfig):
         kind = "patches"
         whole = True
-        least = {"channels": 1, "patch": 1}
+        LEAST = {"channels": 1, "patch": 1}
         size: tuple[int, ...] = (224, 224)
         channels: int = 3
         patch: int = 16

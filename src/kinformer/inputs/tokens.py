@@ -44,7 +44,7 @@ class Tokens(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tokens"
-        least = {"vocab_size": 1, "types": 0}
+        LEAST = {"vocab_size": 1, "types": 0}
         vocab_size: int
         embedding: EmbeddingConfig = Lookup.Config()
         scale: bool = False

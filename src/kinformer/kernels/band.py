@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import kinformer.runtime.costs  # noqa: F401 (products in place are counted)
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax import (
     Attended,

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
-import kinformer.runtime.costs  # noqa: F401 (int8 products are counted)
 from kinformer.kernels import LookupImpl, names_of
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.softmax import Gathered

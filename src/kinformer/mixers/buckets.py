@@ -165,7 +165,7 @@ class LSHAttention(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lsh"
-        least = {"rounds": 1, "chunk_size": 1}
+        LEAST = {"rounds": 1, "chunk_size": 1}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -231,7 +231,7 @@ class BidirectionalLSH(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lsh"
-        least = {"rounds": 1, "chunk_size": 1}
+        LEAST = {"rounds": 1, "chunk_size": 1}
         num_heads: int = 4
         head_dim: int | None = None
         num_buckets: int = 64
@@ -311,7 +311,7 @@ class RoutingAttention(CausalMixer):
     class Config(MixerConfig):
         kind = "routing"
         indivisible = "its centroids learn by sums over all processes, which would have other heads"
-        least = {"num_clusters": 1, "window": 2, "commitment": 0}
+        LEAST = {"num_clusters": 1, "window": 2, "commitment": 0}
         num_heads: int = 4
         local_heads: int = 2
         head_dim: int | None = None

@@ -98,7 +98,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "chosen_blocks"
         by_heads = True
-        least = {"block": 1, "count": 1, "first": 0, "near": 0, "window": 1, "summary_length": 1, "summary_stride": 1}
+        LEAST = {"block": 1, "count": 1, "first": 0, "near": 0, "window": 1, "summary_length": 1, "summary_stride": 1}
         num_heads: int = 4
         head_dim: int | None = None
         projection: ProjectionConfig = MultiHead.Config()

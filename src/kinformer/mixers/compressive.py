@@ -201,7 +201,7 @@ class Compression(nn.Module):
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
     slot = "compression"
-    least = {"rate": 1}  # 1: nothing is compressed
+    LEAST = {"rate": 1}  # 1: nothing is compressed
     rate: int = 4
 
     def build(self, dim: int) -> Compression:
@@ -255,7 +255,7 @@ class DilatedConvolution(Convolution):
     @dataclass(frozen=True, kw_only=True)
     class Config(Convolution.Config):
         kind = "dilated"
-        least = {"depth": 1}
+        LEAST = {"depth": 1}
         depth: int = 2
 
         def build(self, dim: int) -> DilatedConvolution:
@@ -333,7 +333,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "compressive"
         indivisible = "its state adds up costs of all heads"
-        least = {"segment": 1, "memory": 0, "compressed": 0}
+        LEAST = {"segment": 1, "memory": 0, "compressed": 0}
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128

@@ -37,7 +37,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "separable_convolution"
-        least = {"expansion": 1}
+        LEAST = {"expansion": 1}
         kernel: int = 7
         expansion: int = 2
         bias: bool = False

@@ -68,7 +68,7 @@ class EtcAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
-        least = {"max_distance": 0}
+        LEAST = {"max_distance": 0}
         num_heads: int = 4
         head_dim: int | None = None
         pattern: PatternConfig = Window(window=84)
@@ -263,7 +263,7 @@ class StarAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
-        least = {"iterations": 1}
+        LEAST = {"iterations": 1}
         num_heads: int = 4
         head_dim: int | None = None
         iterations: int = 2

@@ -62,7 +62,7 @@ class LatentAttention(TokenMemory):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
-        least = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
+        LEAST = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -225,7 +225,7 @@ class SingleHead(TokenMemory):
     class Config(MixerConfig):
         kind = "single_head"
         indivisible = "it has one head"
-        least = {"memory": 1}
+        LEAST = {"memory": 1}
         memory: int = 1024
         dropout: float = 0.0
         eps: float = 1e-12

@@ -74,7 +74,7 @@ class Memorizing(HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
-        least = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
+        LEAST = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
         by_heads = True
         retired = {"lists": 64, "probes": 3}
         num_heads: int = 4

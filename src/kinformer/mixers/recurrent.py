@@ -295,7 +295,7 @@ class RWKV7(Crosses, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "rwkv7"
-        least = {"decay_rank": 1, "rate_rank": 1, "gate_rank": 1, "value_rank": 1}  # about dim / 8
+        LEAST = {"decay_rank": 1, "rate_rank": 1, "gate_rank": 1, "value_rank": 1}  # about dim / 8
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None

@@ -105,7 +105,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     class Config(MixerConfig):
         kind = "segment_memory"
         by_heads = True
-        least = {"segment": 1, "memory": 0}
+        LEAST = {"segment": 1, "memory": 0}
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128

@@ -79,8 +79,8 @@ IMPLIED = "implied by attention to sorted blocks: its probabilities times what e
 class SortingConfig(Config):
     """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
 
-    least = {"block": 1, "iterations": 1}
-    above = {"temperature": 0}
+    LEAST = {"block": 1, "iterations": 1}
+    ABOVE = {"temperature": 0}
     num_heads: int = 4
     head_dim: int | None = None
     block: int = 64
@@ -123,7 +123,7 @@ class SinkhornAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
-        least = {"cut": 0}
+        LEAST = {"cut": 0}
         cut: int = 0
 
         def build(self, dim: int) -> SinkhornAttention:

@@ -314,7 +314,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
-        least = {"memory": 0}
+        LEAST = {"memory": 0}
         indivisible = "its factors belong to one product, without heads"
         segment: int = 32
         memory: int = 32

@@ -25,7 +25,7 @@ class CommonConfig(ModelConfig):
     """The fields that all models have. ``norm`` follows the last layer,
     ``dropout`` falls on the first layer's input."""
 
-    least = {"dim": 1}
+    LEAST = {"dim": 1}
 
     stack: StackConfig = Sequential.Config()
     norm: NormConfig | None = None

@@ -86,7 +86,7 @@ class DecoderState(NamedTuple):
     """The state of a decoder: ``layers``, one state per use of a layer, and ``seen`` [batch] int64, the number of
     tokens of each row's sequence.
 
-    ``source`` is the part of a source that the stack itself reads (``adaptive.decoder``); ``()`` for most models.
+    ``source`` is the part of a source that the stack itself reads (``adaptive.stack``); ``()`` for most models.
     """
 
     layers: tuple[states.State, ...]
@@ -111,7 +111,7 @@ class Decoder(CommonModel):
     and logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a
     segment, or one token. With ``ahead`` the model also has heads for this many tokens beyond the next
     (:class:`Ahead`); the objective multi-token trains them, and generation may use them as drafts. Early exits add
-    to this class in ``adaptive.decoder``.
+    to this class in ``adaptive.stack``.
     """
 
     @dataclass(frozen=True, kw_only=True)

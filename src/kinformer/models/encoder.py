@@ -34,7 +34,7 @@ from kinformer.runtime.errors import KinformerError
 class ReaderConfig(Config):
     """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
 
-    least = {"global_tokens": 0}
+    LEAST = {"global_tokens": 0}
 
     layers: tuple[EncoderLayerConfig, ...]
     global_tokens: int = 0

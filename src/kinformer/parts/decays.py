@@ -74,7 +74,7 @@ class Fixed(FollowsHeads, Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "fixed"
-        above = {"first": 0}
+        ABOVE = {"first": 0}
         first: float = 5.0
 
         def build(self, dim: int, num_heads: int, features: int) -> Fixed:
@@ -108,7 +108,7 @@ class Sigmoid(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "sigmoid"
-        above = {"temperature": 0}
+        ABOVE = {"temperature": 0}
         coupled: bool = True
         temperature: float = 1.0
 
@@ -235,8 +235,8 @@ class LowRank(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"
-        least = {"rank": 1}
-        above = {"temperature": 0}
+        LEAST = {"rank": 1}
+        ABOVE = {"temperature": 0}
         rank: int = 16
         temperature: float = 16.0
 

@@ -118,7 +118,7 @@ class Quadratic(FeatureMap):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"
-        least = {"c": 0}  # its root is a feature
+        LEAST = {"c": 0}  # its root is a feature
         c: float = 1.0
 
         def build(self, head_dim: int) -> Quadratic:

@@ -73,7 +73,7 @@ class Learned(Position):
     class Config(PositionConfig):
         kind = "learned"
         bounded_by_training = True
-        least = {"max_length": 1}
+        LEAST = {"max_length": 1}
         max_length: int = 1024
         std: float = 0.02
 
@@ -107,7 +107,7 @@ class LearnedPerLayer(Position):
     class Config(PositionConfig):
         kind = "learned_per_layer"
         bounded_by_training = True
-        least = {"max_length": 1}
+        LEAST = {"max_length": 1}
         max_length: int = 512
         std: float = 0.02
 

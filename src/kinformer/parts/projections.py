@@ -42,7 +42,7 @@ from kinformer.runtime.errors import KinformerError
 class FactorsConfig(Config):
     """What the configs of such mixers share: the sizes of the decomposition."""
 
-    least = {"rank": 1, "blocks": 1, "max_length": 1, "segment": 1}
+    LEAST = {"rank": 1, "blocks": 1, "max_length": 1, "segment": 1}
     rank: int = 40
     blocks: int = 1
     positions: bool = True

@@ -54,8 +54,8 @@ class Rope(Position):
     class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
-        least = {"factor": 1, "original_length": 1}
-        above = {"attention_factor": 0}
+        LEAST = {"factor": 1, "original_length": 1}
+        ABOVE = {"attention_factor": 0}
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
         fraction: float = 1.0
@@ -304,7 +304,7 @@ class DistanceKeys(Position):
     class Config(PositionConfig):
         kind = "distance_keys"
         bounded_by_training = True
-        least = {"max_distance": 1}
+        LEAST = {"max_distance": 1}
         max_distance: int = 1024
         share_layers: bool = True
 
@@ -340,7 +340,7 @@ class Shaw(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "shaw"
-        least = {"max_distance": 1}
+        LEAST = {"max_distance": 1}
         max_distance: int = 16  # the paper's k
         on_values: bool = True  # the second term, a^V
 
@@ -398,7 +398,7 @@ class TransformerXL(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "xl"
-        least = {"clamp": 1}
+        LEAST = {"clamp": 1}
         bounded_by_training = True
         clamp: int | None = None
         share_biases: bool = True

@@ -83,7 +83,7 @@ class Capped(Score):
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "capped"
-        above = {"cap": 0}
+        ABOVE = {"cap": 0}
         cap: float = 50.0
         scale: float | None = None
 
@@ -219,7 +219,7 @@ class SoftSpan(Following, Span, Regularized):
     @dataclass(frozen=True, kw_only=True)
     class Config(SpanConfig):
         kind = "soft_span"
-        least = {"max_span": 1, "ramp": 1, "multiple": 1, "penalty": 0}
+        LEAST = {"max_span": 1, "ramp": 1, "multiple": 1, "penalty": 0}
         max_span: int = 1024
         ramp: int = 32
         initial: float = 0.0  # share of max_span
@@ -311,7 +311,7 @@ class DynamicSpan(Following, TokenSpan, Regularized):
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftSpan.Config):
         kind = "dynamic_span"
-        least = {"state_penalty": 0}
+        LEAST = {"state_penalty": 0}
         initial: float = 0.018  # share of max_span: b = -4
         bounded: bool = False
         state_penalty: float = 0.0

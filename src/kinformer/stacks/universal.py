@@ -85,7 +85,7 @@ class ACT(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HaltingConfig):
         kind = "act"
-        least = {"weight": 0}
+        LEAST = {"weight": 0}
         output: Literal["basic", "accumulated"] = "basic"
         threshold: float = 0.99
         bias: float = 1.0
@@ -146,7 +146,7 @@ class Universal(Stack):
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "universal"
-        least = {"steps": 1}
+        LEAST = {"steps": 1}
         steps: int = 6
         halting: HaltingConfig | None = None
 

@@ -26,7 +26,7 @@ from kinformer.kernels.bucketed.chunked import PAIRS, SPARE, BucketedCall, atten
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
 from kinformer.kernels.softmax import Attended
 from kinformer.runtime.autograd import no_autocast, transformed
-from kinformer.runtime.costs import scratch
+from kinformer.runtime.compiling import scratch
 from kinformer.runtime.errors import KinformerError
 
 # Attention within buckets pair by pair: every condition of the definition over all pairs, in any dtype.

@@ -38,7 +38,7 @@ from kinformer.kernels.chosen.choice import (
 )
 from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall, attend_few
 from kinformer.runtime.autograd import transformed
-from kinformer.runtime.costs import scratch
+from kinformer.runtime.compiling import scratch
 from kinformer.runtime.errors import KinformerError
 
 # Attention to chosen blocks pair by pair: which keys a query sees as a mask over all pairs, in any dtype.

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.inputs.filterbank import CHARACTERS
+from kinformer.inputs.signals import CHARACTERS
 from kinformer.lab.data.files import SourceFile, content_of, fingerprint_of, folder_files, reading_corpus, single_file
 from kinformer.lab.data.images import SPLITS
 from kinformer.lab.data.labelled import TableFormat, lines_of, read_cells

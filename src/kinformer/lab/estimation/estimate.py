@@ -50,8 +50,7 @@ from kinformer.lab.estimation.parts import (
     measure_state,
     without_data,
 )
-from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.costs import scratch_bytes
+from kinformer.runtime.compiling import scratch_bytes, unallocated
 from kinformer.runtime.errors import KinformerError, choose
 
 # The rules of thumb of the field for plain decoders, printed beside the counted costs.

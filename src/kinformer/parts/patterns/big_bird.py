@@ -41,7 +41,7 @@ class RandomBlocks(ChosenBlocks):
         """The config; ``num_heads``: the number of heads with different draws; None: all heads share one draw."""
 
         kind = "random_blocks"
-        least = {"block": 1, "count": 1, "num_heads": 1}
+        LEAST = {"block": 1, "count": 1, "num_heads": 1}
         block: int = 64
         count: int = 3
         seed: int = 0
@@ -124,7 +124,7 @@ class BigBird(Unsized):
         """
 
         kind = "big_bird"
-        least = {"block": 1, "random": 0, "num_heads": 1, "length": 1}
+        LEAST = {"block": 1, "random": 0, "num_heads": 1, "length": 1}
         block: int = 64
         random: int = 3
         seed: int = 0

@@ -25,7 +25,7 @@ class Image1D(PatternConfig):
     """
 
     kind = "image_1d"
-    least = {"block": 1}
+    LEAST = {"block": 1}
     block: int = 256
     masked: bool = True
 
@@ -86,7 +86,7 @@ class Image2D(Pattern):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "image_2d"
-        least = {"flange_height": 0, "flange_width": 0}
+        LEAST = {"flange_height": 0, "flange_width": 0}
         height: int = 32
         width: int = 32
         block_height: int = 8

@@ -226,7 +226,7 @@ class Window(PatternConfig):
     """
 
     kind = "window"
-    least = {"window": 0}
+    LEAST = {"window": 0}
     window: int = 256
     dilation: int = 1
     dilations: tuple[int, ...] = ()
@@ -254,7 +254,7 @@ class Local(Band):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
-        least = {"window": 1, "ahead": 0}
+        LEAST = {"window": 1, "ahead": 0}
         window: int = 256  # keys, the token itself counted
         ahead: int = 0
 
@@ -271,7 +271,7 @@ class Columns(Comb):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "columns"
-        least = {"stride": 1}
+        LEAST = {"stride": 1}
         stride: int = 128
 
         def build(self) -> Columns:
@@ -288,7 +288,7 @@ class Strided(PatternConfig):
     """
 
     kind = "strided"
-    least = {"stride": 1}
+    LEAST = {"stride": 1}
     stride: int = 128
     part: Literal["both", "local", "columns"] = "both"
 
@@ -315,7 +315,7 @@ class Blocks(Pattern):
         it in an ``intersection`` with ``causal``."""
 
         kind = "blocks"
-        least = {"block": 1, "back": 0, "front": 0}
+        LEAST = {"block": 1, "back": 0, "front": 0}
         block: int = 128
         back: int = 0
         front: int = 0
@@ -457,7 +457,7 @@ class Dilated(Comb):
         dilation per head, instead of ``dilation``."""
 
         kind = "dilated"
-        least = {"window": 1, "ahead": 0}
+        LEAST = {"window": 1, "ahead": 0}
         window: int = 256
         ahead: int = 0
         dilation: int = 2
@@ -519,7 +519,7 @@ class Blockwise(ChosenBlocks):
         """
 
         kind = "blockwise"
-        least = {"block": 1}
+        LEAST = {"block": 1}
         block: int | None = 128
         permutations: tuple[tuple[int, ...], ...] = ((0, 1),)
 
@@ -627,7 +627,7 @@ class Segments(Pattern):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "segments"
-        least = {"segment": 1, "memory": 0}
+        LEAST = {"segment": 1, "memory": 0}
         segment: int = 128
         memory: int = 128
 
@@ -670,7 +670,7 @@ class Sinks(Pattern):
         """The config; ``window`` counts the token itself."""
 
         kind = "sinks"
-        least = {"window": 1}
+        LEAST = {"window": 1}
         count: int = 4
         window: int = 256
 
@@ -714,7 +714,7 @@ class GlobalTokens(Pattern):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
         kind = "global_tokens"
-        least = {"count": 1}
+        LEAST = {"count": 1}
         count: int = 1
 
         def build(self) -> GlobalTokens:
