@@ -378,7 +378,7 @@ class ServeOptions(RunOptions):
     """The options of a server for a trained run."""
 
     host: str = "127.0.0.1"
-    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks. The server is without a password."""
+    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks; then give an `api_key` too."""
     port: int = 8000
     """The port; 0 takes a free one."""
     name: str | None = None
@@ -397,12 +397,17 @@ class ServeOptions(RunOptions):
     """End the answer of a chat before this text; may be given again."""
     seed: int | None = None
     """The seed of requests that name none; a new one for each if not given."""
+    api_key: str | None = None
+    """The key that clients must send, as OpenAI's clients send it; the value of the variable KINFORMER_API_KEY if not
+    given, which other users of the machine cannot read. Without either, the server asks for no key."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     quiet: bool = False
     """Print nothing but errors."""
 
     def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise KinformerError("`api_key` is empty; give a key, or leave it out.")
         for name in ("max_streams", "max_state_bytes", "chunk"):
             require(name, getattr(self, name), 1)
         for name in ("port", "max_waiting"):

@@ -86,7 +86,8 @@ class TextListener:
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
         """Pass on the text that the token completes; return whether the token or a stop string ends the copy."""
         choice = self._choice(copy)
-        choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
+        if token not in self._ends:
+            choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
         if text := choice.text.feed(token):
             self._send(Piece(self._first + copy, text, choice.show(text)))
         return choice.text.stopped

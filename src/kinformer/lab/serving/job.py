@@ -122,6 +122,7 @@ class Job:
             tokens=np.array(tokens, np.int64),
             listener=listener,
             sampling=body.sampling,
+            penalties=body.penalties,
             max_new_tokens=new or 0,
             copies=body.n,
             first_stream=first,
@@ -179,7 +180,9 @@ class _Counting(TextListener):
     """A listener that also counts the tokens of its job."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, first: int, before: list[int]) -> None:
-        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model), before)
+        body = job.body
+        ends = (*body.stop_tokens, *(() if body.ignore_eos else ends_of_text(job.engine.model)))
+        super().__init__(job._send, tokenizer, body.stops, first, ends, before)
         self._job = job
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
