@@ -298,8 +298,8 @@ def test_evaluates_with_another_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"segment": 0}, "segment must be 1 token"),
-        ({"memory": -1}, "memory must be 0 tokens"),
+        ({"segment": 0}, "segment must be 1 or more"),
+        ({"memory": -1}, "memory must be 0 or more"),
         ({"memory": 0, "same_length": True}, "memory is 0"),
         ({"impl": "flex"}, "flex"),
     ],
