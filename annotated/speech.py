@@ -218,7 +218,7 @@ class Windowed(nn.Module):
         self.inner = model
 
     def forward(self, frames):
-        from kinformer.inputs.filterbank import windows
+        from kinformer.inputs.signals import windows
 
         return self.inner(torch.stack([windows(row, 7, 4) for row in frames]))
 
@@ -244,7 +244,7 @@ MIXERS = {
 
 
 def proof():
-    from kinformer.inputs.filterbank import Filterbank, normalised
+    from kinformer.inputs.signals import Filterbank, normalised
     from kinformer.lab.tasks.speech import ctc_nats
 
     sound = torch.randn(4000)

@@ -5,7 +5,7 @@
     first sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside
     SDPA falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all
     keys convolution short convolutions with gradients of their own (parts/projections.py), beside autograd's few rows
-    a step of generation by PyTorch's own products (runtime/matmul.py), beside oneDNN's
+    a step of generation by PyTorch's own products (runtime/process.py), beside oneDNN's
 
 Steps of generation are recorded; ``step_recording.py`` measures what recording is worth. Sets and few rows concern
 processes in which oneDNN makes float32 products, which a command has on processors without AMX. They are measured in a
@@ -32,14 +32,13 @@ from kinformer.family.build import configure
 from kinformer.generation import session as steps
 from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.kernels import AttentionImpl
+from kinformer.kernels import block_sparse as tiles
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.block_sparse import chunked as tiles
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax import Projected
 from kinformer.parts.projections import by_autograd, shifted_sum
 from kinformer.parts.relative_positions import Alibi
-from kinformer.runtime.process import begin_process
-from kinformer.runtime.processor import has_amx
+from kinformer.runtime.process import begin_process, has_amx
 
 ONEDNN = "--onednn"
 HEADS, HEAD_DIM = 8, 64

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -34,12 +34,12 @@ from kinformer.core.encoder import GLOBAL
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.latent import FORMS, LatentAttention
+from kinformer.mixers.latent import Form, LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
 from kinformer.parts.decays import Sigmoid
-from kinformer.parts.output_parts import GATES
+from kinformer.parts.output_parts import Gate
 from kinformer.parts.patterns.sequence import Causal, Full, Intersection, Local
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError
@@ -142,7 +142,7 @@ def combinations(seed: int = 0) -> Iterator[Combination]:
         pair = draw.choice(fitting[model] if draw.random() < FITTING else pairs)
         found = dict(zip((*SLOTS, *ALONG), (*chosen, *pair), strict=True))
         fades = model == "decoder" and number % 4 == 0
-        yield Combination(model, draw.choice((2, 4)), found, draw.choice(GATES), fades)
+        yield Combination(model, draw.choice((2, 4)), found, draw.choice(get_args(Gate)), fades)
 
 
 def latent_combinations(seed: int = 0) -> Iterator[Combination]:
@@ -155,7 +155,7 @@ def latent_combinations(seed: int = 0) -> Iterator[Combination]:
     ends = {slot: smallest(table[slot][kind]) for slot, kind in (("head", "language"), ("embedding", "lookup"))}
     for chosen in crossed:
         found = dict(zip(slots, chosen, strict=True)) | ends
-        yield Combination(draw.choice(FORMS[1:]), draw.choice((2, 4)), found, draw.choice(GATES))
+        yield Combination(draw.choice(get_args(Form)[1:]), draw.choice((2, 4)), found, draw.choice(get_args(Gate)))
 
 
 def _fit(model: str, head: Any, embedding: Any) -> bool:

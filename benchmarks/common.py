@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.runtime.process import begin_process
-from kinformer.runtime.processor import has_amx
+from kinformer.runtime.process import begin_process, has_amx
 
 RESULTS = Path(__file__).parent / "results"
 EXTRA = "'kinformer[peers]'"

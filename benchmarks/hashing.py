@@ -40,7 +40,7 @@ from common import (
     text_bytes,
 )
 from kinformer.kernels.bucketed import bucketed_attention, members
-from kinformer.kernels.bucketed.equal import balanced_attention, sorted_attention
+from kinformer.kernels.bucketed.chunked import balanced_attention, sorted_attention
 from kinformer.mixers.buckets import Centroids, Hashes, normalised
 
 MEMBERS = ("reformer", "routing", "gpt")

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from common import Contestant, arguments, interleave, prepare, save, show
+from kinformer.core.attention_state import KeysValues
 from kinformer.core.contract import Chunk
-from kinformer.core.reserved import KeysValues
 from kinformer.kernels.lookup import MemorySlice, Search, look_up
 from kinformer.mixers.memorizing import Memorizing, MemorizingState
 

@@ -22,8 +22,9 @@ from torch.nn import functional
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.core.parts import PositionConfig
 from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels import block_sparse as chunked
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.block_sparse import chunked, explain
+from kinformer.kernels.block_sparse import explain
 from kinformer.parts.patterns.big_bird import RandomBlocks
 from kinformer.parts.patterns.images import Image1D, Image2D
 from kinformer.parts.patterns.sequence import Blockwise, Dilated, Fixed, GlobalTokens, Strided

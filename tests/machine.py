@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-from kinformer.runtime import processor
+from kinformer.runtime import process as processor
 
 FLAGS = {"AMX": "avx512f avx512_bf16 amx_tile amx_bf16", "AVX-512 and bfloat16": "avx512f avx512_bf16", "other": "avx2"}
 """Flags of a processor of each class of the measured tables."""
 
 
 def pretend(name):
-    """Have the library take this processor for one of the class ``name``; call this before it is imported further."""
+    """Have the library take this processor for one of the class ``name``; call this before kernels are imported."""
     flags = f"flags\t\t: fpu {FLAGS[name]}\n"
     processor.processor = lambda: flags
     processor.processor_class.cache_clear()
+    processor._EMULATED = processor.emulates_bfloat16()
 
 
 def product_tolerance(setting):

@@ -73,7 +73,7 @@ def test_a_worker_ends_with_its_parent(tmp_path):
 PARENT = """
 import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
-from kinformer.runtime.children import end_with_parent
+from kinformer.lab.children import end_with_parent
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)

@@ -10,8 +10,7 @@ from pathlib import Path
 from generator.text import contents, escaped, html, literal, page, papers, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
-from kinformer.family.kinds import kinds, named_parts
-from kinformer.family.settings import meaning
+from kinformer.family.kinds import kinds, meaning, named_parts
 from kinformer.lab.drawing.text import SLOTS, built_by, described
 
 TITLES = {

@@ -244,7 +244,7 @@ def test_the_threshold_falls_with_the_position():
         ("gpt", {"stack": {"kind": "exits", "after": [9]}}, "but there are 2 layers"),
         ("gpt", {"stack": {"kind": "exits", "after": [2]}}, "no token could leave before the last layer"),
         ("gpt", {"stack": {"kind": "exits", "samples": 2}}, 'add set=."stack.training": "mixed"}'),
-        ("gpt", {"stack": {"kind": "exits", "samples": 0}}, "stack.samples must be 1 or more"),
+        ("gpt", {"stack": {"kind": "exits", "samples": 0}}, "samples must be 1 or more"),
         ("gpt", {"stack": {"kind": "exits", "classifiers": "separate"}}, 'give set=."head.tied": False'),
         ("gpt", {"stack": {"kind": "exits", "rule": {"kind": "saturation", "thresholds": [1, 1, 1]}}}, "has 3 numbers"),
         ("gpt", {"stack": {"kind": "exits", "rule": {"kind": "saturation", "decay_tokens": 0.0}}}, "must be above 0"),

@@ -144,8 +144,8 @@ def test_it_exits_at_the_last_layer_where_it_is_told_to():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"penalty": -1.0}, "rule.penalty must be 0 or more"),
-        ({"smoothing": -1.0}, "rule.smoothing must be 0 or more"),
+        ({"penalty": -1.0}, "penalty must be 0 or more"),
+        ({"smoothing": -1.0}, "smoothing must be 0 or more"),
         ({"since": 1.5}, "rule.since is a share of training"),
     ],
 )

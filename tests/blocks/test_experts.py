@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kinformer.blocks.experts import Experts
+from kinformer.blocks.experts import Experts, grouped_products
 from kinformer.blocks.feed_forward import SwiGLU
 from kinformer.core.learning import gather_aux_losses
 from kinformer.family.build import configure
-from kinformer.kernels.grouped import grouped_products
 from kinformer.lab.evaluation.usage import record_usage
 from kinformer.runtime.errors import KinformerError
 
@@ -190,8 +189,8 @@ def test_what_a_token_uses_and_how_often_experts_are_chosen():
     ("changes", "sentence"),
     [
         ({"topk": 7}, "topk must be from 1 to num_experts = 6"),
-        ({"router": "hash"}, "router of experts"),
-        ({"impl": "sdpa"}, "impl of experts"),
+        ({"router": "hash"}, "router of the feed_forward 'experts'"),
+        ({"impl": "sdpa"}, "impl of the feed_forward 'experts'"),
         ({"hidden_dim": 0}, "hidden_dim must be 1 or more"),
         ({"balance": -1.0}, "balance must be 0 or more"),
         ({"scale": 0.0}, "scale must be above 0"),

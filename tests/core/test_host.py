@@ -3,8 +3,8 @@
 import pytest
 
 from kinformer.generation import packed
-from kinformer.kernels.attention import route
-from kinformer.runtime import processor
+from kinformer.kernels.attention import TABLE
+from kinformer.runtime import process as processor
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_processors_are_told_apart(flags: str | None, expected: str, monkeypatch
         assert processor.emulates_bfloat16() == (expected == "other" and "sse2" in (flags or ""))
     finally:
         processor.processor_class.cache_clear()
-    assert expected in route.TABLE and expected in packed.LEAST
+    assert expected in TABLE and expected in packed.LEAST

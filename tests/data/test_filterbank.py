@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.inputs.filterbank import FLOOR, Filterbank, RunningNorm, mel_filters, normalised, windows
+from kinformer.inputs.signals import FLOOR, Filterbank, RunningNorm, mel_filters, normalised, windows
 from kinformer.runtime.errors import KinformerError
 
 RATE, MELS = 2000, 5

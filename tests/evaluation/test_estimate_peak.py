@@ -17,7 +17,7 @@ from kinformer.lab.estimation.estimate import Live, estimate, peak
 from kinformer.lab.estimation.parts import outputs
 from kinformer.lab.runs.describe import objective_cost
 from kinformer.lab.tasks.next_token import DeepSupervision
-from kinformer.runtime.workspace import scratch_bytes
+from kinformer.runtime.compiling import scratch_bytes
 
 
 def test_peak_of_a_process_is_what_a_step_holds_and_more():

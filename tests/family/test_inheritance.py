@@ -8,9 +8,9 @@ import torch
 import kinformer
 from kinformer.core.config import override
 from kinformer.family.build import configure
-from kinformer.family.inheritance import inheritance, inherited_config, places_of
 from kinformer.family.kinds import kinds
 from kinformer.lab.cli.main import main
+from kinformer.lab.runs.inheritance import inheritance, inherited_config, places_of
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 

@@ -9,10 +9,10 @@ import kinformer
 from kinformer.core.config import override, to_dict
 from kinformer.core.encoder import LOCAL
 from kinformer.family.build import configure
-from kinformer.family.inheritance import inheritance, inherited_config
 from kinformer.family.kinds import kinds
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.corpus import STDLIB
+from kinformer.lab.runs.inheritance import inheritance, inherited_config
 from kinformer.lab.runs.run import Run, open_run, save_weights
 from kinformer.lab.tasks.table import task_of
 from kinformer.runtime.errors import KinformerError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kinformer.core.config import Config, field_types
-from kinformer.family.recipe import Recipe, part, translating
+from kinformer.family.record import Recipe, part, translating
 from kinformer.family.table import MEMBERS
 
 DIGESTS = Path(__file__).with_name("recipes.json")

@@ -13,7 +13,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
 from kinformer.core.state import pop_aux
-from kinformer.kernels.bucketed.equal import balanced_attention
+from kinformer.kernels.bucketed.chunked import balanced_attention
 from kinformer.mixers.buckets import Centroids, RoutingAttention
 from kinformer.runtime.errors import KinformerError
 

@@ -11,8 +11,7 @@ import pytest
 from kinformer.core.config import Config, field_types
 from kinformer.core.parts import FeatureMapConfig
 from kinformer.family.build import configure
-from kinformer.family.kinds import kinds
-from kinformer.family.settings import TABLE, group_of, groups, meaning, meanings, meanings_in
+from kinformer.family.kinds import TABLE, group_of, groups, kinds, meaning, meanings, meanings_in
 from kinformer.lab.cli.family import explained
 
 SHORTEST, LONGEST = 12, 110

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.reserved import ReservedSlots
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.state import difference, reserve, select_rows, value
 from kinformer.generation.beam import Search, beam_search
 from kinformer.runtime.errors import KinformerError

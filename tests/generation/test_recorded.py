@@ -25,7 +25,7 @@ from kinformer.generation.recording import (
     record,
 )
 from kinformer.generation.session import Session
-from kinformer.kernels.attention import route
+from kinformer.kernels.attention import _CPU, TABLE
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import trusted_arguments
 from tests.members import CAUSAL
@@ -314,7 +314,7 @@ def test_without_the_interpreter_sessions_step_in_python(gpt, prompt, monkeypatc
 
 def test_what_depends_on_the_length_is_found_before(gpt, monkeypatch):
     few = ready(gpt)[1].layers[0][0].capacity * 2 * 8  # between now and the end of the buffers: another kernel
-    monkeypatch.setitem(route.TABLE, route._CPU, route.TABLE[route._CPU]._replace(few_keys=few))
+    monkeypatch.setitem(TABLE, _CPU, TABLE[_CPU]._replace(few_keys=few))
     refused = refusal(gpt)
     assert "depends on the length" in str(refused)
     assert refused.steps > 0

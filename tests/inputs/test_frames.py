@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import kinformer
-from kinformer.inputs.filterbank import windows
-from kinformer.inputs.signals import Frames
+from kinformer.inputs.signals import Frames, windows
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 

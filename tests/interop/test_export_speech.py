@@ -8,7 +8,7 @@ import transformers
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.inputs.filterbank import CHARACTERS
+from kinformer.inputs.signals import CHARACTERS
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.speech import CTC, Listener, SpeechBatch
 from kinformer.runtime.errors import KinformerError

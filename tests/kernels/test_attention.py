@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
+from kinformer.kernels import attention as route
 from kinformer.kernels import band, block_sparse
 from kinformer.kernels.attention import (
     Attended,
@@ -23,7 +24,6 @@ from kinformer.kernels.attention import (
     check_impl,
     choose_impl,
     merge,
-    route,
 )
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
@@ -203,7 +203,7 @@ def test_merging_is_for_results_with_their_log_sum_exps() -> None:
         merge(one, one)
 
 
-@pytest.mark.parametrize("call", [band.BandCall, block_sparse.chunked.Call])
+@pytest.mark.parametrize("call", [band.BandCall, block_sparse.Call])
 def test_operators_name_their_arguments(call: Any) -> None:
     name = "band_attention" if call is band.BandCall else "block_sparse_attention"
     for operator in (name, f"{name}_backward"):
@@ -250,21 +250,17 @@ def test_our_own_can_do_everything() -> None:
 
 
 BUILT = [
-    (SoftmaxAttention.Config(impl="flash"), "softmax: impl is 'flash'"),
     (SoftmaxAttention.Config(impl="flex", position=Shaw.Config()), r"tables by distance \(keys"),
     (SoftmaxAttention.Config(impl="sdpa", position=Alibi.Config()), "tables by distance"),
     (SoftmaxAttention.Config(impl="sdpa", pattern=Strided(stride=8)), "patterns but by distance"),
     (SoftmaxAttention.Config(impl="sdpa", dropout=0.1), "dropout"),
     (SoftmaxAttention.Config(impl="flex", dropout=0.1), "dropout"),
     (SoftmaxAttention.Config(impl="sdpa", score=Additive.Config()), "scores of the form additive"),
-    (BidirectionalAttention.Config(impl="flash"), "bidirectional: impl is 'flash'"),
     (BidirectionalAttention.Config(impl="sdpa", projection=MultiHeadGlobal.Config()), "global tokens"),
     (BidirectionalAttention.Config(impl="sdpa", pattern=Dilated.Config()), "patterns but by distance"),
     (EtcAttention.Config(impl="sdpa"), "etc: impl is 'sdpa'"),
     (EtcAttention.Config(impl="flex"), "etc: impl is 'flex'"),
     (CrossAttention.Config(impl="flex"), "cross: impl is 'flex'"),
-    (CrossAttention.Config(impl="flash"), "cross: impl is 'flash'"),
-    (SingleHead.Config(impl="flash"), "single_head: impl is 'flash'"),
     (Memorizing.Config(impl="sdpa"), "memorizing: impl is 'sdpa', which knows no look-up"),
     (Compressive.Config(impl="sdpa"), "compressive: impl is 'sdpa'"),
 ]
@@ -274,6 +270,12 @@ BUILT = [
 def test_mixers_refuse_it_when_they_are_built(config: Any, message: str) -> None:
     with pytest.raises(KinformerError, match=message):
         config.build(16)
+
+
+@pytest.mark.parametrize("mixer", [SoftmaxAttention, BidirectionalAttention, CrossAttention, SingleHead])
+def test_configs_refuse_unknown_names(mixer: Any) -> None:
+    with pytest.raises(KinformerError, match=f"impl of .*{mixer.Config.kind}': 'flash' is not one of 'auto', 'ref"):
+        mixer.Config(impl="flash")
 
 
 def test_segment_memory_refuses_it_in_its_config() -> None:
@@ -322,7 +324,7 @@ def test_the_names_of_implementations_stand_in_one_place():
 
     from kinformer.core.config import field_types
     from kinformer.family.kinds import kinds
-    from kinformer.kernels.impls import Impl
+    from kinformer.kernels import Impl
 
     names = {name for kind in get_args(Impl) for name in get_args(kind)}
     mixers = [part for slot in ("mixer", "encoder_mixer") for part in kinds()[slot].values()]

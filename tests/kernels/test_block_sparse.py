@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels import block_sparse as chunked
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, reference, slot_sums
-from kinformer.kernels.block_sparse import chunked, explain
+from kinformer.kernels.block_sparse import explain
 from kinformer.kernels.block_sparse.plan import Interval, plan
 from kinformer.parts.patterns.big_bird import BigBird, RandomBlocks
 from kinformer.parts.patterns.images import Image1D, Image2D

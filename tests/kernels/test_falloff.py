@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels import block_sparse as chunked
 from kinformer.kernels.attention import Scoring, Visibility, reference
-from kinformer.kernels.block_sparse import chunked
-from kinformer.kernels.block_sparse.chunked import Blocks
+from kinformer.kernels.block_sparse import Blocks
 from kinformer.kernels.block_sparse.scores import WORTH, reaches
 from kinformer.parts.patterns.sequence import Local
 from kinformer.parts.relative_positions import Alibi

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band, Pattern
-from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, route
+from kinformer.kernels import attention as route
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl
 from kinformer.parts.patterns.sequence import Blockwise, Fixed, Strided
 from kinformer.runtime import compiling
 

@@ -6,9 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
-from kinformer.kernels.lookup import MemorySlice, Search, look_up
-from kinformer.kernels.lookup.memories import Floats, Integers, numbered
-from kinformer.runtime.processor import multiplies_int8
+from kinformer.kernels.lookup import Floats, Integers, MemorySlice, Search, look_up, numbered
+from kinformer.runtime.process import multiplies_int8
 
 HEADS, MEMORIES, WIDTH = 2, 8192, 64
 KINDS = ("even", "one dimension", "keys of one dimension", "nearly the same")

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kinformer.core.pattern import Band
+from kinformer.kernels import attention as route
 from kinformer.kernels import band as chunked
-from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, merge, route
+from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, choose_impl, merge
 from kinformer.kernels.band import Layout, limits
 from kinformer.runtime import process
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.matmul import by_onednn, few_rows
+from kinformer.runtime.process import by_onednn, few_rows
 from tests.machine import product_tolerance
 
 BANDS = [

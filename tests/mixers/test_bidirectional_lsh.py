@@ -8,7 +8,7 @@ import torch
 
 import kinformer
 from kinformer.kernels.bucketed import bucketed_attention, members
-from kinformer.kernels.bucketed.equal import sorted_attention
+from kinformer.kernels.bucketed.chunked import sorted_attention
 from kinformer.mixers.buckets import BidirectionalLSH, normalised
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import ENCODER_CHECKS, EncoderMixerSubject

@@ -309,17 +309,17 @@ def test_it_compiles(settings):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"block": 0}, "block of chosen_blocks must be 1 or more, but is 0"),
-        ({"window": 0}, "window of chosen_blocks must be 1 or more"),
+        ({"block": 0}, "block must be 1 or more, but is 0"),
+        ({"window": 0}, "window must be 1 or more"),
         ({"count": 3, "first": 1, "near": 1}, "leave none of count = 3 to choose; let count be 4 or more"),
         ({"shared_choice": True}, "shared_choice is for heads that share keys"),
         ({"position": Alibi.Config()}, "acts by the distance of a query and a key"),
         ({"projection": Convolved.Config()}, "looks at earlier tokens"),
-        ({"impl": "sdpa"}, "impl of chosen_blocks"),
-        ({"compression": "max"}, "compression of chosen_blocks"),
+        ({"impl": "sdpa"}, "impl of the mixer 'chosen_blocks'"),
+        ({"compression": "max"}, "compression of the mixer 'chosen_blocks'"),
         ({"summary_stride": 16}, "summaries are of compression, but compression is none"),
         ({"compression": "mean", "summary_length": 32, "summary_stride": 24}, "summary_stride = 24 of chosen"),
-        ({"compression": "mean", "summary_stride": 0}, "summary_stride of chosen_blocks must be 1 or more, but is 0"),
+        ({"compression": "mean", "summary_stride": 0}, "summary_stride must be 1 or more, but is 0"),
     ],
 )
 def test_what_it_refuses(changes, sentence):

@@ -297,7 +297,7 @@ def test_generates_with_packed_weights():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compressed": -1}, "compressed must be 0 vectors"),
+        ({"compressed": -1}, "compressed must be 0 or more"),
         ({"segment": 6}, "segment = 6 is not a multiple of the compression's rate of 4, .* use 8"),
         ({"memory": 129}, "memory = 129 is not a multiple"),
     ],

@@ -9,7 +9,8 @@ from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
-from kinformer.kernels.attention import Scoring, Visibility, attention, decayed
+from kinformer.kernels import attention as decayed
+from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.decays import Fixed, LowRank, Sigmoid
@@ -161,7 +162,7 @@ def test_what_cannot_decay_is_refused():
         ({"pattern": Sinks.Config(count=2, window=4)}, "leave one out"),
         ({"position": DistanceAware.Config()}, "leave one out"),
         ({"projection": KVShift.Config(inner=Convolved.Config())}, "cannot stand around 'convolved'"),
-        ({"head_norm": "layer"}, "head_norm: 'layer' is unknown"),
+        ({"head_norm": "layer"}, "head_norm of the mixer 'softmax': 'layer' is not one of"),
     ):
         with pytest.raises(KinformerError, match=message):
             SoftmaxAttention.Config(**{"decay": GATE, **settings}).build(DIM)

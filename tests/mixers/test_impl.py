@@ -12,7 +12,7 @@ from kinformer.runtime.errors import KinformerError
 
 @pytest.mark.parametrize("mixer", [LinearAttention, LSTM])
 def test_unknown_names(mixer):
-    with pytest.raises(KinformerError, match=rf"impl of {mixer.Config.kind}: 'chunky' is unknown"):
+    with pytest.raises(KinformerError, match=rf"impl of the mixer '{mixer.Config.kind}': 'chunky' is not one of"):
         mixer.Config(impl="chunky")
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.core.attention_state import Quantized, packed, unpacked
 from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
-from kinformer.core.reserved import Quantized, packed, unpacked
 from kinformer.core.state import nbytes, reserve
 from kinformer.generation.session import Session
 from kinformer.kernels import attention
@@ -17,7 +17,7 @@ from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.decays import Sigmoid
 from kinformer.parts.patterns.sequence import Local
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.processor import multiplies_int8
+from kinformer.runtime.process import multiplies_int8
 from kinformer.testing import CHECKS, MixerSubject
 
 from .made import DIM, built, inputs

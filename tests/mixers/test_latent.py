@@ -185,7 +185,7 @@ def test_a_packed_model_keeps_the_matrices_that_queries_absorb():
         ({"position": Rope.Config(), "rotary_dim": 0}, "rotary_dim = 0 leaves none"),
         ({"score": Additive.Config()}, "not a function of the product"),
         ({"pattern": Sinks.Config(count=1, window=3)}, "keep their first tokens"),
-        ({"form": "both"}, "form of latent attention"),
+        ({"form": "both"}, "form of the mixer 'latent': 'both' is not one of"),
         ({"latent_dim": 0}, "latent_dim must be 1 or more"),
     ],
 )

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.core.attention_state import KeysValues
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import Chunk
 from kinformer.core.parts import merge_heads
-from kinformer.core.reserved import KeysValues
 from kinformer.core.state import nbytes
 from kinformer.family.kinds import kinds
 from kinformer.kernels.attention import Scoring, Visibility, attention

@@ -57,5 +57,5 @@ def test_without_an_activation_it_is_kernel_attention():
 def test_the_recipe_and_a_wrong_activation():
     model = kinformer.build("fast-weights", recipe="tiny-outer", vocab_size=23)
     assert model(torch.zeros(1, 5, dtype=torch.int64))[0].shape == (1, 5, 23)
-    with pytest.raises(KinformerError, match="activation of outer_product"):
+    with pytest.raises(KinformerError, match="activation of the mixer 'outer_product'"):
         SMALL.replace(activation="softmax")

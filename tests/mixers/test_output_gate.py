@@ -99,5 +99,5 @@ def test_a_trace_reads_the_probabilities_before_the_gate(gate):
 
 
 def test_an_unknown_gate_is_refused():
-    with pytest.raises(KinformerError, match="gate: 'heads' is unknown"):
+    with pytest.raises(KinformerError, match="gate of the mixer 'softmax': 'heads' is not one of"):
         SoftmaxAttention.Config(gate="heads").build(DIM)

@@ -83,7 +83,7 @@ def test_where_nothing_is_erased_it_is_linear_attention_with_a_decay_by_channel(
 def test_what_is_refused():
     with pytest.raises(KinformerError, match="rwkv7: impl='triton' takes at most 256 features and values a head"):
         RWKV7.Config(num_heads=1, head_dim=512, impl="triton").build(16)
-    with pytest.raises(KinformerError, match="gate_rank = 0 must be 1 or more"):
+    with pytest.raises(KinformerError, match="gate_rank must be 1 or more, but is 0"):
         RWKV7.Config(gate_rank=0)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import Chunk
-from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import nbytes, reserve
 from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
@@ -298,8 +298,8 @@ def test_evaluates_with_another_memory():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"segment": 0}, "segment must be 1 token"),
-        ({"memory": -1}, "memory must be 0 tokens"),
+        ({"segment": 0}, "segment must be 1 or more"),
+        ({"memory": -1}, "memory must be 0 or more"),
         ({"memory": 0, "same_length": True}, "memory is 0"),
         ({"impl": "flex"}, "flex"),
     ],

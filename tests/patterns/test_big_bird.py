@@ -221,11 +221,11 @@ def test_a_decoder_must_say_where_texts_end(pattern):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block": 0}, "block must be 1 token or more"),
-        ({"random": -1}, "random must be 0 blocks"),
+        ({"block": 0}, "block must be 1 or more"),
+        ({"random": -1}, "random must be 0 or more"),
         ({"seed": 2**32}, "seed must be"),
-        ({"num_heads": 0}, "num_heads must be 1 or more, or none"),
-        ({"length": 0}, "length must be 1 or more, or none"),
+        ({"num_heads": 0}, "num_heads must be 1 or more"),
+        ({"length": 0}, "length must be 1 or more"),
     ],
 )
 def test_what_is_refused(options, message):

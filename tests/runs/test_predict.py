@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.inputs.filterbank import Filterbank
+from kinformer.inputs.signals import Filterbank
 from kinformer.lab.data.images import read_images
 from kinformer.lab.data.sound import read_sound
 from kinformer.lab.runs.inference import writing_vectors

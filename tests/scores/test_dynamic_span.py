@@ -225,7 +225,7 @@ def test_dropout_differs_by_tile_and_is_drawn_by_the_seed():
         ({"span.initial": 0.0}, "initial must lie between 0 and 1"),
         ({"span.state_penalty": 1e-6, "span.bounded": False}, "spans are not bounded"),
         ({"span.state_penalty": -1.0}, "state_penalty must be 0 or more"),
-        ({"span.ramp": 0}, "ramp must be 1 token or more"),
+        ({"span.ramp": 0}, "ramp must be 1 or more"),
         ({"impl": "sdpa"}, "knows no tables|knows no masks"),
     ],
 )

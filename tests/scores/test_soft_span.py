@@ -281,9 +281,9 @@ def test_penalty_and_measures_of_a_model():
 
 def test_wrong_numbers_are_refused():
     for settings, message in (
-        ({"max_span": 0}, "max_span must be 1 token or more, but is 0"),
-        ({"ramp": 0}, "ramp must be 1 token"),
-        ({"multiple": 0}, "multiple must be 1 token"),
+        ({"max_span": 0}, "max_span must be 1 or more, but is 0"),
+        ({"ramp": 0}, "ramp must be 1 or more"),
+        ({"multiple": 0}, "multiple must be 1 or more"),
         ({"initial": 1.5}, "initial is a share of max_span, from 0 to 1, but is 1.5"),
         ({"penalty": -1.0}, "penalty must be 0 or more, but is -1"),
     ):

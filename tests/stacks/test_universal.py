@@ -244,9 +244,9 @@ def test_checkpoints_give_equal_gradients():
 @pytest.mark.parametrize(
     ("member", "changes", "told"),
     [
-        ("universal", {"stack.steps": 0}, "stack.steps must be 1 or more"),
+        ("universal", {"stack.steps": 0}, "steps must be 1 or more"),
         ("universal", {"stack.halting.threshold": 1.0}, "halting.threshold must lie between 0 and 1"),
-        ("universal", {"stack.halting.weight": -1.0}, "halting.weight must be 0 or more"),
+        ("universal", {"stack.halting.weight": -1.0}, "weight must be 0 or more"),
         ("universal", {"dim": 2, "layers.*.mixer.num_heads": 1}, "an even width of 4 or more"),
     ],
 )

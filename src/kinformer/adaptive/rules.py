@@ -130,14 +130,9 @@ class ThresholdConfig(ExitRuleConfig):
     """The config of confidence rules; ``thresholds`` has one number for all exits, or one for each exit but the
     last."""
 
+    ABOVE = {"decay_tokens": 0}
     thresholds: tuple[float, ...] = ()
     decay_tokens: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.decay_tokens is not None and not self.decay_tokens > 0:
-            raise KinformerError(
-                f"rule.decay_tokens is a number of tokens and must be above 0, but is {self.decay_tokens:g}."
-            )
 
     def at(self, exits: int) -> tuple[float, ...]:
         """Return the threshold of every exit but the last."""
@@ -294,31 +289,23 @@ class OracleConfig(ExitRuleConfig):
     rule's loss. The loss begins at the share ``since`` of training; before, exits are trained without it."""
 
     learns = True
+    LEAST = {"penalty": 0, "alpha": 0}
     oracle: Literal["likelihood", "correctness"] = "likelihood"
     penalty: float = 0.1
     alpha: float = 1.0
     since: float = 0.5
 
     def __post_init__(self) -> None:
-        self._require_positive("penalty", "alpha")
         if not 0 <= self.since <= 1:
             raise KinformerError(f"rule.since is a share of training, 0 to 1, but is {self.since:g}.")
-
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            if not getattr(self, name) >= 0:
-                raise KinformerError(f"rule.{name} must be 0 or more, but is {getattr(self, name):g}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOracleConfig(OracleConfig):
     """The config of an oracle for every token; ``smoothing`` (sigma) is in tokens squared."""
 
+    LEAST = {"smoothing": 0}
     smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_positive("smoothing")
 
 
 class PredictedExit(ExitRule):
@@ -410,10 +397,6 @@ class Geometric(ThresholdRule):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)
         per_exit: bool = False
-
-        def __post_init__(self) -> None:
-            TokenOracleConfig.__post_init__(self)
-            ThresholdConfig.__post_init__(self)
 
         def build(self, dim: int, exits: int) -> Geometric:
             return Geometric(self, dim, exits)

@@ -22,23 +22,125 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from kinformer.blocks.feed_forward import SwiGLU
-from kinformer.core.contract import select_valid
-from kinformer.core.division import divided, in_blocks
+from kinformer.core.contract import divided, in_blocks, select_valid
 from kinformer.core.learning import AuxLoss, OnlineLearner
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, Selection, UnpackedLinear, wide_product
-from kinformer.kernels.grouped import IMPLS, grouped_products
-from kinformer.kernels.impls import GroupedImpl
-from kinformer.runtime.compiling import uncompiled
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.kernels import GroupedImpl, names_of
+from kinformer.runtime.autograd import Context, autocast_together, differentiated_again
+from kinformer.runtime.compiling import spare_operators, uncompiled
+from kinformer.runtime.errors import KinformerError
 
-ROUTERS = ("softmax", "sigmoid")
+# Products of rows with the matrix of their group, y_i = x_i W_(group of i). The reference gathers a matrix a row.
+
+
+def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups] are the rows behind the
+    last one of each group."""
+    rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
+    group = torch.searchsorted(ends, rows, right=True)
+    return torch.bmm(x[:, None], weight[group])[:, 0]
+
+
+IMPLS = names_of(GroupedImpl)
+
+
+def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedImpl = "auto") -> Tensor:
+    """Return y [rows, out] of x [rows, in], sorted by group, and the groups' matrices ``weight`` [groups, in, out].
+
+    ends: [groups] int32, the end of each group's rows. impl: "native" is PyTorch's grouped product, which does not take
+    float64; "reference" gathers a matrix for every row; "auto" is "native" except in float64, and in forward mode and
+    second derivatives of ``torch.func``.
+
+    Errors: ``KinformerError`` for an unknown impl.
+    """
+    if impl not in IMPLS:
+        raise KinformerError(f"grouped products: impl is {impl!r}, expected one of {', '.join(IMPLS)}.")
+    x, weight = autocast_together(x, weight)
+    if x.is_meta or (isinstance(x, FakeTensor) and not torch.compiler.is_compiling()):
+        return _stand_in(x, weight)
+    if impl == "reference" or (impl == "auto" and (x.dtype == torch.float64 or differentiated_again())):
+        return products(x, weight, ends)
+    multiple, (_, rows, columns) = 16 // x.element_size(), weight.shape
+    more_rows, more_columns = -rows % multiple, -columns % multiple
+    if not more_rows and not more_columns:
+        return _native(x, weight, ends)
+    # PyTorch's product takes rows of a multiple of 16 bytes alone.
+    x, weight = functional.pad(x, (0, more_rows)), functional.pad(weight, (0, more_columns, 0, more_rows))
+    return _native(x, weight, ends)[:, :columns]
+
+
+def _native(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    # PyTorch's compiler knows the shapes of grouped products of bfloat16 alone; the operator has shapes for all types.
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return _product(x, weight, ends)
+    return functional.grouped_mm(x, weight, offs=ends)
+
+
+@torch.library.custom_op("kinformer::grouped_product", mutates_args=())
+def _product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(x, weight, offs=ends)
+
+
+@torch.library.custom_op("kinformer::grouped_gradient", mutates_args=())
+def _gradient(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient [groups, in, out] of the weight: x^T gradient over the rows of each group."""
+    return functional.grouped_mm(x.mT, gradient, offs=ends)
+
+
+@_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@_gradient.register_fake
+def _(x: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], gradient.shape[1])
+
+
+def _save(ctx: Context, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight, ends = ctx.saved_tensors
+    gradient = gradient.contiguous()
+    return _product(gradient, weight.mT, ends), _gradient(x, gradient, ends), None
+
+
+_product.register_autograd(_differentiate, setup_context=_save)
+spare_operators(_product, _gradient)
+
+
+def _stand_in(x: Tensor, weight: Tensor) -> Tensor:
+    """Return an output of the right shape for meta and fake tensors, at the cost of groups of equal size: the FLOP
+    counter does not know grouped products."""
+    groups, rows = len(weight), len(x)
+    per_group = -(-rows // groups)
+    padded = functional.pad(x, (0, 0, 0, groups * per_group - rows)) if groups * per_group > rows else x
+    return torch.bmm(padded.view(groups, per_group, -1), weight).flatten(0, 1)[:rows]
 
 
 class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
-    """The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
+    """A mixture of experts as a feed-forward (Shazeer et al. 2017; Fedus et al. 2021, Switch Transformers; Jiang et al.
+    2024, Mixtral; DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
+
+        y = scale * sum over the topk experts e of largest s_e + b_e, of g_e E_e(x)  +  shared(x)
+        s = softmax(W x), or sigmoid(W x);   g_e = s_e, divided by the sum over the chosen ones if ``normalise``
+        E_e(x) = down_e(silu(gate_e x) * up_e x)
+
+    Tokens choose experts, never experts tokens, which would show them their future; no token is dropped. Two ways
+    keep the experts' loads alike:
+
+        balance     adds balance * num_experts * sum_e f_e p_e to the loss of every token, f_e the share of a sequence's
+                    choices that fall on e, p_e its mean s_e, divided by the sum over experts (Switch, equation 4)
+        bias_rate   after each step b_e <- b_e + bias_rate * sign(mean load - load of e); b chooses, but weighs nothing
+                    (DeepSeek-V3, equation 16)
+
+    The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
 
     ``hidden_dim``: hidden features of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
     ``shared_dim``: hidden features of the expert that all tokens use, 0 for none. Its weight is 1, or with
@@ -50,6 +152,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "experts"
+        LEAST = {"shared_dim": 0, "balance": 0, "bias_rate": 0}
+        ABOVE = {"scale": 0}
         num_experts: int = 8
         topk: int = 2
         hidden_dim: int | None = None
@@ -63,21 +167,12 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         impl: GroupedImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.router, ROUTERS, "router of experts")
-            choose(self.impl, IMPLS, "impl of experts")
             if not 1 <= self.topk <= self.num_experts:
                 raise KinformerError(f"topk must be from 1 to num_experts = {self.num_experts}, but is {self.topk}.")
-            if self.hidden_dim is not None and self.hidden_dim < 1:
-                raise KinformerError(f"hidden_dim must be 1 or more, but is {self.hidden_dim}.")
-            for name in ("shared_dim", "balance", "bias_rate"):
-                if not getattr(self, name) >= 0:
-                    raise KinformerError(f"{name} must be 0 or more, but is {getattr(self, name):g}.")
             if self.shared_gate and not self.shared_dim:
                 raise KinformerError(
                     "shared_gate gates the expert that all tokens use; give shared_dim, or leave it out."
                 )
-            if not self.scale > 0:
-                raise KinformerError(f"scale must be above 0, but is {self.scale:g}.")
 
         def part(self, dim: int, parts: int) -> Experts.Config:
             shared = self.shared_dim and divided(self, "shared_dim", self.shared_dim, parts)

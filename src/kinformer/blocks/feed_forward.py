@@ -17,8 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.blocks.residual import per_slice
-from kinformer.core.contract import state_dtype
-from kinformer.core.division import divided, in_blocks
+from kinformer.core.contract import divided, in_blocks, state_dtype
 from kinformer.core.parts import FeedForwardConfig, PartlyUsed, ReadsPadding, ResidualOutput
 from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import uncompiled
@@ -214,6 +213,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     class Config(FeedForwardConfig):
         kind = "product_keys"
         indivisible = "every head looks values up in one table"
+        LEAST = {"num_keys": 1, "num_heads": 1, "topk": 1, "key_dim": 1}
         num_keys: int = 128  # of each half: there are num_keys ** 2 values
         num_heads: int = 4
         topk: int = 32
@@ -222,9 +222,6 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
         sparse: bool = True
 
         def __post_init__(self) -> None:
-            for name in ("num_keys", "num_heads", "topk", "key_dim"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.topk > self.num_keys**2:
                 raise KinformerError(
                     f"topk = {self.topk} is more than the {plural(self.num_keys**2, 'value')} that num_keys = "

@@ -46,11 +46,8 @@ class ExtraTokens(GlobalInput):
     @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "extra"
+        LEAST = {"count": 1}
         count: int = 16
-
-        def __post_init__(self) -> None:
-            if self.count < 1:
-                raise KinformerError(f"count must be 1 global token or more, but is {self.count}.")
 
         def build(self, dim: int) -> ExtraTokens:
             return ExtraTokens(self, dim)

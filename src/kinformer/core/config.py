@@ -19,8 +19,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from kinformer.runtime.errors import KinformerError, nearest
-from kinformer.runtime.fields import require_ranges
+from kinformer.runtime.errors import KinformerError, nearest, require_ranges
 from kinformer.runtime.parsing import parse_count, parse_json
 from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_package
 
@@ -69,16 +68,23 @@ def _takes_part(kind: object) -> bool:
 class Config(metaclass=_Typed):
     """The base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``.
 
-    ``kind`` and ``slot`` belong to the class and are not fields. ``retired``: fields of earlier versions, name ->
-    value; data may still contain such a field with this value.
+    ``kind`` and ``slot`` belong to the class and are not fields. ``LEAST`` has the least values of numbers by name, and
+    ``ABOVE`` the bounds that numbers must exceed; the bounds of base classes hold too. ``retired``: fields of earlier
+    versions, name -> value; data may still contain such a field with this value.
     """
 
     kind: ClassVar[str] = ""
     slot: ClassVar[str] = ""
+    LEAST: ClassVar[Mapping[str, float]] = {}
+    ABOVE: ClassVar[Mapping[str, float]] = {}
     retired: ClassVar[Mapping[str, object]] = {}
 
     def __new__(cls, **values: object) -> Self:
-        require_ranges(values)
+        least, above = (
+            {name: bound for base in reversed(cls.__mro__) for name, bound in vars(base).get(limit, {}).items()}
+            for limit in ("LEAST", "ABOVE")
+        )
+        require_ranges(values, least, above)
         return super().__new__(cls)
 
     def replace(self, **changes: object) -> Self:
@@ -268,12 +274,14 @@ def plain(value: object) -> Any:
 
 
 def _fits(kind: object, value: object) -> bool:
-    """Return whether ``value`` already has the type ``kind``: a number, text, a tuple of numbers or texts, or a config
-    of the same slot as ``kind``. For other types, and for lists of names, the result is True: only the class of the
-    config can check such a value."""
+    """Return whether ``value`` already has the type ``kind``: a number, text, a name of a ``Literal``, a tuple of
+    numbers or texts, or a config of the same slot as ``kind``. For other types the result is True: only the class of
+    the config can check such a value."""
     origin, items = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(item, value) for item in items)
+    if origin is Literal:
+        return value in items
     if origin is tuple:
         return not isinstance(value, tuple) or all(_fits(items[0], item) for item in value)
     if kind is Any or not isinstance(kind, type) or typing.is_typeddict(kind):

@@ -2,35 +2,111 @@
 
     y, state = mixer(Chunk(x, valid, reset), state)
 
-The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the gradients and
-the final state equal the results of one chunk. In code, for every ``0 < t < time``::
+The law (partition invariance): for every way of cutting a sequence into chunks, the joined outputs, the gradients
+and the final state equal the results of one chunk. In code, for every ``0 < t < time``::
 
     y, end = mixer(Chunk(x), start)
     left, middle = mixer(Chunk(x[:, :t]), start)
     right, last = mixer(Chunk(x[:, t:]), middle)
     assert allclose(y, cat([left, right], 1)) and allclose(end, last)
 
-Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the length
-of a chunk. ``kinformer.testing`` checks all of this for any mixer.
+Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
+length of a chunk. ``kinformer.testing`` checks all of this for any mixer.
 
-Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
+Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]``
+int64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import Config
-from kinformer.core.division import Divisible
 from kinformer.core.state import State, require_rows
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls
+
+# The division of a model's heads, hidden features and vocabulary into equal parts.
+#
+# ``MixerConfig.part`` and ``FeedForwardConfig.part`` return the config of one of ``parts`` equal parts: a config of
+# fewer heads, or of fewer hidden features. The sum of the parts' outputs is the output of the whole. The rows of a
+# weight in a part follow from the shapes of the whole and of the part, and from the blocks of joint products, such as
+# queries, keys and values side by side.
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def in_blocks(module: M, *sizes: int) -> M:
+    """Note that the rows of ``module``'s weights stand in blocks of these ``sizes``, each laid out by heads (or by
+    hidden features); return it."""
+    object.__setattr__(module, "blocks", sizes)
+    return module
+
+
+class Divisible:
+    """Mixin of the config of a mixer or a feed-forward, which may be divided; ``indivisible`` is the reason why not.
+
+    ``by_heads``: whether a part of a mixer is the same mixer with fewer heads.
+    """
+
+    indivisible: ClassVar[str] = "no config says how one part computes its share"
+    by_heads: ClassVar[bool] = False
+
+    def part(self, dim: int, parts: int) -> Self:
+        """Return the config of one of ``parts`` equal parts, for a stream of width ``dim``."""
+        config: Any = self
+        if self.by_heads:
+            return config.replace(**fewer_heads(config, dim, parts))
+        raise undivided(config, self.indivisible)
+
+
+class FollowsHeads:
+    """Mixin of modules that hold something beside tensors which follows from the number of heads."""
+
+    def follow(self, whole: Self, part: int) -> None:
+        """Become part number ``part`` of ``whole``, such a module for all heads."""
+        raise NotImplementedError
+
+
+def undivided(config: Config, why: str) -> KinformerError:
+    """Return the error for a ``config`` that cannot be divided, with the reason."""
+    from kinformer.core.config import describe  # not above: it would make the longest chain of imports longer
+
+    return KinformerError(f"{describe(config)} cannot be divided among processes: {why}; leave `parallel` tp out.")
+
+
+def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
+    """Return the fields of ``config`` for the number and the width of heads, for one of ``parts`` parts. Raise for a
+    pattern that differs between heads."""
+    values: Any = config
+    for name, why in (("span", "has costs of all heads"), ("differential", "takes differences over all heads")):
+        if getattr(values, name, None) is not None:
+            raise undivided(config, f"its {name} {why}")
+    pattern = getattr(values, "pattern", None)
+    if pattern is not None and pattern.build().num_heads is not None:
+        raise undivided(config, f"its pattern {pattern.kind!r} is another one for every head")
+    heads = divided(config, "num_heads", values.num_heads, parts)
+    changes: dict[str, object] = {"num_heads": heads, "head_dim": values.head_dim or dim // values.num_heads}
+    if getattr(values, "key_heads", None) is not None:
+        changes["key_heads"] = divided(config, "key_heads", values.key_heads, parts)
+    if hasattr(values, "projection"):
+        changes["projection"] = values.projection.part(parts)
+    return changes
+
+
+def divided(config: Config, name: str, number: int, parts: int) -> int:
+    """Return ``number``, the value of ``config``'s field ``name``, divided by ``parts``."""
+    if number % parts:
+        raise undivided(config, f"{name} = {number} is not a multiple of {parts}")
+    return number // parts
+
 
 # The channel from the first layer to later layers: a stack opens a channel for each pass.
 
@@ -107,8 +183,8 @@ class ChecksChunk:
 class CausalMixer(ChecksChunk, nn.Module):
     """The base of a decoder's mixers, which absorb a chunk after a state.
 
-    A subclass defines ``initial_state`` and ``forward``, and declares ``growth``, the growth of its state with the
-    number of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
+    A subclass defines ``empty_state`` (or all of ``initial_state``) and ``forward``, and declares ``growth``, the
+    growth of its state with the number of absorbed tokens: ``"none"``, ``"constant"``, ``"window"`` or ``"linear"``.
 
     Rules that the battery enforces:
 
@@ -131,6 +207,17 @@ class CausalMixer(ChecksChunk, nn.Module):
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """Return the state of ``batch`` new sequences: zero-length or zero-valued tensors of constant structure."""
+        weight = self.like()
+        return self.empty_state(batch, device or weight.device, dtype or activation_dtype(weight))
+
+    def like(self) -> Tensor:
+        """Return a weight with the device and dtype of activations, by default the weight of ``out``."""
+        product: Any = self.out
+        weight: Tensor = product.weight
+        return weight
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> State:
+        """Return the state of :meth:`initial_state` for activations of ``dtype``."""
         raise NotImplementedError
 
     def forward(self, chunk: Chunk, state: State) -> tuple[Tensor, State]:

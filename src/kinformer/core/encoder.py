@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, FirstValues, ReadsSource, require_input, select_valid
+from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
 from kinformer.core.crossing import Crossing, Row
-from kinformer.core.division import Divisible
 from kinformer.core.state import State
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import checks_calls

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, drop, part, translating
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, drop, part, translating
 
 # Universal Transformer: one layer is applied several times, to each token as often as the token needs.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from kinformer.family.recipe import Recipe, Settings, drop, part
-from kinformer.family.record import Member
+from kinformer.family.record import Member, Recipe, Settings, drop, part
 
 # GTrXL: Transformer-XL whose residuals are gates that begin nearly closed.
 

@@ -10,8 +10,7 @@ from kinformer.core.config import describe, from_dict, override, parts_in, to_di
 from kinformer.core.stack import ModelConfig
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
-from kinformer.runtime.errors import KinformerError, choose, require
-from kinformer.runtime.fields import require_kind
+from kinformer.runtime.errors import KinformerError, choose, require, require_kind
 from kinformer.runtime.plugins import PARTS
 
 PURPOSES = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, noam, part, sizes, translating
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, noam, part, sizes, translating
 
 # GPT: the plain decoder, what every other member is compared with.
 
@@ -20,11 +19,7 @@ GPT = Member(
     departures=("bytes are the default vocabulary", "no dropout unless asked for"),
     exact_limit="is exact attention",
     parity=("GPT-2 of transformers: logits, gradients and cached steps, in float64 (tests/family/test_parity.py)",),
-    results=(
-        "training_step",
-        "generation",
-        "speedrun",
-    ),
+    results=("training_step", "generation", "speedrun"),
     use_when="you need a baseline, or a text shorter than a few thousand tokens",
     avoid_when=(
         "the state must not grow, or texts are longer than the positions of training: its learned table ends there"
@@ -74,10 +69,7 @@ VANILLA = Member(
     parity=("Marian of transformers: logits of imported checkpoints (tests/interop/test_marian.py)",),
     use_when="one sequence becomes another, as in translation",
     avoid_when="a text is only to be continued: a decoder does that with half of the parts",
-    training={
-        "paper": noam(512, steps=100_000, average=5),
-        "paper-big": noam(1024, steps=300_000, average=20),
-    },
+    training={"paper": noam(512, steps=100_000, average=5), "paper-big": noam(1024, steps=300_000, average=20)},
     recipes={
         "tiny": Recipe(32, 2, 2, _VANILLA, translating()),
         "small": Recipe(256, 4, 4, _VANILLA, translating(0.1)),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kinformer.family.recipe import ENCODER, Recipe, Settings, part
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, Member, Recipe, Settings, part
 
 # BERT: the plain encoder, the baseline of the encoders of long documents.
 

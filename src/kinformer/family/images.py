@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.family.recipe import IMAGES, Recipe, Settings, drop, part
-from kinformer.family.record import Member
+from kinformer.family.record import IMAGES, Member, Recipe, Settings, drop, part
 
 # ViT: an encoder of patches of images.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import POST_NORM, Recipe, Settings, llama, part, sizes, translating
-from kinformer.family.record import Member
+from kinformer.family.record import POST_NORM, Member, Recipe, Settings, llama, part, sizes, translating
 
 _RELU: Settings = {"activation": "relu"}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import ENCODER, POST_NORM, Recipe, Settings, part, sizes, translating
-from kinformer.family.record import Member
+from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, part, sizes, translating
 
 # Transformer-XL: segments that see a memory of earlier segments, with positions by distance.
 
@@ -49,10 +48,7 @@ TRANSFORMER_XL = Member(
     "gradients that end at segments",
     needs={"segments": True},
     parity=("the authors' code: the whole model, segment by segment (tests/mixers/test_segment_memory.py)",),
-    results=(
-        "extrapolation",
-        "xl_evaluation",
-    ),
+    results=("extrapolation", "xl_evaluation"),
     use_when="long texts are read segment by segment, and a segment should see the segment before",
     avoid_when="training is short: the plain decoder makes more steps and is ahead",
     training={  # the authors' scripts of enwik8 and WikiText-103
@@ -210,10 +206,7 @@ KNN_LM = Member(
     results=("datastore", "quantised_lists"),
     use_when="a text is to be added to a trained model without training",
     avoid_when="memory and search time at every token are too dear",
-    recipes={
-        **sizes(_KNN),
-        "paper": Recipe(1024, 16, 8, _KNN, {"layers.*.dropout": 0.3}, vocab_size=267_744),
-    },
+    recipes={**sizes(_KNN), "paper": Recipe(1024, 16, 8, _KNN, {"layers.*.dropout": 0.3}, vocab_size=267_744)},
 )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kinformer.family.recipe import Recipe, Settings, llama, part, sizes
-from kinformer.family.record import Member
+from kinformer.family.record import Member, Recipe, Settings, llama, part, sizes
 
 # Differential Transformer: attention is the difference of two softmaxes.
 

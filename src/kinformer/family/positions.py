@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import POST_NORM, Recipe, Settings, noam, part, sizes
-from kinformer.family.record import Member
+from kinformer.family.record import POST_NORM, Member, Recipe, Settings, noam, part, sizes
 
 # RoFormer: rotary positions instead of added ones.
 
@@ -56,10 +55,7 @@ ALIBI = Member(
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
     use_when="you generate or evaluate texts longer than in training: its quality holds there, as measured",
     avoid_when="far tokens matter as much as near ones: its biases fade them out",
-    recipes={
-        **sizes(_ALIBI),
-        "paper": Recipe(1024, 16, 8, _ALIBI, activation="relu", vocab_size=267744),
-    },
+    recipes={**sizes(_ALIBI), "paper": Recipe(1024, 16, 8, _ALIBI, activation="relu", vocab_size=267744)},
 )
 
 
@@ -166,10 +162,7 @@ DA_TRANSFORMER = Member(
         "no dropout unless asked for",
     ),
     exact_limit="none; with w = 0 it is exact attention by rectified scores",
-    results=(
-        "extrapolation",
-        "sparse",
-    ),
+    results=("extrapolation", "sparse"),
     use_when="you study distances that scale scores",
     avoid_when="you need a standard kernel: it rectifies scores",
     recipes={**sizes(_DISTANCE_AWARE), "paper": Recipe(256, 1, 16, _DISTANCE_AWARE, POST_NORM)},

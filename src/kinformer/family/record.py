@@ -1,15 +1,18 @@
-"""The record of a member. The command line reads records without importing PyTorch."""
+"""The record of a member, and its recipes. The command line reads records without importing PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
+from kinformer.core.config import field_types, parse_slot
+from kinformer.family.kinds import BUILTIN
 from kinformer.runtime.errors import spelled
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
+
 
 Growth = Literal["none", "constant", "window", "linear", "store"]
 Cost = Literal["linear", "between", "quadratic"]
@@ -49,7 +52,7 @@ class Member:
     ``results`` are files of ``benchmarks/results`` that measured the member but do not contain its name. ``use_when``
     and ``avoid_when`` are clauses, founded on costs and measurements.
 
-    ``recipes``: name -> :class:`~kinformer.family.recipe.Recipe`, or any function of a vocabulary size (None: the
+    ``recipes``: name -> :class:`~kinformer.family.record.Recipe`, or any function of a vocabulary size (None: the
     recipe's own) that returns a model config. ``layer``: the number of the layer that shows the mechanism in the recipe
     ``small``, where layers differ.
 
@@ -116,3 +119,247 @@ class Member:
             "cost": self.growth_of_cost,
             "recipes": list(self.recipes),
         }
+
+
+# Recipes: model configs as data, which become configs when they are called with the size of a vocabulary.
+
+Settings = dict[str, Any]
+
+DECODER: Settings = {
+    "kind": "decoder",
+    "vocab_size": 256,
+    "input": "tokens",
+    "position": "none",
+    "head": {"kind": "language", "tied": True},
+    "layer": "decoder",
+    "mixer": "softmax",
+    "feed_forward": "mlp",
+    "activation": "gelu",
+    "residual": "pre",
+}
+"""A decoder with pre-norm layers and a head tied to the embeddings. Every recipe changes this base."""
+POST_NORM: Settings = {"residual": "post", "activation": "relu"}
+"""Sublayers as Vaswani et al. 2017 have them."""
+ENCODER: Settings = {
+    "kind": "encoder",
+    "vocab_size": 259,
+    "head": "masked_language",
+    "layer": "encoder",
+    "mixer": "bidirectional",
+    "residual": "post",
+}
+"""An encoder below a masked-language-model head. The vocabulary's last three ids are the mask, [CLS] and [SEP]."""
+IMAGES: Settings = {
+    **ENCODER,
+    "residual": "pre",
+    "embedding_norm": None,
+    "norm": {"kind": "layer_norm", "eps": 1e-6},
+    "layers.*.norm": {"kind": "layer_norm", "eps": 1e-6},
+    "initialisation": {"scheme": "xavier", "residual": "plain"},
+}
+"""An encoder of patches."""
+SPEECH: Settings = {
+    **ENCODER,
+    "residual": "pre",
+    "input": {"kind": "frames", "convolutions": 2},
+    "position": "sinusoidal",
+    "norm": "layer_norm",
+    "head": {"kind": "ctc", "classes": 29},
+    "initialisation": {"scheme": "framework"},
+}
+"""An encoder of frames of sound. Each convolution of its input halves the number of positions."""
+SIZES = {"tiny": (32, 2, 2), "small": (256, 4, 4), "benchmark": (256, 4, 4)}
+"""Width, depth and heads of the recipes that all members have, unless the member's record says otherwise."""
+
+
+class Recipe:
+    """A model config as data: sizes, and the differences from :data:`DECODER`.
+
+    Later settings replace earlier ones. A setting is one of
+
+    - a field of the model, such as ``head``: a value, a kind, or a mapping (see :func:`part`);
+    - a field of every layer: ``mixer``, ``feed_forward``, ``residual``, and ``layer``, the kind of the layers;
+    - ``hidden_dim`` (4 * dim if not given) and ``activation`` of the feed-forward, ``vocab_size``;
+    - a path, as ``set`` takes it. A path may begin with ``mixer`` or ``feed_forward``, and the number of an item may be
+      a slice: ``layers.3::4.mixer`` is the mixer of every fourth layer. Paths are applied after all other settings.
+
+    Mixers without ``num_heads`` get the recipe's. An encoder-decoder is made by :func:`translating`.
+    """
+
+    def __init__(self, dim: int, depth: int, num_heads: int, *settings: Settings, **more: Any) -> None:
+        self.dim, self.depth, self.num_heads = dim, depth, num_heads
+        self.settings: dict[str, Any] = {}
+        for changes in (DECODER, *settings, more):
+            self.settings |= changes
+
+    def but(self, *settings: Settings, **more: Any) -> Recipe:
+        """Return this recipe with further settings."""
+        return Recipe(self.dim, self.depth, self.num_heads, self.settings, *settings, **more)
+
+    def __call__(self, vocab_size: int | None = None) -> ModelConfig:
+        """Return the model config; ``vocab_size`` None is the recipe's own. The parts are imported."""
+        return cast("ModelConfig", parse_slot("model", self.data(vocab_size), BUILTIN, "recipe"))
+
+    def data(self, vocab_size: int | None = None) -> dict[str, Any]:
+        """Return the config in the form of ``core.config.to_dict``, and leave out fields with default values."""
+        settings = {name: _plain(value) for name, value in self.settings.items()}
+        paths = {name: settings.pop(name) for name in self.settings if "." in name}
+        size, source = settings.pop("vocab_size"), settings.pop("encoder", {})
+        slot = "encoder_layer" if settings["kind"] == "encoder" else "layer"
+        layer = _layer(settings, self.dim, slot)
+        data = settings | {"dim": self.dim, "layers": [layer] * self.depth}
+        _read_tokens(data, vocab_size or size, shared="input" not in source)
+        if data["kind"] == "encoder_decoder":
+            data["layers"] = [layer | {"further_mixers": [source.get("cross", "cross")]}] * self.depth
+            reader = layer | {"kind": source.get("layer", "encoder"), "mixer": source.get("mixer", "bidirectional")}
+            data["encoder"] = {
+                "input": source.get("input"),
+                "layers": [reader] * source.get("depth", self.depth),
+                "position": data["position"],
+                "norm": data.get("norm", "layer_norm"),
+            }
+        for path, value in paths.items():
+            keys = path.split(".")
+            data = _set(data, ["layers", "*", *keys] if keys[0] in ("mixer", "feed_forward") else keys, value)
+        data["layers"] = [self._with_heads(slot, layer) for layer in data["layers"]]
+        if "encoder" in data:
+            data["encoder"]["layers"] = [self._with_heads("encoder_layer", item) for item in data["encoder"]["layers"]]
+        return data
+
+    def _with_heads(self, slot: str, layer: dict[str, Any]) -> dict[str, Any]:
+        """Return a layer whose mixers have a number of heads, if their kind has heads."""
+
+        def with_heads(mixer: Any) -> dict[str, Any]:
+            mixer = part(mixer) if isinstance(mixer, str) else mixer
+            has_heads = "num_heads" in _fields(slot.replace("layer", "mixer"), mixer["kind"])
+            return {"num_heads": self.num_heads} | mixer if has_heads else mixer
+
+        further = [with_heads(mixer) for mixer in layer.get("further_mixers", ())]
+        return layer | {"mixer": with_heads(layer["mixer"])} | ({"further_mixers": further} if further else {})
+
+
+def part(kind: str, **settings: Any) -> dict[str, Any]:
+    """Return the data of a part, its ``kind`` and its settings."""
+    return {"kind": kind, **settings}
+
+
+def sizes(*settings: Settings, **more: Any) -> dict[str, Recipe]:
+    """Return the recipes of :data:`SIZES` with these settings."""
+    return {name: Recipe(*size, *settings, **more) for name, size in SIZES.items()}
+
+
+def llama(eps: float, feed_forward: str, **settings: object) -> Settings:
+    """Return the settings of recent language models: RMS norms, this feed-forward, and a head with its own weights."""
+    norm = part("rms_norm", eps=eps)
+    head = part("language", tied=False)
+    return {"feed_forward": part(feed_forward, **settings), "norm": norm, "layers.*.norm": norm, "head": head}
+
+
+def drop(rate: float) -> Settings:
+    """Return the settings of dropout of embeddings, of sublayers and in mixers."""
+    return {"dropout": rate, "layers.*.dropout": rate, "mixer.dropout": rate}
+
+
+def translating(dropout: float = 0.0, **settings: object) -> Settings:
+    """Return the settings of an encoder-decoder: a decoder whose layers have attention to a source behind their mixer,
+    and an encoder of the source.
+
+    The encoder's layers are like the decoder's, with the mixer "bidirectional". Further settings are ``mixer`` and
+    ``layer``, the mixer and the kind of the encoder's layers, ``depth``, their number, ``input``, by which the encoder
+    reads unless it shares the decoder's, and ``cross``, the attention to the source. The last two ids of a shared
+    vocabulary are BOS and EOS. ``dropout`` falls on embeddings and sublayers.
+    """
+    paths = ("dropout", "layers.*.dropout", "encoder.dropout", "encoder.layers.*.dropout")
+    return {"kind": "encoder_decoder", "vocab_size": 258, "encoder": settings, **dict.fromkeys(paths, dropout)}
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` with recipes inside as data, and tuples as lists."""
+    if isinstance(value, Recipe):
+        return value.data()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _fields(slot: str, kind: str) -> dict[str, object]:
+    return field_types(BUILTIN[slot][kind])
+
+
+def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
+    """Take the settings of every layer out of ``settings`` and return the layer; some kinds are a mixer alone."""
+    feed_forward, activation = settings.pop("feed_forward"), settings.pop("activation")
+    feed_forward = part(feed_forward) if isinstance(feed_forward, str) else feed_forward
+    hidden_dim = settings.pop("hidden_dim", None) or 4 * dim
+    if feed_forward["kind"] in ("mlp", "boom", "channel_mix"):
+        feed_forward = {"hidden_dim": hidden_dim} | feed_forward
+    if feed_forward["kind"] == "mlp":
+        feed_forward = {"activation": activation} | feed_forward
+    kind = settings.pop("layer")
+    layer = {name: settings.pop(name) for name in ("mixer", "residual")} | {"feed_forward": feed_forward}
+    return {"kind": kind} | {name: value for name, value in layer.items() if name in _fields(slot, kind)}
+
+
+def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
+    """Set the vocabulary of an input of tokens, and the special tokens at its end.
+
+    ``shared``: the encoder of an encoder-decoder reads by the input of the decoder.
+    """
+    read = part(data["input"]) if isinstance(data["input"], str) else data["input"]
+    if read["kind"] != "tokens":
+        return
+    read = {"vocab_size": size} | read
+    if data["kind"] == "encoder":
+        read |= {"mask_token": size - 3}
+    if data["kind"] == "encoder" or (data["kind"] == "encoder_decoder" and shared):
+        read |= {"bos_token": size - 2, "eos_token": size - 1}
+    for table in (data["head"], read.get("embedding")):
+        if isinstance(table, dict) and "cutoffs" in table:  # a small vocabulary has fewer clusters
+            table["cutoffs"] = [cutoff for cutoff in table["cutoffs"] if cutoff < size]
+    data["input"] = read
+
+
+def _set(node: Any, keys: list[str], value: object) -> Any:
+    """Return ``node`` with ``value`` at the path ``keys``."""
+    if not keys:
+        return value
+    key, *rest = keys
+    if isinstance(node, list):
+        numbers = range(len(node))
+        bounds = [int(text) if text else None for text in key.split(":")] if ":" in key else []
+        chosen = numbers if key == "*" else numbers[slice(*bounds)] if bounds else [numbers[int(key)]]
+        return [_set(item, rest, value) if number in chosen else item for number, item in enumerate(node)]
+    node = part(node) if isinstance(node, str) else node or {}
+    return node | {key: _set(node.get(key), rest, value)}
+
+
+# How the papers train their recipes.
+
+
+def noam(dim: int, warmup: int = 4000, **more: Any) -> Settings:
+    """Return the training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5,
+    step warmup^-1.5); ``more`` are further options."""
+    return {
+        "lr": dim**-0.5 * warmup**-0.5,
+        "schedule": "inverse-sqrt",
+        "warmup": warmup,
+        "beta2": 0.98,
+        "min_lr_ratio": 0.0,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+        **more,
+    }
+
+
+def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
+    """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: the learning rate is halved
+    when the validation error stops decreasing."""
+    return {
+        "optimizer": optimizer,
+        "lr": lr,
+        "schedule": "plateau",
+        "min_lr_ratio": 0.0,
+        "warmup": 0,
+        "beta2": 0.999,
+        "weight_decay": 0.0,
+    }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.family.recipe import POST_NORM, Recipe, Settings, drop, llama, part, translating
-from kinformer.family.record import Member
+from kinformer.family.record import POST_NORM, Member, Recipe, Settings, drop, llama, part, translating
 
 # Sliding window: every token sees the last few tokens, which a state of constant size holds.
 

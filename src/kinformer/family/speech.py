@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.recipe import SPEECH, Recipe, Settings, part, plateau_training
-from kinformer.family.record import Member
+from kinformer.family.record import SPEECH, Member, Recipe, Settings, part, plateau_training
 
 _EVERY_FRAME: Settings = {"input.convolutions": 0}
 _PAPER: Settings = {"input.convolutions": 0, "head.classes": 43}

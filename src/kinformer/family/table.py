@@ -19,11 +19,9 @@ PAGES = (
 )  # fmt: skip
 
 
-def _members_of(page: str) -> dict[str, Member]:
-    return {member.name: member for member in import_module(f"kinformer.family.{page}").MEMBERS}
-
-
-MEMBERS = plugins.Pages(PAGES, _members_of)
+MEMBERS: plugins.Pages[Member] = plugins.Pages(
+    PAGES, lambda page: {member.name: member for member in import_module(f"kinformer.family.{page}").MEMBERS}
+)
 """Kinformer's own members. A page is imported when one of its members is looked up."""
 FAMILY = plugins.Registry.of_records(Member, MEMBERS, plugins.MEMBERS)
 """Kinformer's own members, and members of other packages, which are imported when they are looked up."""

@@ -14,7 +14,7 @@ from torch.nn.functional import log_softmax
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State, join_rows, nbytes, repeat_rows, reserve, select_rows, select_sources, tensors
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.process import few_rows
 
 # Beam search over a causal model that continues a source (Vaswani et al. 2017, section 6.1; Wu et al. 2016).
 #

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.attention_state import cropped
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.reserved import cropped
 from kinformer.core.state import State
 from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.host import trusted_arguments
-from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.process import FEW, few_rows
 
 # Drafts: guesses of the next tokens of a text. A session checks several guesses in one pass.
 #

@@ -14,8 +14,7 @@ from kinformer.core.model import CausalModel
 from kinformer.generation.drafts import DraftedSession, draft_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
-from kinformer.runtime.errors import KinformerError, require
-from kinformer.runtime.fields import require_kind
+from kinformer.runtime.errors import KinformerError, require, require_kind
 
 MOST_NEW = 256
 """How many tokens are drawn where no number is given."""

@@ -23,7 +23,7 @@ from kinformer.core import state as states
 from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.core.state import Leaf, State, unflattened
 from kinformer.generation.recording import Unchanged, recordings_of
-from kinformer.runtime.processor import processor_class
+from kinformer.runtime.process import processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
 

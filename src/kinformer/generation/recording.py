@@ -6,12 +6,11 @@ step. ``benchmarks/step_recording.py`` measures what recordings gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import chain, count
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.model import CausalModel, Model
-from kinformer.core.reserved import ReservedSlots
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.runtime.autograd import autocast_dtype
 
@@ -99,12 +98,6 @@ class Tape(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # True would import PyTorch's compiler, which takes a second.
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note all operators within the context."""
-        with self, _WatchedReads():
-            yield
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the reference to ``tensor``; a tensor that existed before the tape is captured."""
@@ -265,8 +258,8 @@ class _Writer:
 
     def write(self, call: Call) -> None:
         schema = call.operator._schema
-        parameters = zip(call.arguments, _types(call.operator), strict=True)
-        inputs = [self._value(argument, type) for argument, type in parameters]
+        parameters = zip(call.arguments, schema.arguments, strict=True)
+        inputs = [self._value(argument, parameter.type) for argument, parameter in parameters]
         returns = schema.returns
         listed = len(returns) == 1 and isinstance(returns[0].type, torch._C.ListType)
         node = self._graph.create(schema.name, inputs, len(returns))
@@ -299,48 +292,13 @@ class _Writer:
         return self._constants[key]
 
 
-@cache
-def _types(func: OpOverload) -> tuple[torch._C.JitType, ...]:
-    return tuple(item.type for item in func._schema.arguments)
-
-
 # The recordings of a model's steps: the model stores them, and they are valid while the model is unchanged.
 
 _LIMIT = 4
 """The number of recordings that a model stores; each is for one batch size and reserved room."""
 
 
-class RunningSteps(Protocol):
-    """A recording at work, and the state that it steps."""
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether another step can be made: there is room for a token, and the model is unchanged."""
-        ...
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
-        ...
-
-    def release(self) -> State:
-        """Return the state, for steps in Python; this object must not be used any more."""
-        ...
-
-
-class StepRecording(Protocol):
-    """A recording of a model's step."""
-
-    @property
-    def holds(self) -> Callable[[], bool]:
-        """Return a check whether the model is unchanged since the recording."""
-        ...
-
-    def begin(self, state: State) -> RunningSteps | None:
-        """Return steps from ``state`` on; None if the recording does not fit ``state``."""
-        ...
-
-
-class Recordings(list[StepRecording]):
+class Recordings(list["Recording"]):
     """The last recordings of a model's steps. They are not copied or saved with the model."""
 
     def __deepcopy__(self, memo: object) -> Recordings:
@@ -349,7 +307,7 @@ class Recordings(list[StepRecording]):
     def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
         return Recordings, ()
 
-    def keep(self, recording: StepRecording) -> None:
+    def keep(self, recording: Recording) -> None:
         self.insert(0, recording)
         del self[_LIMIT:]
 
@@ -590,7 +548,7 @@ def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     views = [view for part in parts for view in part.buffers]
     inputs = (tokens, *views, *_leaves(opened))
     tape = Tape(inputs)
-    with tape.watching():
+    with tape, _WatchedReads():
         outputs, after = step(tokens, opened)
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.model import Model
-from kinformer.runtime.errors import KinformerError, marked, nearest, require_below_largest, require_seed
-from kinformer.runtime.fields import require_types
+from kinformer.runtime.errors import KinformerError, marked, nearest, require_below_largest, require_seed, require_types
 
 _BLOCK = 256
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import ReservedState, State, map_tensors, nbytes, rebuilt, reclaimed, repeat_rows, reserve
 from kinformer.generation.recording import (
-    RunningSteps,
-    StepRecording,
+    RecordedStep,
+    Recording,
     UnrecordableError,
     logits_after,
     record,
@@ -28,7 +28,7 @@ from kinformer.generation.recording import (
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
 from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.host import trusted_arguments
-from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.process import FEW, few_rows
 
 # The requirements of generation: on the model, and on the prompt.
 
@@ -232,9 +232,9 @@ class Steps:
         self.model, self.recorded = model, recorded
         self._dtype = _dtype(model)
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
-        self.running: RunningSteps | None = None
+        self.running: RecordedStep | None = None
         self._looks_back: bool | None = None
-        self._recording: StepRecording | None = None
+        self._recording: Recording | None = None
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
         """Return the logits [batch, vocab] after ``tokens`` [batch, 1], which the model drew, and the state there.
@@ -274,7 +274,7 @@ class Steps:
         """Drop the running recording and its state, before the session returns to an earlier state."""
         self.running = None
 
-    def _recorded(self, tokens: Tensor, state: State) -> RunningSteps | None:
+    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
         """Return a recorded step that begins at ``state``, recorded before or now; None where no recording fits or pays
         yet."""
         if not self.recorded:
@@ -292,7 +292,7 @@ class Steps:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
 
-    def _earlier(self) -> Sequence[StepRecording]:
+    def _earlier(self) -> Sequence[Recording]:
         """Return recordings that may fit: the last recording of this session, or every ``_LOOKS_EVERY`` steps all
         recordings of the model."""
         if self._recording is not None and not self._recording.holds():

@@ -97,14 +97,12 @@ class ClassificationHead(PoolingHead):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "classification"
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
         pooling: Pooling = "first"
         activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
         dropout: float = 0.0
-
-        def __post_init__(self) -> None:
-            check_classes(self.classes)
 
         def build(self, dim: int, input: Input) -> ClassificationHead:
             return ClassificationHead(self, dim)
@@ -131,12 +129,10 @@ class LinearClassificationHead(PoolingHead):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "linear_classification"
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
         pooling: Pooling = "first"
-
-        def __post_init__(self) -> None:
-            check_classes(self.classes)
 
         def build(self, dim: int, input: Input) -> LinearClassificationHead:
             return LinearClassificationHead(self, dim)
@@ -158,12 +154,10 @@ class TokenClassificationHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "token_classification"
+        LEAST = {"classes": 2}
         classes: int
         dropout: float = 0.0
         bias: bool = True
-
-        def __post_init__(self) -> None:
-            check_classes(self.classes)
 
         def build(self, dim: int, input: Input) -> TokenClassificationHead:
             return TokenClassificationHead(self, dim)
@@ -183,12 +177,6 @@ def _activate(x: Tensor, name: str) -> Tensor:
     return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def check_classes(classes: int) -> None:
-    """Refuse fewer than two classes."""
-    if classes < 2:
-        raise KinformerError(f"classes must be 2 or more, but is {classes}.")
-
-
 class DistilledHead(nn.Module):
     """Two classifiers, of the class token and of the distillation token (Touvron et al. 2020, DeiT, section 4).
 
@@ -199,11 +187,9 @@ class DistilledHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "distilled"
+        LEAST = {"classes": 2}
         per_position = False
         classes: int
-
-        def __post_init__(self) -> None:
-            check_classes(self.classes)
 
         def check(self, dim: int, input: Input) -> None:
             if not getattr(getattr(input, "config", None), "distillation_token", False):
@@ -234,10 +220,8 @@ class CTCHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "ctc"
+        LEAST = {"classes": 2}
         classes: int
-
-        def __post_init__(self) -> None:
-            check_classes(self.classes)
 
         def build(self, dim: int, input: Input) -> CTCHead:
             return CTCHead(self, dim)
@@ -261,12 +245,9 @@ class DiscreteActions(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "discrete_actions"
+        LEAST = {"actions": 2}
         actions: int
         bias: bool = True
-
-        def __post_init__(self) -> None:
-            if self.actions < 2:
-                raise KinformerError(f"actions must be 2 or more, but is {self.actions}.")
 
         def build(self, dim: int, input: Input) -> DiscreteActions:
             return DiscreteActions(self, dim)
@@ -290,14 +271,13 @@ class ContinuousActions(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "continuous_actions"
+        LEAST = {"action_dim": 1}
         action_dim: int
         low: tuple[float, ...] = ()
         high: tuple[float, ...] = ()
         gaussian: bool = False
 
         def __post_init__(self) -> None:
-            if self.action_dim < 1:
-                raise KinformerError(f"action_dim must be 1 or more, but is {self.action_dim}.")
             if {len(self.low), len(self.high)} not in ({0}, {self.action_dim}):
                 raise KinformerError(
                     f"low and high have {len(self.low)} and {plural(len(self.high), 'number')}, but an action has "

@@ -50,12 +50,9 @@ class LogisticMixture(Likelihood):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "logistics"
+        LEAST = {"mixtures": 1}
         mixtures: int = 10
         floor: float = -7.0
-
-        def __post_init__(self) -> None:
-            if self.mixtures < 1:
-                raise KinformerError(f"mixtures must be 1 or more, but is {self.mixtures}.")
 
         def check(self, dim: int, input: Input) -> None:
             if input.levels is None or input.levels < 2:

@@ -229,12 +229,9 @@ class ModulusHead(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "modulus"
+        ABOVE = {"divisor": 0}
         inner: HeadConfig = LanguageModelHead.Config()
         divisor: float = 1.5  # of the authors' language model
-
-        def __post_init__(self) -> None:
-            if not self.divisor > 0:
-                raise KinformerError(f"divisor must be above 0, but is {self.divisor:g}.")
 
         @property
         def per_position(self) -> bool:  # type: ignore[override]

@@ -54,6 +54,7 @@ class Pixels(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "pixels"
+        LEAST = {"height": 1, "width": 1, "channels": 1}
         height: int = 32
         width: int = 32
         channels: int = 1
@@ -71,9 +72,6 @@ class Pixels(Input):
         def __post_init__(self) -> None:
             if self.classes < 0:
                 raise KinformerError(f"classes must be 0 or more, but is {self.classes}; 0 tells a model no class.")
-            for name in ("height", "width", "channels"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.channels == 1:
                 check_unused(self, "of one channel", "joint", "per_channel")
             if self.joint:
@@ -279,6 +277,7 @@ class Patches(Input):
     class Config(InputConfig):
         kind = "patches"
         whole = True
+        LEAST = {"channels": 1, "patch": 1}
         size: tuple[int, ...] = (224, 224)
         channels: int = 3
         patch: int = 16
@@ -293,9 +292,6 @@ class Patches(Input):
         def __post_init__(self) -> None:
             if len(self.size) != 2 or min(self.size) < 1:
                 raise KinformerError(f"size must be rows and columns of pixels, as in [224, 224], but is {self.size}.")
-            for name in ("channels", "patch"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             for name, values in (("mean", self.mean), ("std", self.std)):
                 if values and len(values) != self.channels:
                     raise KinformerError(

@@ -16,6 +16,120 @@ from kinformer.core.config import check_unused
 from kinformer.core.parts import Input, InputConfig
 from kinformer.runtime.errors import KinformerError, plural
 
+# Log-mel filterbanks, the features of speech recognition (Davis and Mermelstein 1980), and their normalisation.
+#
+#     mel(f) = 2595 log10(1 + f / 700)
+#     x(t, m) = log max(floor, sum over f of w(m, f) |DFT(hann * samples of frame t)(f)|^2)
+#
+# w(m, .) are triangles between frequencies evenly spaced in mel; a frame is 25 ms long and begins 10 ms after the frame
+# before. A feature depends on one frame only, so sound can arrive piece by piece.
+
+
+FRAME, HOP = 0.025, 0.010
+FLOOR = 1e-6
+LEAST_DEVIATION = 0.1
+PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
+
+
+CHARACTERS = "characters"
+"""The unit of spelled transcripts: a symbol is a character, not a word."""
+
+
+class Filterbank:
+    """The map of sound with ``rate`` samples a second to features [frames, mels]."""
+
+    def __init__(self, rate: int, mels: int) -> None:
+        self.size, self.hop = round(rate * FRAME), round(rate * HOP)
+        if self.hop < 1:
+            raise KinformerError(f"a sampling rate of {rate} a second is too low for speech; give 4,000 or more.")
+        # The next power of two, for which the transform is fastest.
+        self.points = 1 << (self.size - 1).bit_length()
+        self.window = torch.hann_window(self.size)
+        self.filters = mel_filters(rate, self.points, mels)
+
+    def frames(self, samples: int) -> int:
+        """Return the number of frames of this many samples: a last part of one is
+        dropped, but less than one is filled up."""
+        return 1 + max(0, samples - self.size) // self.hop
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """Return features float32 [frames, mels] of ``samples`` [time]."""
+        if len(samples) < self.size:
+            samples = torch.cat([samples, samples.new_zeros(self.size - len(samples))])
+        power = torch.fft.rfft(samples.unfold(0, self.size, self.hop) * self.window, self.points).abs().square()
+        # x(t, m) = log max(floor, sum_f w(m, f) |DFT|^2)
+        return (power @ self.filters).clamp_min(FLOOR).log()
+
+
+def mel_filters(rate: int, points: int, mels: int) -> Tensor:
+    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of this many points.
+
+    Errors: ``KinformerError`` where there are more filters than frequencies tell apart.
+    """
+    highest = 2595 * torch.log10(torch.tensor(1 + rate / 1400, dtype=torch.float64))
+    edges = 700 * (10 ** (torch.linspace(0, 1, mels + 2, dtype=torch.float64) * highest / 2595) - 1)
+    hertz = torch.linspace(0, rate / 2, points // 2 + 1, dtype=torch.float64)[:, None]
+    low, middle, high = edges[:-2], edges[1:-1], edges[2:]
+    # A triangle is the lesser of its rising and its falling line, cut at 0.
+    filters = torch.minimum((hertz - low) / (middle - low), (high - hertz) / (high - middle)).clamp_min(0)
+    if not bool((filters > 0).any(0).all()):
+        raise KinformerError(
+            f"`set` input.mels={mels}: some filter does not contain a frequency at {plural(rate, 'sample')} a second; "
+            "give fewer."
+        )
+    return filters.float()
+
+
+def normalised(features: Tensor) -> Tensor:
+    """Return features [frames, mels] of an utterance with mean 0 and deviation 1 for every filter."""
+    return (features - features.mean(0)) / features.std(0, correction=0).clamp_min(LEAST_DEVIATION)
+
+
+class RunningNorm:
+    """The normalisation of sound whose end is not known: by the mean and deviation up to and with each frame.
+
+    What sound usually has counts as much as ``PRIOR_FRAMES`` frames that came before.
+    """
+
+    def __init__(self) -> None:
+        self.count = PRIOR_FRAMES
+        usual = torch.tensor([PRIOR_MEAN, PRIOR_MEAN**2 + PRIOR_DEVIATION**2], dtype=torch.float64)
+        self.sums = usual[:, None] * PRIOR_FRAMES
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the next frames [frames, mels], normalised."""
+        # In float64: the variance is a small difference of two large sums.
+        x = features.double()
+        sums = torch.stack([x, x.square()]).cumsum(1) + self.sums[:, None]
+        counts = self.count + torch.arange(1, len(x) + 1)[:, None]
+        mean, square = sums / counts
+        if len(x):
+            self.count, self.sums = self.count + len(x), sums[:, -1]
+        return ((x - mean) / (square - mean.square()).clamp_min(LEAST_DEVIATION**2).sqrt()).to(features.dtype)
+
+
+def normalised_features(samples: Tensor, bank: Filterbank, causal: bool) -> Tensor:
+    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model, normalised by the frames so
+    far."""
+    features = bank(samples)
+    return RunningNorm()(features) if causal else normalised(features)
+
+
+def features_of(samples: Tensor, bank: Filterbank, width: int, stride: int, causal: bool) -> Tensor:
+    """Return :func:`normalised_features` of sound, float32 [time], as positions [positions, width, mels]."""
+    return windows(normalised_features(samples, bank, causal), width, stride)
+
+
+def windows(features: Tensor, width: int, stride: int) -> Tensor:
+    """Return features [frames, mels] as positions [ceil(frames / stride), width, mels].
+
+    A position is ``stride`` new frames behind the ``width - stride`` before them; zeros fill up both ends.
+    """
+    before = features.new_zeros(width - stride, features.shape[1])
+    after = features.new_zeros(-len(features) % stride, features.shape[1])
+    return torch.cat([before, features, after]).unfold(0, width, stride).mT
+
+
 MOST = 6
 
 
@@ -36,12 +150,11 @@ class Frames(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "frames"
+        LEAST = {"mels": 1}
         mels: int = 40
         convolutions: int = 2
 
         def __post_init__(self) -> None:
-            if self.mels < 1:
-                raise KinformerError(f"mels is {self.mels} but must be 1 or more.")
             if not 0 <= self.convolutions <= MOST:
                 raise KinformerError(f"convolutions must lie between 0 and {MOST}, but is {self.convolutions}.")
 
@@ -74,7 +187,7 @@ class Frames(Input):
         if values.dim() != 4 or list(values.shape[2:]) != expected or not values.is_floating_point():
             raise KinformerError(
                 f"frames must be floats [batch, time, width, mels] = [batch, time, {self.width}, {self.mels}], but are "
-                f"{values.dtype} {list(values.shape)}; kinformer.inputs.filterbank.windows makes them of features."
+                f"{values.dtype} {list(values.shape)}; kinformer.inputs.signals.windows makes them of features."
             )
         if not values.shape[1]:
             raise KinformerError("frames have time = 0, but must hold one position or more; wait for more sound.")
@@ -103,11 +216,8 @@ class Observations(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "observations"
+        LEAST = {"observation_dim": 1}
         observation_dim: int
-
-        def __post_init__(self) -> None:
-            if self.observation_dim < 1:
-                raise KinformerError(f"observation_dim must be 1 or more, but is {self.observation_dim}.")
 
         def build(self, dim: int) -> Observations:
             return Observations(self, dim)
@@ -184,6 +294,8 @@ class Steps(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "steps"
+        LEAST = {"state_dim": 1, "action_dim": 1, "timesteps": 1}
+        ABOVE = {"return_scale": 0}
         state_dim: int
         action_dim: int
         timesteps: int = 1024
@@ -196,13 +308,8 @@ class Steps(Input):
         convolutions: tuple[tuple[int, ...], ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 
         def __post_init__(self) -> None:
-            for name in ("state_dim", "action_dim", "timesteps"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
             if self.timesteps > LARGEST_TIMESTEP:
                 raise KinformerError(f"timesteps must be at most {LARGEST_TIMESTEP}, but is {self.timesteps}.")
-            if not self.return_scale > 0:
-                raise KinformerError(f"return_scale must be above 0, but is {self.return_scale:g}.")
             for name in ("state_mean", "state_std"):
                 if len(getattr(self, name)) not in (0, self.state_dim):
                     raise KinformerError(
@@ -320,7 +427,7 @@ class ImageStates(nn.Module):
         for filters, side, stride in convolutions:
             layers += [nn.Conv2d(channels, filters, side, stride), nn.ReLU()]
             channels = filters
-        height, width = features_of(image, convolutions)
+        height, width = output_size(image, convolutions)
         self.layers = nn.Sequential(*layers)
         self.output = nn.Linear(channels * height * width, dim)
 
@@ -335,7 +442,7 @@ class ImageStates(nn.Module):
         return self.output(self.layers(images).flatten(1))
 
 
-def features_of(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
+def output_size(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Return the height and width of the last convolution's output.
 
     Errors: ``KinformerError`` for an invalid list of convolutions, and for images smaller than a filter.

@@ -44,6 +44,7 @@ class Tokens(Input):
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tokens"
+        LEAST = {"vocab_size": 1, "types": 0}
         vocab_size: int
         embedding: EmbeddingConfig = Lookup.Config()
         scale: bool = False
@@ -53,10 +54,6 @@ class Tokens(Input):
         eos_token: int | tuple[int, ...] | None = None
 
         def __post_init__(self) -> None:
-            if self.vocab_size < 1:
-                raise KinformerError(f"vocab_size must be 1 or more, but is {self.vocab_size}.")
-            if self.types < 0:
-                raise KinformerError(f"types must be 0 or more, but is {self.types}.")
             if self.eos_token == ():
                 raise KinformerError("eos_token is a list of no ids; give one id or more, or None.")
             named = [(name, getattr(self, name)) for name in ("mask_token", "bos_token")]

@@ -39,7 +39,7 @@ from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import PROTOCOLS, CausalModel, modules_of
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.core.state import State, map_tensors, nbytes, pop_aux, repeat_rows, select_rows
-from kinformer.inputs.filterbank import Filterbank, features_of
+from kinformer.inputs.signals import Filterbank, features_of
 from kinformer.inputs.tokens import Lookup
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.writing import auto_class_of, auto_map, use_of, write_code

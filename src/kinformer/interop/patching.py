@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from kinformer.core.attention_state import KeysValues
 from kinformer.core.config import Config, field_types
-from kinformer.core.reserved import KeysValues
 from kinformer.core.state import State, map_tensors, nbytes, repeat_rows, select_rows, tensors
 from kinformer.interop.key_map import ConfigData
 from kinformer.interop.settings import Settings, rope

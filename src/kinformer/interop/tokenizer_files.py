@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kinformer.inputs.filterbank import CHARACTERS
+from kinformer.inputs.signals import CHARACTERS
 from kinformer.interop.architecture import Padding
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.settings import PREPROCESSOR, TOKENIZER, labels_of, optional_table

@@ -18,12 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.core.contract import state_dtype
-from kinformer.kernels.softmax import Attended, Scoring, Visibility, dropout_words, keep, tile_size, unfilled
+from kinformer.kernels.softmax import (
+    Attended,
+    Scoring,
+    Visibility,
+    accumulate,
+    dropout_words,
+    keep,
+    tile_size,
+    unfilled,
+)
 from kinformer.runtime.autograd import Context, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.matmul import product_dtype
+from kinformer.runtime.process import product_dtype
 
 # Tiles of attention over a band of distances, and the masks of pairs on their edges.
 #
@@ -375,11 +383,11 @@ def _backward(
         # dS = P * (dP - delta)
         errors.sub_(work.block(delta, tile).mT).mul_(weights)
         low = work.narrowed(errors, tile, narrow)
-        _accumulate(dk[keys], low, queries)
+        accumulate(dk[keys], low, queries)
         dq[tile.heads, :, tile.queries] = torch.bmm(low.mT, work.k[keys]).unflatten(1, (layout.group, -1))
         if dropout is not None:
             weights.mul_(retained_pairs)
-        _accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
+        accumulate(dv[keys], work.narrowed(weights, tile, narrow), grad_block)
     dq, dk = dq.mul_(call.scale), dk.mul_(call.scale)
     return dq.to(q.dtype).view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
@@ -388,14 +396,6 @@ def _backward(
 def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall]) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
     return q, k, v
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right)
-    else:
-        total.add_(torch.bmm(left, right))
 
 
 def _save(ctx: Context, inputs: tuple[*BandCall], output: tuple[Tensor, Tensor]) -> None:

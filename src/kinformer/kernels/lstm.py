@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
-from kinformer.kernels.impls import LstmImpl, names_of
+from kinformer.kernels import LstmImpl, names_of
 from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.compiling import substitute, uncompiled
 from kinformer.runtime.errors import KinformerError

@@ -12,7 +12,7 @@ from kinformer.core.contract import in_range, state_dtype
 from kinformer.core.parts import Relative, Score
 from kinformer.core.pattern import Pattern
 from kinformer.runtime.autograd import no_autocast
-from kinformer.runtime.matmul import by_onednn, product_dtype
+from kinformer.runtime.process import by_onednn, product_dtype
 
 # Dropout of attention probabilities, as a function of a seed and of their indices in the call.
 #
@@ -146,6 +146,14 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor | None = None
+
+
+def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total.add_(torch.bmm(left, right))
 
 
 def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

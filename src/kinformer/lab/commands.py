@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from kinformer.runtime.errors import KinformerError, nearest, today
-from kinformer.runtime.fields import require_kind, require_list, require_types
+from kinformer.runtime.errors import KinformerError, nearest, require_kind, require_list, require_types, today
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

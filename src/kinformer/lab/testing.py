@@ -45,7 +45,7 @@ TINY = {
     "checkpoint_every": 2,
     "validate_every": 2,
 }
-_COPIES = ("dataclasses", "kinformer.runtime.fields")
+_COPIES = ("dataclasses", "kinformer.runtime.errors")
 """Modules that read every field of options to store or check it; such a read does not count as a use."""
 
 

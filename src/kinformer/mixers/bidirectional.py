@@ -34,6 +34,7 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Pattern, check_grid
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -46,7 +47,6 @@ from kinformer.kernels.attention import (
     merge,
 )
 from kinformer.kernels.attention.spans import allowed_pairs, at_slots, index_of, of_stretch
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.output_parts import Gate, ValueResidual, build_gate
 from kinformer.parts.patterns.sequence import Full
 from kinformer.parts.positions import NoPosition

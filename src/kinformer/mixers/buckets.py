@@ -14,7 +14,7 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    activation_dtype,
+    in_blocks,
     newest,
     positions_of,
     select_valid,
@@ -22,19 +22,17 @@ from kinformer.core.contract import (
     unit_vectors,
     width_of,
 )
-from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import BucketedImpl
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.bucketed import IMPLS, bucketed_attention
-from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb
-from kinformer.kernels.bucketed.equal import sorted_attention
-from kinformer.kernels.impls import BucketedImpl
+from kinformer.kernels.bucketed import bucketed_attention
+from kinformer.kernels.bucketed.chunked import BucketState, Sizes, absorb, sorted_attention
 from kinformer.runtime.autograd import no_autocast
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError
 
 # How content chooses a bucket: locality-sensitive hashes, and centroids of clusters.
 
@@ -58,19 +56,15 @@ class Hashes(nn.Module):
         self.register_buffer("rotations", torch.randn(num_heads, head_dim, rounds, num_buckets // 2))
 
     @staticmethod
-    def check(num_buckets: int, rounds: int, chunk_size: int) -> None:
-        """Refuse bucket numbers that no rotation can give, and chunks of buckets without tokens."""
+    def check(num_buckets: int, rounds: int) -> None:
+        """Refuse bucket numbers that no rotation can give, and rounds that are alike."""
         if num_buckets < 1 or (num_buckets > 1 and num_buckets % 2):
             raise KinformerError(
                 f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
                 f"buckets, but is {num_buckets}."
             )
-        if rounds < 1:
-            raise KinformerError(f"rounds must be 1 or more, but is {rounds}.")
         if num_buckets == 1 and rounds > 1:
             raise KinformerError(f"rounds = {rounds} of one bucket are all the same; use rounds = 1.")
-        if chunk_size < 1:
-            raise KinformerError(f"chunk_size must be 1 or more, but is {chunk_size}.")
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -113,15 +107,6 @@ class Centroids(OnlineLearner):
         self.decay = decay
         self.register_buffer("means", functional.normalize(torch.randn(num_heads, num_clusters, head_dim), dim=-1))
         self._sums: Tensor | None = None
-
-    @staticmethod
-    def check(num_clusters: int, window: int, decay: float) -> None:
-        """Refuse settings with which no clusters can be formed."""
-        for name, value, least in (("num_clusters", num_clusters, 1), ("window", window, 2)):
-            if value < least:
-                raise KinformerError(f"{name} must be {least} or more, but is {value}.")
-        if not 0 <= decay < 1:
-            raise KinformerError(f"centroid_decay must be from 0 to below 1, but is {decay}.")
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the similarities; ``valid`` [batch, time] bool marks the vectors to
@@ -180,6 +165,7 @@ class LSHAttention(CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lsh"
+        LEAST = {"rounds": 1, "chunk_size": 1}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -190,8 +176,7 @@ class LSHAttention(CausalMixer):
         impl: BucketedImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.impl, IMPLS, "impl of lsh")
-            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
+            Hashes.check(self.num_buckets, self.rounds)
 
         def build(self, dim: int) -> LSHAttention:
             return LSHAttention(self, dim)
@@ -211,11 +196,8 @@ class LSHAttention(CausalMixer):
     def retained(self) -> int:
         return self.sizes.most_slots
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> BucketState:
-        like = self.out.weight
-        return self.sizes.empty(batch, device or like.device, dtype or activation_dtype(like))
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> BucketState:
+        return self.sizes.empty(batch, device, dtype)
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return self.sizes.state_bytes(length, dtype)
@@ -233,7 +215,7 @@ class LSHAttention(CausalMixer):
 
 
 class BidirectionalLSH(EncoderMixer):
-    """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.equal``).
+    """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.chunked``).
 
         y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
 
@@ -249,6 +231,7 @@ class BidirectionalLSH(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lsh"
+        LEAST = {"rounds": 1, "chunk_size": 1}
         num_heads: int = 4
         head_dim: int | None = None
         num_buckets: int = 64
@@ -257,7 +240,7 @@ class BidirectionalLSH(EncoderMixer):
         bias: bool = False
 
         def __post_init__(self) -> None:
-            Hashes.check(self.num_buckets, self.rounds, self.chunk_size)
+            Hashes.check(self.num_buckets, self.rounds)
 
         def build(self, dim: int) -> BidirectionalLSH:
             return BidirectionalLSH(self, dim)
@@ -315,7 +298,7 @@ class RoutingAttention(CausalMixer):
     a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
     that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
     ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
-    ``kernels.bucketed.equal.balanced_attention``.
+    ``kernels.bucketed.chunked.balanced_attention``.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
@@ -328,6 +311,7 @@ class RoutingAttention(CausalMixer):
     class Config(MixerConfig):
         kind = "routing"
         indivisible = "its centroids learn by sums over all processes, which would have other heads"
+        LEAST = {"num_clusters": 1, "window": 2, "commitment": 0}
         num_heads: int = 4
         local_heads: int = 2
         head_dim: int | None = None
@@ -339,8 +323,8 @@ class RoutingAttention(CausalMixer):
         impl: BucketedImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.impl, IMPLS, "impl of routing")
-            Centroids.check(self.num_clusters, self.window, self.centroid_decay)
+            if not 0 <= self.centroid_decay < 1:
+                raise KinformerError(f"centroid_decay must be from 0 to below 1, but is {self.centroid_decay}.")
             if self.window % 2:
                 raise KinformerError(f"window must be even, two chunks of a cluster, but is {self.window}.")
             if not 0 <= self.local_heads < self.num_heads:
@@ -348,8 +332,6 @@ class RoutingAttention(CausalMixer):
                     f"local_heads must be from 0 to below num_heads = {self.num_heads}, but is {self.local_heads}; for "
                     "none that route use the mixer softmax with the pattern local."
                 )
-            if self.commitment < 0:
-                raise KinformerError(f"commitment must be 0 or more, but is {self.commitment}.")
 
         def build(self, dim: int) -> RoutingAttention:
             return RoutingAttention(self, dim)
@@ -370,10 +352,7 @@ class RoutingAttention(CausalMixer):
     def retained(self) -> int:
         return max(self.sizes.most_slots, self.config.window - 1)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> RoutingState:
-        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> RoutingState:
         empty = torch.zeros(batch, self.local, 0, self.head_dim, device=device, dtype=dtype)
         aux = torch.zeros(batch, device=device, dtype=state_dtype(dtype))
         return RoutingState(empty, empty, self.sizes.empty(batch, device, dtype), aux)  # type: ignore[call-arg]

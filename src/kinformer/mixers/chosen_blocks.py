@@ -24,11 +24,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.attention_state import KeysValues, ReservedKeysValues
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    activation_dtype,
     advance,
     newest,
     positions_of,
@@ -37,10 +37,10 @@ from kinformer.core.contract import (
 from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import no_weights, probe
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels import AttentionImpl, ChosenImpl
+from kinformer.kernels import chosen as reference
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.chosen import (
-    IMPLS,
     Blocks,
     Choosing,
     Cover,
@@ -49,10 +49,8 @@ from kinformer.kernels.chosen import (
     blocks_of,
     choose,
     chosen_attention,
-    reference,
 )
 from kinformer.kernels.chosen.choice import Means, Place, averages, means_of
-from kinformer.kernels.impls import AttentionImpl, ChosenImpl
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors
@@ -100,6 +98,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "chosen_blocks"
         by_heads = True
+        LEAST = {"block": 1, "count": 1, "first": 0, "near": 0, "window": 1, "summary_length": 1, "summary_stride": 1}
         num_heads: int = 4
         head_dim: int | None = None
         projection: ProjectionConfig = MultiHead.Config()
@@ -117,12 +116,6 @@ class ChosenBlocks(HostDriven, CausalMixer):
         impl: ChosenImpl = "auto"
 
         def __post_init__(self) -> None:
-            errors.choose(self.impl, IMPLS, "impl of chosen_blocks")
-            errors.choose(self.compression, ("none", "mean", "mlp"), "compression of chosen_blocks")
-            for name in ("block", "count", "first", "near", "window", "summary_length", "summary_stride"):
-                value, least = getattr(self, name), int(name not in ("first", "near"))
-                if value is not None and value < least:
-                    raise errors.KinformerError(f"{name} of chosen_blocks must be {least} or more, but is {value}.")
             if 0 < self.first + self.near >= self.count - 1:
                 raise errors.KinformerError(
                     f"first = {self.first} and near = {self.near} blocks and the current one leave none of count = "
@@ -187,11 +180,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
     def host_reads(self) -> str:
         return "it looks whether a token completes a block"
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> ChosenState:
-        like: Tensor = self.out.weight  # type: ignore[assignment]
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ChosenState:
         empty = torch.zeros(batch, self.kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
         return ChosenState(KeysValues(empty, empty, seen), empty.new_zeros(batch, self.kv_heads, 0, self.mean_width))  # type: ignore[call-arg]

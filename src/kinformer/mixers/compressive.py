@@ -34,7 +34,6 @@ from kinformer.core.contract import (
     Chunk,
     MixerConfig,
     RecomputesKV,
-    activation_dtype,
     real_resets,
     select_valid,
     state_dtype,
@@ -42,9 +41,9 @@ from kinformer.core.contract import (
 from kinformer.core.parts import PositionConfig, ProjectionConfig, Relative, check_forgetful, head_width, merge_heads
 from kinformer.core.probe import probe
 from kinformer.core.state import State, join_rows, select_rows
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl, slot_sums
-from kinformer.kernels.impls import AttentionImpl
-from kinformer.parts.patterns.sequence import Causal, check_sizes
+from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL
 from kinformer.runtime.compiling import uncompiled
@@ -144,11 +143,6 @@ def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
 # nothing else (Rae et al. 2019, section 3.1).
 
 
-def content_loss(old: Tensor, rebuilt: Tensor) -> Tensor:
-    """Return the mean square of old - rebuilt [batch, n, dim], as [batch]."""
-    return (rebuilt - old).to(state_dtype(old.dtype)).square().mean(dim=(1, 2))
-
-
 def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:
     """Return the mean square [batch] of the difference between attention of ``tokens`` [batch, time, dim] to ``old``
     [batch, n, dim] and to ``compressed`` [batch, n / rate, dim], by content alone.
@@ -207,11 +201,8 @@ class Compression(nn.Module):
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
     slot = "compression"
+    LEAST = {"rate": 1}  # 1: nothing is compressed
     rate: int = 4
-
-    def __post_init__(self) -> None:
-        if self.rate < 1:
-            raise KinformerError(f"rate must be 1 (nothing is compressed) or more, but is {self.rate}.")
 
     def build(self, dim: int) -> Compression:
         raise NotImplementedError
@@ -264,12 +255,8 @@ class DilatedConvolution(Convolution):
     @dataclass(frozen=True, kw_only=True)
     class Config(Convolution.Config):
         kind = "dilated"
+        LEAST = {"depth": 1}
         depth: int = 2
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.depth < 1:
-                raise KinformerError(f"depth must be 1 dilated convolution or more, but is {self.depth}.")
 
         def build(self, dim: int) -> DilatedConvolution:
             return DilatedConvolution(self, dim)
@@ -346,6 +333,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     class Config(MixerConfig):
         kind = "compressive"
         indivisible = "its state adds up costs of all heads"
+        LEAST = {"segment": 1, "memory": 0, "compressed": 0}
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128
@@ -361,9 +349,6 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            check_sizes(self.segment, self.memory)
-            if self.compressed < 0:
-                raise KinformerError(f"compressed must be 0 vectors (none) or more, but is {self.compressed}.")
             rate = self.compression.rate
             for name in ("segment", "memory"):
                 if getattr(self, name) % rate:
@@ -402,11 +387,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         lookback = self.memory + self.config.compressed * self.compression.rate
         return max(self.most_past, -(-lookback // self.segment) * self.segment)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> CompressiveState:
-        like: Tensor = self.out.weight  # type: ignore[assignment]
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> CompressiveState:
         hidden_states = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
         empty = hidden_states.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
         usage = hidden_states.new_zeros(batch, 1, 0, int(self.compression.counts), dtype=state_dtype(dtype))
@@ -544,7 +525,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         """Return the cost [batch] for one segment: ``tokens`` of the finished segment, ``old`` memories and ``new``
         ones."""
         if self.expansion is not None:
-            loss = content_loss(old, self.expansion(new))
+            loss = (self.expansion(new) - old).to(state_dtype(old.dtype)).square().mean(dim=(1, 2))
         else:
             loss = attention_loss(nn.Sequential(norm, self.projection), tokens, old, new, self.scale)
         return self.config.loss_weight * self.segment * loss

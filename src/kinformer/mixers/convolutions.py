@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import CausalMixer, Chunk, real_resets, select_valid, state_dtype
+from kinformer.core.contract import CausalMixer, Chunk, divided, real_resets, select_valid, state_dtype
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import divided
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 from kinformer.core.probe import no_weights
@@ -38,6 +37,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "separable_convolution"
+        LEAST = {"expansion": 1}
         kernel: int = 7
         expansion: int = 2
         bias: bool = False
@@ -45,8 +45,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
         def __post_init__(self) -> None:
             if self.kernel < 1 or self.kernel % 2 == 0:
                 raise KinformerError(f"kernel must be an odd number of 1 or more, but is {self.kernel}.")
-            if self.expansion < 1:
-                raise KinformerError(f"expansion must be 1 or more, but is {self.expansion}.")
 
         def build(self, dim: int) -> SeparableConvolution:
             return SeparableConvolution(self, dim)
@@ -147,11 +145,11 @@ class CausalTransition(_Weights, CausalMixer):
 
     growth = "constant"
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> ConvolutionState:
-        like = self.down.weight
-        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+    def like(self) -> Tensor:
+        return self.down.weight
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ConvolutionState:
+        dtype = state_dtype(dtype)
         return ConvolutionState(*(torch.zeros(batch, 1, *size, device=device, dtype=dtype) for size in self._sizes))
 
     @property
@@ -223,12 +221,11 @@ class CausalChannelMix(Crosses, CausalMixer):
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = ResidualOutput(hidden_dim, dim, bias=False)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> ShiftState:
-        like = self.down.weight
-        dtype = state_dtype(dtype or like.dtype)
-        return ShiftState(torch.zeros(batch, 1, 1, self.dim, device=device or like.device, dtype=dtype))
+    def like(self) -> Tensor:
+        return self.down.weight
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ShiftState:
+        return ShiftState(torch.zeros(batch, 1, 1, self.dim, device=device, dtype=state_dtype(dtype)))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return self.dim * state_dtype(dtype).itemsize

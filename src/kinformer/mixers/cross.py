@@ -13,12 +13,12 @@ from kinformer.core.contract import (
     MixerConfig,
     activation_dtype,
     advance,
+    in_blocks,
     in_range,
     positions_of,
     select_valid,
     state_dtype,
 )
-from kinformer.core.division import in_blocks
 from kinformer.core.encoder import SourceMixer, within
 from kinformer.core.parts import (
     PositionConfig,
@@ -31,16 +31,12 @@ from kinformer.core.parts import (
 )
 from kinformer.core.probe import no_weights, probe
 from kinformer.core.state import State
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Full
 from kinformer.parts.positions import NoPosition
-from kinformer.parts.projections import (
-    SummariesConfig,
-    Summarising,
-    seen_windows,
-)
+from kinformer.parts.projections import SummariesConfig, Summarising, seen_windows
 from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError

@@ -25,6 +25,7 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -35,18 +36,10 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.feature_maps import QuotientConfig, features_of_keys
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.positions import TypedRelations, ids_of
-from kinformer.parts.projections import (
-    ByPiece,
-    Pieces,
-    Sharing,
-    SummariesConfig,
-    Summarising,
-    seen_windows,
-)
+from kinformer.parts.projections import ByPiece, Pieces, Sharing, SummariesConfig, Summarising, seen_windows
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.errors import KinformerError
 
@@ -75,6 +68,7 @@ class EtcAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
+        LEAST = {"max_distance": 0}
         num_heads: int = 4
         head_dim: int | None = None
         pattern: PatternConfig = Window(window=84)
@@ -89,8 +83,6 @@ class EtcAttention(EncoderMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            if self.max_distance < 0:
-                raise KinformerError(f"max_distance must be 0 or more, but is {self.max_distance}.")
             least = ids_of(self.max_distance)
             if self.ids is not None and self.ids < least:
                 raise KinformerError(
@@ -271,6 +263,7 @@ class StarAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
+        LEAST = {"iterations": 1}
         num_heads: int = 4
         head_dim: int | None = None
         iterations: int = 2
@@ -281,8 +274,6 @@ class StarAttention(EncoderMixer):
         impl: AttentionImpl = "auto"  # of the relay's attention
 
         def __post_init__(self) -> None:
-            if self.iterations < 1:
-                raise KinformerError(f"iterations must be 1 or more, but is {self.iterations}.")
             if self.iterations == 1:
                 check_unused(self, "with iterations = 1", "tied")
 

@@ -25,18 +25,17 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.output_parts import Gate, build_gate
 from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import normed
 from kinformer.parts.relative_positions import Rope
 from kinformer.parts.scores import ScaledDot
 from kinformer.runtime.draws import Dropout
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError
 
 Form = Literal["auto", "expanded", "absorbed"]
-FORMS = ("auto", "expanded", "absorbed")
 
 
 class LatentAttention(TokenMemory):
@@ -63,6 +62,7 @@ class LatentAttention(TokenMemory):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
+        LEAST = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -78,15 +78,6 @@ class LatentAttention(TokenMemory):
         eps: float = 1e-6  # of the norms of latents
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            choose(self.form, FORMS, "form of latent attention")
-            for name in ("head_dim", "value_dim", "latent_dim", "query_latent_dim"):
-                value = getattr(self, name)
-                if value is not None and value < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {value}.")
-            if self.rotary_dim is not None and self.rotary_dim < 0:
-                raise KinformerError(f"rotary_dim must be 0 or more, but is {self.rotary_dim}.")
 
         def build(self, dim: int) -> LatentAttention:
             return LatentAttention(self, dim)
@@ -146,9 +137,6 @@ class LatentAttention(TokenMemory):
                 f"the score {config.score.kind!r} is not a function of the product of a query and a key, which "
                 "latent attention makes of latents; use scaled_dot, dot, bilinear or capped."
             )
-
-    def like(self) -> Tensor:
-        return self.out.weight
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         latents, keys = self.down(x).split([self.latent_dim, self.rotary_dim], -1)
@@ -237,14 +225,11 @@ class SingleHead(TokenMemory):
     class Config(MixerConfig):
         kind = "single_head"
         indivisible = "it has one head"
+        LEAST = {"memory": 1}
         memory: int = 1024
         dropout: float = 0.0
         eps: float = 1e-12
         impl: AttentionImpl = "auto"
-
-        def __post_init__(self) -> None:
-            if self.memory < 1:
-                raise KinformerError(f"memory must be 1 token or more, but is {self.memory}.")
 
         def build(self, dim: int) -> SingleHead:
             return SingleHead(self, dim)

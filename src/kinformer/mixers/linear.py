@@ -30,6 +30,7 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
+    in_blocks,
     in_range,
     positions_of,
     real_resets,
@@ -37,7 +38,6 @@ from kinformer.core.contract import (
     state_dtype,
 )
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import in_blocks
 from kinformer.core.parts import (
     FeatureMapConfig,
     Position,
@@ -48,8 +48,8 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
-from kinformer.kernels.impls import LinearImpl
-from kinformer.kernels.linear import IMPLS, LinearState, check_triton
+from kinformer.kernels import LinearImpl
+from kinformer.kernels.linear import LinearState, check_triton
 from kinformer.kernels.linear.across import (
     AveragedDeltaRule,
     DeltaRule,
@@ -70,14 +70,13 @@ from kinformer.parts.output_parts import (
     build_value_gate,
 )
 from kinformer.parts.positions import NoPosition
-from kinformer.runtime.errors import KinformerError, choose, plural
+from kinformer.runtime.errors import KinformerError, plural
 
 # What kernel attention refuses: settings and parts that do nothing, or diverge, together.
 
 
 def check_settings(config: LinearAttention.Config) -> None:
     """Refuse settings that contradict each other, or do nothing."""
-    choose(config.impl, IMPLS, "impl of linear")
     if config.normaliser == ("sum" if config.rule == "delta" else "attention"):
         raise KinformerError(
             f"normaliser = {config.normaliser!r} is not for rule = {config.rule!r}; use normaliser = 'none', or 'sum' "
@@ -286,11 +285,8 @@ class LinearAttention(Crosses, CausalMixer):
         self.counts = not plain or config.normaliser == "attention"
         check_parts(self)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> KernelState:
-        like, heads = self.out.weight, self.config.num_heads
-        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> KernelState:
+        heads, dtype = self.config.num_heads, state_dtype(dtype)
         levels, context = max(self.config.levels, 1), self.convolution.context if self.convolution else 0
         return KernelState(
             torch.zeros(batch, heads, levels * self.features, self.columns, device=device, dtype=dtype),

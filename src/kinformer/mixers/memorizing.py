@@ -19,28 +19,26 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kinformer.core.attention_state import KeysValues, ReservedKeysValues
 from kinformer.core.config import describe
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    activation_dtype,
     advance,
+    in_blocks,
     newest,
     positions_of,
     real_resets,
     select_valid,
     state_dtype,
 )
-from kinformer.core.division import in_blocks
 from kinformer.core.parts import Position, PositionConfig, ResidualOutput, Score, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe
-from kinformer.core.reserved import KeysValues, ReservedKeysValues
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
-from kinformer.kernels.lookup import Search
-from kinformer.kernels.lookup.store import Evicted, Store, StoreSizes, Subsequence, join
+from kinformer.kernels.lookup import Evicted, Search, Store, StoreSizes, Subsequence, join
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.compiling import uncompiled
 from kinformer.runtime.errors import KinformerError
@@ -76,6 +74,7 @@ class Memorizing(HostDriven, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
+        LEAST = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
         by_heads = True
         retired = {"lists": 64, "probes": 3}
         num_heads: int = 4
@@ -91,10 +90,6 @@ class Memorizing(HostDriven, CausalMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            least_of = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
-            for name, least in least_of.items():
-                if getattr(self, name) < least:
-                    raise KinformerError(f"{name} must be {least} or more, but is {getattr(self, name)}.")
             if self.memory_size % self.segment:
                 raise KinformerError(
                     f"memory_size = {self.memory_size} is not a multiple of segment = {self.segment}; whole segments "
@@ -139,10 +134,7 @@ class Memorizing(HostDriven, CausalMixer):
         size = self.config.memory_size
         return max(self.most_past, size + self.batch_of if size else 0)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> MemorizingState:
-        device, dtype = device or self.out.weight.device, dtype or activation_dtype(self.out.weight)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> MemorizingState:
         empty = torch.zeros(batch, self.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         recent = KeysValues(empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
         return MemorizingState(recent, empty, empty)  # type: ignore[call-arg]

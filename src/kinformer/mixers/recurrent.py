@@ -18,6 +18,7 @@ from kinformer.core.contract import (
     FirstValues,
     MixerConfig,
     SharesValues,
+    in_blocks,
     in_range,
     real_resets,
     select_valid,
@@ -25,18 +26,17 @@ from kinformer.core.contract import (
     unit_vectors,
 )
 from kinformer.core.crossing import Crosses
-from kinformer.core.division import in_blocks
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import KERNEL, no_weights, probe
+from kinformer.kernels import LinearImpl, LstmImpl
 from kinformer.kernels.delta import DeltaTokens
-from kinformer.kernels.impls import LinearImpl, LstmImpl
-from kinformer.kernels.linear import IMPLS, check_triton
+from kinformer.kernels.linear import check_triton
 from kinformer.kernels.linear.across import delta_across
-from kinformer.kernels.lstm import LSTM_IMPLS, Weights, lstm
+from kinformer.kernels.lstm import Weights, lstm
 from kinformer.parts.output_parts import convolve
 from kinformer.runtime.autograd import no_autocast
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError
 
 
 class LSTMState(NamedTuple):
@@ -66,9 +66,6 @@ class LSTM(CausalMixer):
         indivisible = "every unit reads all units of the token before"
         impl: LstmImpl = "auto"
 
-        def __post_init__(self) -> None:
-            choose(self.impl, LSTM_IMPLS, "impl of lstm")
-
         def build(self, dim: int) -> LSTM:
             return LSTM(self, dim)
 
@@ -77,12 +74,12 @@ class LSTM(CausalMixer):
         self.impl, self.dim = config.impl, dim
         self.rnn = nn.LSTM(dim, dim)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> LSTMState:
-        like: Tensor = self.rnn.weight_hh_l0  # type: ignore[assignment]
-        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
-        return LSTMState(*(torch.zeros(batch, self.dim, device=device, dtype=dtype) for _ in range(2)))
+    def like(self) -> Tensor:
+        return self.rnn.weight_hh_l0  # type: ignore[return-value]
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> LSTMState:
+        zeros = torch.zeros(batch, self.dim, device=device, dtype=state_dtype(dtype))
+        return LSTMState(zeros, zeros.clone())
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return 2 * self.dim * state_dtype(dtype).itemsize
@@ -114,9 +111,6 @@ class BidirectionalLSTM(EncoderMixer):
     class Config(EncoderMixerConfig):
         kind = "lstm"
         impl: LstmImpl = "auto"
-
-        def __post_init__(self) -> None:
-            choose(self.impl, LSTM_IMPLS, "impl of lstm")
 
         def build(self, dim: int) -> BidirectionalLSTM:
             return BidirectionalLSTM(self, dim)
@@ -199,9 +193,6 @@ class OuterProduct(CausalMixer):
         activation: Outer = "tanh"
         bias: bool = False
 
-        def __post_init__(self) -> None:
-            choose(self.activation, ("tanh", "sigmoid", "relu", "identity"), "activation of outer_product")
-
         def build(self, dim: int) -> OuterProduct:
             return OuterProduct(self, dim)
 
@@ -213,12 +204,9 @@ class OuterProduct(CausalMixer):
         self.qkv = in_blocks(nn.Linear(dim, 3 * width, bias=config.bias), width, width, width)
         self.out = ResidualOutput(width, dim, bias=config.bias)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> FastWeights:
-        like: Tensor = self.out.weight
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> FastWeights:
         shape = batch, self.config.num_heads, self.head_dim, self.head_dim
-        return FastWeights(torch.zeros(shape, device=device or like.device, dtype=state_dtype(dtype or like.dtype)))
+        return FastWeights(torch.zeros(shape, device=device, dtype=state_dtype(dtype)))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return self.config.num_heads * self.head_dim**2 * state_dtype(dtype).itemsize
@@ -307,6 +295,7 @@ class RWKV7(Crosses, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "rwkv7"
+        LEAST = {"decay_rank": 1, "rate_rank": 1, "gate_rank": 1, "value_rank": 1}  # about dim / 8
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -318,12 +307,8 @@ class RWKV7(Crosses, CausalMixer):
         impl: LinearImpl = "auto"
 
         def __post_init__(self) -> None:
-            choose(self.impl, IMPLS, "impl of rwkv7")
             if not self.value_residual:
                 check_unused(self, "without value_residual", "value_rank")
-            for name in ("decay_rank", "rate_rank", "gate_rank", "value_rank"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} = {getattr(self, name)} must be 1 or more; use about dim / 8.")
 
         def build(self, dim: int) -> RWKV7:
             return RWKV7(self, dim)
@@ -352,11 +337,8 @@ class RWKV7(Crosses, CausalMixer):
         self.norm_weight, self.norm_bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
         self.out = ResidualOutput(width, dim, bias=False)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> TimeMixState:
-        like, width = self.out.weight, self.head_dim
-        device, dtype = device or like.device, state_dtype(dtype or like.dtype)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TimeMixState:
+        width, dtype = self.head_dim, state_dtype(dtype)
         kv = torch.zeros(batch, self.config.num_heads, width, width, device=device, dtype=dtype)
         return TimeMixState(kv, torch.zeros(batch, 1, 1, self.dim, device=device, dtype=dtype))
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import (
     AS_THEY_ARE,
     CausalMixer,
     Chunk,
     MixerConfig,
     RecomputesKV,
-    activation_dtype,
     advance,
     newest,
     positions_of,
@@ -42,7 +42,7 @@ from kinformer.core.parts import (
 )
 from kinformer.core.pattern import Band, Pattern
 from kinformer.core.probe import probe
-from kinformer.core.reserved import ReservedSlots
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import (
     Attended,
     AttentionDropout,
@@ -53,8 +53,7 @@ from kinformer.kernels.attention import (
     check_impl,
     merge,
 )
-from kinformer.kernels.impls import AttentionImpl
-from kinformer.parts.patterns.sequence import Segments, check_sizes
+from kinformer.parts.patterns.sequence import Segments
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL
 from kinformer.parts.scores import ScaledDot
@@ -106,6 +105,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     class Config(MixerConfig):
         kind = "segment_memory"
         by_heads = True
+        LEAST = {"segment": 1, "memory": 0}
         num_heads: int = 4
         head_dim: int | None = None
         segment: int = 128
@@ -119,7 +119,6 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         impl: AttentionImpl = "auto"
 
         def __post_init__(self) -> None:
-            check_sizes(self.segment, self.memory)
             if self.same_length and not self.memory:
                 raise KinformerError(
                     "with same_length a token sees the last `memory` tokens, itself counted, but memory is 0; give 1 "
@@ -151,11 +150,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
     def retained(self) -> int:
         return self.pattern.behind or 0
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> SegmentState:
-        like: Tensor = self.out.weight  # type: ignore[assignment]
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> SegmentState:
         hidden_states = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
         empty = hidden_states.new_zeros(batch, self.projection.num_kv_heads, 0, self.head_dim)
         return SegmentState(hidden_states, empty, empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]

@@ -14,7 +14,6 @@ from kinformer.core.contract import (
     CausalMixer,
     Chunk,
     MixerConfig,
-    activation_dtype,
     advance,
     in_range,
     newest,
@@ -27,28 +26,14 @@ from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceCon
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.projections import MultiHead
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import has_data
 
 # Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
 # 1964; with Gumbel noise Mena et al. 2018).
-
-
-def check_sorting(block: int, max_length: int, iterations: int, temperature: float) -> None:
-    """Raise if blocks of ``block`` tokens do not divide texts of up to ``max_length`` tokens."""
-    for name, value in (("block", block), ("iterations", iterations)):
-        if value < 1:
-            raise KinformerError(f"{name} must be 1 or more, but is {value}.")
-    if max_length < 1 or max_length % block:
-        raise KinformerError(
-            f"max_length = {max_length} is not a multiple of block = {block}, but a text is cut into blocks; choose a "
-            "multiple."
-        )
-    if not temperature > 0:
-        raise KinformerError(f"temperature must be above 0, but is {temperature}.")
 
 
 def sinkhorn(logits: Tensor, iterations: int, pairs: Tensor | None = None) -> Tensor:
@@ -94,6 +79,8 @@ IMPLIED = "implied by attention to sorted blocks: its probabilities times what e
 class SortingConfig(Config):
     """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
 
+    LEAST = {"block": 1, "iterations": 1}
+    ABOVE = {"temperature": 0}
     num_heads: int = 4
     head_dim: int | None = None
     block: int = 64
@@ -106,7 +93,11 @@ class SortingConfig(Config):
     impl: AttentionImpl = "auto"
 
     def __post_init__(self) -> None:
-        check_sorting(self.block, self.max_length, self.iterations, self.temperature)
+        if self.max_length < 1 or self.max_length % self.block:
+            raise KinformerError(
+                f"max_length = {self.max_length} is not a multiple of block = {self.block}, but a text is cut into "
+                "blocks; choose a multiple."
+            )
 
 
 class SinkhornAttention(EncoderMixer):
@@ -132,12 +123,8 @@ class SinkhornAttention(EncoderMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
+        LEAST = {"cut": 0}
         cut: int = 0
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.cut < 0:
-                raise KinformerError(f"cut must be 0 or more, but is {self.cut}.")
 
         def build(self, dim: int) -> SinkhornAttention:
             return SinkhornAttention(self, dim)
@@ -304,11 +291,7 @@ class CausalSinkhornAttention(CausalMixer):
         self.out = ResidualOutput(config.num_heads * self.head_dim, dim, bias=config.bias)
         self.pattern = Band()  # query r of a block stands at slot block + r of its keys
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> SortedState:
-        like: Tensor = self.out.weight
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> SortedState:
         empty = torch.zeros(batch, self.config.num_heads, 0, self.head_dim, device=device, dtype=dtype)
         sums = torch.zeros(batch, self.blocks, self.dim, device=device, dtype=state_dtype(dtype))
         return SortedState(empty, empty, sums, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]

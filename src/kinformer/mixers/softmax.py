@@ -29,26 +29,28 @@ from kinformer.core.attention_state import (
     cache_of,
     context_of,
 )
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, activation_dtype, select_valid
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, select_valid
 from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
     PatternConfig,
     PositionConfig,
     ProjectionConfig,
     ScoreConfig,
+    SpanConfig,
+    TokenSpan,
     check_causal,
     check_heads,
     check_score,
     check_unpinned,
     head_width,
     merge_heads,
+    relative_of,
 )
 from kinformer.core.pattern import Pattern
 from kinformer.core.probe import probe
-from kinformer.core.span import SpanConfig, TokenSpan, relative_of
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, check_impl
 from kinformer.kernels.attention.spans import PinnedReach, Reach, SpanReach
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.parts.decays import DecayConfig, DecayReach, build_score_decay
 from kinformer.parts.output_parts import (
     Exclusive,
@@ -64,7 +66,6 @@ from kinformer.parts.patterns.sequence import Causal, spanned
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import MultiHead, in_context
 from kinformer.parts.scores import ScaledDot
-from kinformer.runtime.errors import choose
 from kinformer.runtime.host import is_empty_mask
 
 
@@ -124,7 +125,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self.head_norm = build_norm(config.head_norm, config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.growth = "linear" if self.pattern.horizon is None else "window"
-        narrow = choose(config.cache, ("full", "int8"), "cache") == "int8"
+        narrow = config.cache == "int8"
         self.shape = CacheShape(
             config.num_heads, kv_heads, head_dim,
             context=self.projection.context, pinned=pinned, spans=by_token, decay=self.decay is not None, int8=narrow,
@@ -156,11 +157,8 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         horizon = self.pattern.horizon
         return None if horizon is None else max(horizon, self.projection.context)
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> CacheState:
-        like: Tensor = self.out.weight  # type: ignore[assignment]
-        return self.shape.empty(batch, device or like.device, dtype or activation_dtype(like))
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> CacheState:
+        return self.shape.empty(batch, device, dtype)
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         return self.shape.bytes(length, self.pattern.horizon, dtype)

@@ -30,7 +30,6 @@ from kinformer.core.contract import (
     Chunk,
     MixerConfig,
     RecomputesKV,
-    activation_dtype,
     advance,
     newest,
     positions_of,
@@ -41,7 +40,6 @@ from kinformer.core.contract import (
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import features_of
 from kinformer.core.probe import no_weights
-from kinformer.parts.patterns.sequence import check_sizes
 from kinformer.parts.projections import Factors, FactorsConfig
 from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
@@ -164,11 +162,10 @@ class TensorizedAttention(Factors, CausalMixer):
         super().__init__(config, dim, config.max_length)
         self.config, self.max_length = config, config.max_length
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> TensorizedState:
-        like = self.pairs
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def like(self) -> Tensor:
+        return self.pairs
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TensorizedState:
         empty = torch.zeros(batch, 1, 0, self.config.rank, device=device, dtype=dtype)
         total = torch.zeros(batch, self.dim, self.terms * self.config.rank, device=device, dtype=state_dtype(dtype))
         return TensorizedState(empty, empty, total, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
@@ -317,13 +314,10 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
+        LEAST = {"memory": 0}
         indivisible = "its factors belong to one product, without heads"
         segment: int = 32
         memory: int = 32
-
-        def __post_init__(self) -> None:
-            check_sizes(self.segment, self.memory)
-            super().__post_init__()
 
         def build(self, dim: int) -> TensorizedMemory:
             self.check_even(dim)
@@ -337,11 +331,10 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     def retained(self) -> int:
         return self.memory + self.segment - 1
 
-    def initial_state(
-        self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> TensorizedMemoryState:
-        like = self.pairs
-        device, dtype = device or like.device, dtype or activation_dtype(like)
+    def like(self) -> Tensor:
+        return self.pairs
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TensorizedMemoryState:
         empty = torch.zeros(batch, 1, 0, self.dim, device=device, dtype=dtype)
         return TensorizedMemoryState(empty, torch.zeros(batch, dtype=torch.int64, device=device))  # type: ignore[call-arg]
 

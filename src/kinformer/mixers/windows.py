@@ -20,8 +20,8 @@ from kinformer.core.contract import unit_vectors
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import no_weights
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.errors import KinformerError
 
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0

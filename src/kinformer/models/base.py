@@ -25,14 +25,14 @@ class CommonConfig(ModelConfig):
     """The fields that all models have. ``norm`` follows the last layer,
     ``dropout`` falls on the first layer's input."""
 
+    LEAST = {"dim": 1}
+
     stack: StackConfig = Sequential.Config()
     norm: NormConfig | None = None
     dropout: float = 0.0
     initialisation: Initialisation = Initialisation()
 
     def __post_init__(self) -> None:
-        if self.dim < 1:
-            raise KinformerError(f"dim must be 1 or more, but is {self.dim}.")
         if not self.layers:
             raise KinformerError("layers must hold at least one layer, but is empty.")
 

@@ -8,26 +8,85 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from kinformer.blocks.ahead import Ahead
 from kinformer.blocks.layer import LayerConfig
 from kinformer.blocks.residual import LayerNorm, NormConfig
 from kinformer.core import state as states
 from kinformer.core.contract import Alignment, Chunk, ReadsSource, advance, left_align, positions_of, select_valid
 from kinformer.core.model import CausalModel, Hidden
+from kinformer.core.parts import Input
 from kinformer.core.stack import BeforeUse
 from kinformer.core.state import form, require_rows
 from kinformer.models.base import CommonConfig, CommonModel
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.host import arguments_trusted
 
+# Predictions of the tokens beyond the next (Gloeckle et al. 2024, "Multi-token prediction"; DeepSeek-V3, section 2.2).
+#
+# The objective multi-token trains them (``lab.tasks.next_token``), and generation takes their most probable tokens as a
+# draft (``generation.drafts``).
+
+
+class Ahead(nn.ModuleList):
+    """The predictions of ``count`` tokens beyond the next, one :class:`FurtherToken` each; a decoder owns them."""
+
+    def __init__(self, count: int, width: int, dim: int) -> None:
+        super().__init__(FurtherToken(width, dim) for _ in range(count))
+
+    def further(self, number: int, hidden: Tensor, tokens: Tensor, input: Input) -> Tensor:
+        """Return the hidden states [batch, time, width] that predict the tokens after ``tokens`` [batch, time].
+
+        ``hidden`` [batch, time, width] predicts ``tokens``: the model's hidden states for ``number`` 1, otherwise the
+        result for ``number`` - 1. ``input`` is the model's.
+        """
+        return self[number - 1](hidden, input(tokens, torch.zeros_like(tokens)))
+
+    def guesses(self, hidden: Tensor, tokens: Tensor, limit: int, input: Input, head: nn.Module) -> Tensor:
+        """Return the most probable tokens [batch, n] after ``tokens`` [batch, 1], with n at most ``limit``.
+
+        ``tokens`` were drawn by the model's hidden states ``hidden`` [batch, 1, width]; ``input`` and ``head`` are the
+        model's.
+        """
+        guesses = []
+        for number in range(1, min(limit, len(self)) + 1):
+            hidden = self.further(number, hidden, tokens, input)
+            tokens = head(hidden, input).argmax(dim=-1)
+            guesses.append(tokens)
+        return torch.cat(guesses, dim=1)
+
+
+class FurtherToken(nn.Module):
+    """The map from hidden states that predict a token, and the token's vector, to hidden states that predict the token
+    after it:
+
+        z' = z + V silu(U [rms(z); rms(e)])
+
+    z [batch, time, width] are the model's hidden states or results of this map, e [batch, time, dim] the vectors of the
+    tokens. The model's head reads z and z'. DeepSeek-V3's equation 21 continues with a layer of attention, which would
+    need a state; it is left out here.
+    """
+
+    def __init__(self, width: int, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width + dim, 2 * width, bias=False)
+        self.outer = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, z: Tensor, e: Tensor) -> Tensor:
+        joined = torch.cat([_normed(z), _normed(e).to(z.dtype)], dim=-1)
+        return z + self.outer(functional.silu(self.inner(joined)))
+
+
+def _normed(x: Tensor) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:])
+
 
 class DecoderState(NamedTuple):
     """The state of a decoder: ``layers``, one state per use of a layer, and ``seen`` [batch] int64, the number of
     tokens of each row's sequence.
 
-    ``source`` is the part of a source that the stack itself reads (``adaptive.decoder``); ``()`` for most models.
+    ``source`` is the part of a source that the stack itself reads (``adaptive.stack``); ``()`` for most models.
     """
 
     layers: tuple[states.State, ...]
@@ -44,13 +103,15 @@ class DecoderState(NamedTuple):
 
 
 class Decoder(CommonModel):
-    """A decoder: input -> stack -> norm -> head.
+    """The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens.
 
-    ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or other values that the input reads) and
-    logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a segment,
-    or one token. With ``ahead`` the model also has heads for this many tokens beyond the next (:class:`Ahead`); the
-    objective multi-token trains them, and generation may use them as drafts. Early exits add to this class in
-    ``adaptive.decoder``.
+    A decoder: input -> stack -> norm -> head.
+
+    ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or other values that the input reads)
+    and logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a
+    segment, or one token. With ``ahead`` the model also has heads for this many tokens beyond the next
+    (:class:`Ahead`); the objective multi-token trains them, and generation may use them as drafts. Early exits add
+    to this class in ``adaptive.stack``.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from kinformer.blocks.global_input import GlobalInputConfig
 from kinformer.blocks.residual import Initialisation, LayerNorm, NormConfig
 from kinformer.core.config import Config
-from kinformer.core.contract import Alignment, left_align, select_valid
+from kinformer.core.contract import left_align, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.encoder import (
     NEEDS_PATCHES,
@@ -34,14 +34,12 @@ from kinformer.runtime.errors import KinformerError
 class ReaderConfig(Config):
     """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
 
+    LEAST = {"global_tokens": 0}
+
     layers: tuple[EncoderLayerConfig, ...]
     global_tokens: int = 0
     global_input: GlobalInputConfig | None = None
     embedding_norm: NormConfig | None = LayerNorm()
-
-    def __post_init__(self) -> None:
-        if self.global_tokens < 0:
-            raise KinformerError(f"global_tokens must be 0 or more, but is {self.global_tokens}.")
 
 
 class ReaderFields(TrunkConfig, Protocol):
@@ -120,7 +118,9 @@ class Reader(Trunk):
             return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
 
         x, tapped = self.stack.read(x, text, before, taps)
-        outputs = [_restored(item[:, count:], order) for item in (self.norm(x), *tapped)]
+        outputs = [item[:, count:] for item in (self.norm(x), *tapped)]
+        if order is not None:
+            outputs = [order.restore(item) for item in outputs]
         global_input = x[:, :count] if count else None
         standing = text.valid[:, :count] if count and text.valid is not None else None
         return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
@@ -194,11 +194,6 @@ def _with_global_input(
     return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
 
 
-def _restored(x: Tensor, order: Alignment | None) -> Tensor:
-    """Return ``x`` in the caller's order, zero where not valid."""
-    return x if order is None else order.restore(x)
-
-
 class Encoder(Reader, CommonModel):
     """An encoder: input -> stack -> head; ``logits = model(tokens)`` with tokens [batch, time] int64.
 
@@ -213,10 +208,6 @@ class Encoder(Reader, CommonModel):
         protocol = WholeModel
         layers: tuple[EncoderLayerConfig, ...]
         initialisation: Initialisation = Initialisation(residual="plain")
-
-        def __post_init__(self) -> None:
-            CommonConfig.__post_init__(self)
-            ReaderConfig.__post_init__(self)
 
         def build(self) -> Encoder:
             return Encoder(self)

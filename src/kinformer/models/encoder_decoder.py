@@ -43,7 +43,6 @@ class SourceEncoder(Reader):
         dropout: float = 0.0
 
         def __post_init__(self) -> None:
-            super().__post_init__()
             if not self.layers:
                 raise KinformerError("encoder.layers must hold at least one layer, but is empty.")
 

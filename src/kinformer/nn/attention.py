@@ -20,9 +20,9 @@ from kinformer.core.parts import (
     check_unpinned,
 )
 from kinformer.core.pattern import Pattern
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels import attention as softmax
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.nn.modules import require_mask
 from kinformer.runtime.errors import KinformerError
 

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from kinformer.core.attention_state import Past
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, real_resets, state_dtype
-from kinformer.core.division import FollowsHeads
+from kinformer.core.contract import Chunk, FollowsHeads, real_resets, state_dtype
 from kinformer.core.parts import Position, Score, ScoreConfig
 from kinformer.kernels.attention.spans import Reach
 from kinformer.kernels.softmax import Scoring
@@ -75,11 +74,8 @@ class Fixed(FollowsHeads, Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "fixed"
+        ABOVE = {"first": 0}
         first: float = 5.0
-
-        def __post_init__(self) -> None:
-            if self.first <= 0:
-                raise KinformerError(f"first must be above 0, as gamma is 1 - 2^-first, but is {self.first:g}.")
 
         def build(self, dim: int, num_heads: int, features: int) -> Fixed:
             return Fixed(self.first, num_heads)
@@ -112,12 +108,9 @@ class Sigmoid(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "sigmoid"
+        ABOVE = {"temperature": 0}
         coupled: bool = True
         temperature: float = 1.0
-
-        def __post_init__(self) -> None:
-            if self.temperature <= 0:
-                raise KinformerError(f"temperature = {self.temperature:g} must be above 0.")
 
         def build(self, dim: int, num_heads: int, features: int) -> Sigmoid:
             return Sigmoid(self, dim, num_heads)
@@ -242,14 +235,10 @@ class LowRank(Decay):
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"
+        LEAST = {"rank": 1}
+        ABOVE = {"temperature": 0}
         rank: int = 16
         temperature: float = 16.0
-
-        def __post_init__(self) -> None:
-            if self.rank < 1 or self.temperature <= 0:
-                raise KinformerError(
-                    f"rank = {self.rank} must be 1 or more, and temperature = {self.temperature:g} above 0."
-                )
 
         def build(self, dim: int, num_heads: int, features: int) -> LowRank:
             return LowRank(self, dim, num_heads, features)

@@ -118,11 +118,8 @@ class Quadratic(FeatureMap):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"
+        LEAST = {"c": 0}  # its root is a feature
         c: float = 1.0
-
-        def __post_init__(self) -> None:
-            if self.c < 0:
-                raise KinformerError(f"c must not be negative (its root is a feature), but is {self.c}.")
 
         def build(self, head_dim: int) -> Quadratic:
             return Quadratic(self.c)

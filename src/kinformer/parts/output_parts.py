@@ -15,7 +15,7 @@ from kinformer.core.parts import Position
 from kinformer.core.probe import no_weights
 from kinformer.parts.projections import shifted_sum
 from kinformer.runtime.compiling import substitute
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError
 
 # Differential attention (Ye et al. 2024, Differential Transformer, arXiv 2410.05258, equations 1 to 3).
 #
@@ -123,7 +123,6 @@ class OutputNorm(nn.Module):
 
 def build_norm(norm: OutputNormKind, num_heads: int, head_dim: int) -> OutputNorm | None:
     """Return the module of a mixer's field ``head_norm``, or None for "none"."""
-    choose(norm, ("none", "rms"), "head_norm")
     return None if norm == "none" else OutputNorm(num_heads, head_dim)
 
 
@@ -134,7 +133,6 @@ def build_norm(norm: OutputNormKind, num_heads: int, head_dim: int) -> OutputNor
 # with a gate for every feature of a head (``element``) or one for every head (``head``).
 
 Gate = Literal["none", "head", "element"]
-GATES = ("none", "head", "element")
 
 
 class OutputGate(nn.Module):
@@ -152,7 +150,6 @@ class OutputGate(nn.Module):
 
 def build_gate(gate: Gate, dim: int, num_heads: int, head_dim: int) -> OutputGate | None:
     """Return the module of a mixer's field ``gate``, or None for "none"."""
-    choose(gate, GATES, "gate")
     return None if gate == "none" else OutputGate(dim, num_heads, 1 if gate == "head" else head_dim)
 
 

@@ -73,12 +73,9 @@ class Learned(Position):
     class Config(PositionConfig):
         kind = "learned"
         bounded_by_training = True
+        LEAST = {"max_length": 1}
         max_length: int = 1024
         std: float = 0.02
-
-        def __post_init__(self) -> None:
-            if self.max_length < 1:
-                raise KinformerError(f"max_length must be 1 or more, but is {self.max_length}.")
 
         def build(self, dim: int) -> Learned:
             return Learned(self, dim)
@@ -110,12 +107,9 @@ class LearnedPerLayer(Position):
     class Config(PositionConfig):
         kind = "learned_per_layer"
         bounded_by_training = True
+        LEAST = {"max_length": 1}
         max_length: int = 512
         std: float = 0.02
-
-        def __post_init__(self) -> None:
-            if self.max_length < 1:
-                raise KinformerError(f"max_length must be 1 or more, but is {self.max_length}.")
 
         def build(self, dim: int) -> LearnedPerLayer:
             return self.build_model(dim, 1)

@@ -13,8 +13,7 @@ from torch.nn.functional import pad, rms_norm
 
 from kinformer.core.attention_state import Past
 from kinformer.core.config import Config, check_unused
-from kinformer.core.contract import newest, state_dtype
-from kinformer.core.division import divided, in_blocks, undivided
+from kinformer.core.contract import divided, in_blocks, newest, state_dtype, undivided
 from kinformer.core.parts import (
     GlobalProjection,
     Projection,
@@ -26,8 +25,8 @@ from kinformer.core.parts import (
     merge_heads,
 )
 from kinformer.core.probe import probe, probed
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.runtime.autograd import Context
 from kinformer.runtime.errors import KinformerError
 
@@ -43,14 +42,10 @@ from kinformer.runtime.errors import KinformerError
 class FactorsConfig(Config):
     """What the configs of such mixers share: the sizes of the decomposition."""
 
+    LEAST = {"rank": 1, "blocks": 1, "max_length": 1, "segment": 1}
     rank: int = 40
     blocks: int = 1
     positions: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "blocks", "max_length", "segment"):
-            if getattr(self, name, 1) < 1:
-                raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
 
     def check_even(self, dim: int) -> None:
         """Refuse a width that sinusoids of positions do not divide into sines and cosines."""

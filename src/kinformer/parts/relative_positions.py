@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import state_dtype
-from kinformer.core.division import FollowsHeads
+from kinformer.core.contract import FollowsHeads, state_dtype
 from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.errors import KinformerError
@@ -55,6 +54,8 @@ class Rope(Position):
     class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
+        LEAST = {"factor": 1, "original_length": 1}
+        ABOVE = {"attention_factor": 0}
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
         fraction: float = 1.0
@@ -71,10 +72,6 @@ class Rope(Position):
         def __post_init__(self) -> None:
             if not 0 < self.fraction <= 1:
                 raise KinformerError(f"fraction must be above 0 and at most 1, but is {self.fraction:g}.")
-            if not self.factor >= 1:
-                raise KinformerError(f"factor must be 1 or more, but is {self.factor:g}.")
-            if self.original_length is not None and self.original_length < 1:
-                raise KinformerError(f"original_length must be 1 or more, but is {self.original_length}.")
             if not 0 < self.beta_slow < self.beta_fast:
                 raise KinformerError(
                     f"beta_slow = {self.beta_slow:g} must lie between 0 and beta_fast = {self.beta_fast:g}."
@@ -84,8 +81,6 @@ class Rope(Position):
                     f"low_freq_factor = {self.low_freq_factor:g} must lie between 0 and high_freq_factor = "
                     f"{self.high_freq_factor:g}."
                 )
-            if self.attention_factor is not None and not self.attention_factor > 0:
-                raise KinformerError(f"attention_factor must be above 0, but is {self.attention_factor:g}.")
 
         def build(self, dim: int) -> Rope:
             return Rope(self, dim)
@@ -309,12 +304,9 @@ class DistanceKeys(Position):
     class Config(PositionConfig):
         kind = "distance_keys"
         bounded_by_training = True
+        LEAST = {"max_distance": 1}
         max_distance: int = 1024
         share_layers: bool = True
-
-        def __post_init__(self) -> None:
-            if self.max_distance < 1:
-                raise KinformerError(f"max_distance must be 1 or more, but is {self.max_distance}.")
 
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> DistanceKeys:
             return DistanceKeys(self, head_dim)
@@ -348,12 +340,9 @@ class Shaw(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "shaw"
+        LEAST = {"max_distance": 1}
         max_distance: int = 16  # the paper's k
         on_values: bool = True  # the second term, a^V
-
-        def __post_init__(self) -> None:
-            if self.max_distance < 1:
-                raise KinformerError(f"max_distance must be 1 or more, but is {self.max_distance}.")
 
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Shaw:
             return Shaw(self, head_dim)
@@ -409,14 +398,11 @@ class TransformerXL(Position):
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "xl"
+        LEAST = {"clamp": 1}
         bounded_by_training = True
         clamp: int | None = None
         share_biases: bool = True
         base: float = 10000.0
-
-        def __post_init__(self) -> None:
-            if self.clamp is not None and self.clamp < 1:
-                raise KinformerError(f"clamp must be 1 or more, or none, but is {self.clamp}.")
 
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> TransformerXL:
             if dim % 2:

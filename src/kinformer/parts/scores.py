@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.learning import Regularized
-from kinformer.core.parts import Score, ScoreConfig
-from kinformer.core.span import Cut, Following, Span, SpanConfig, TokenSpan, host
+from kinformer.core.parts import Cut, Following, Score, ScoreConfig, Span, SpanConfig, TokenSpan, host
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import gathered
 
@@ -84,12 +83,9 @@ class Capped(Score):
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "capped"
+        ABOVE = {"cap": 0}
         cap: float = 50.0
         scale: float | None = None
-
-        def __post_init__(self) -> None:
-            if not self.cap > 0:
-                raise KinformerError(f"cap must be above 0, but is {self.cap:g}.")
 
         def build(self, num_heads: int, head_dim: int) -> Capped:
             return Capped(self.cap, head_dim**-0.5 if self.scale is None else self.scale)
@@ -223,6 +219,7 @@ class SoftSpan(Following, Span, Regularized):
     @dataclass(frozen=True, kw_only=True)
     class Config(SpanConfig):
         kind = "soft_span"
+        LEAST = {"max_span": 1, "ramp": 1, "multiple": 1, "penalty": 0}
         max_span: int = 1024
         ramp: int = 32
         initial: float = 0.0  # share of max_span
@@ -230,13 +227,8 @@ class SoftSpan(Following, Span, Regularized):
         multiple: int = 64
 
         def __post_init__(self) -> None:
-            for name in ("max_span", "ramp", "multiple"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 token or more, but is {getattr(self, name)}.")
             if not 0 <= self.initial <= 1:
                 raise KinformerError(f"initial is a share of max_span, from 0 to 1, but is {self.initial:g}.")
-            if not 0 <= self.penalty < math.inf:
-                raise KinformerError(f"penalty must be 0 or more, but is {self.penalty:g}.")
 
         def build(self, dim: int, num_heads: int, cut: Cut) -> SoftSpan:
             return SoftSpan(self, num_heads, cut)
@@ -319,14 +311,13 @@ class DynamicSpan(Following, TokenSpan, Regularized):
     @dataclass(frozen=True, kw_only=True)
     class Config(SoftSpan.Config):
         kind = "dynamic_span"
+        LEAST = {"state_penalty": 0}
         initial: float = 0.018  # share of max_span: b = -4
         bounded: bool = False
         state_penalty: float = 0.0
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if not 0 <= self.state_penalty < math.inf:
-                raise KinformerError(f"state_penalty must be 0 or more, but is {self.state_penalty:g}.")
             if self.state_penalty and not self.bounded:
                 raise KinformerError(
                     f"state_penalty is {self.state_penalty:g}, the price of the farthest that any token may look, but "

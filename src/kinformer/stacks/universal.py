@@ -86,6 +86,7 @@ class ACT(nn.Module):
     @dataclass(frozen=True, kw_only=True)
     class Config(HaltingConfig):
         kind = "act"
+        LEAST = {"weight": 0}
         output: Literal["basic", "accumulated"] = "basic"
         threshold: float = 0.99
         bias: float = 1.0
@@ -95,8 +96,6 @@ class ACT(nn.Module):
         def __post_init__(self) -> None:
             if not 0 < self.threshold < 1:
                 raise KinformerError(f"halting.threshold must lie between 0 and 1, but is {self.threshold:g}.")
-            if not self.weight >= 0:
-                raise KinformerError(f"halting.weight must be 0 or more, but is {self.weight:g}.")
 
         def build(self, dim: int) -> ACT:
             return ACT(self, dim)
@@ -148,13 +147,12 @@ class Universal(Stack):
     @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "universal"
+        LEAST = {"steps": 1}
         steps: int = 6
         halting: HaltingConfig | None = None
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.steps < 1:
-                raise KinformerError(f"stack.steps must be 1 or more, but is {self.steps}.")
             if self.halting is not None and self.stochastic_depth:
                 raise KinformerError(
                     f"stack.stochastic_depth is {self.stochastic_depth:g} and drops sublayers for whole sequences, but "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large
+from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large, agree_in_norm
 from kinformer.testing.subject import (
     BITS,
     GRADIENTS,
@@ -299,10 +299,10 @@ def dtype(subject: EncoderSubject) -> None:
             for kind, tolerance in CLOSE.items():
                 got = subject.run(subject.build(kind), case._replace(inputs=case.inputs.to(kind)))
                 require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
-                _near(f"outputs in {kind}, {case.name}", got, want, tolerance)
+                agree_in_norm(f"outputs in {kind}, {case.name}", got, want, tolerance)
             with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 got = subject.run(subject.build(torch.float32), case._replace(inputs=case.inputs.float()))
-            _near(f"outputs under autocast, {case.name}", got, want, CLOSE[torch.bfloat16])
+            agree_in_norm(f"outputs under autocast, {case.name}", got, want, CLOSE[torch.bfloat16])
 
 
 def half_precision(subject: EncoderSubject) -> None:
@@ -370,7 +370,7 @@ def compile_(subject: EncoderMixerSubject) -> None:
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-            got = _outcome(subject, module, case, run=_through(compiled))
+            got = _outcome(subject, module, case, run=lambda case: compiled(case.inputs, case.text))  # noqa: B023
         agree(f"compiled outputs, {case.name}", got[0], want[0], VALUES)
         for key, gradient in want[1].items():
             agree(f"the compiled gradient of {key}, {case.name}", got[1][key], gradient, GRADIENTS)
@@ -399,12 +399,3 @@ def _outcome(
         picked = outputs[valid]
     loss = (picked.flatten(0, -2) * torch.linspace(-1, 1, outputs.shape[-1], dtype=outputs.dtype)).square().sum()
     return outputs.detach(), dict(zip(leaves, dense_gradients(loss, list(leaves.values())), strict=True))
-
-
-def _near(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
-    error = float((got.double() - want).norm() / want.norm())
-    require(error <= tolerance, f"{place}: off by {error:.3g} of their norm; at most {tolerance:g} is allowed.")
-
-
-def _through(module: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
-    return lambda case: module(case.inputs, case.text)

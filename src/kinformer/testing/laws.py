@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -238,8 +239,10 @@ def agree_with_rows_alone(subject: Subject, new: Mapping[str, Plan], past: Mappi
                 got = got._replace(outputs=got.outputs.masked_fill(~plan.valid[..., None], 0))
             if plan.reset is not None:
                 together = together or _together(subject, module, plan, start)
-                if together and _agreed(got, together):
-                    continue
+                if together:
+                    with suppress(BrokenLawError):
+                        agree_outcomes("", got, together)
+                        continue
             alone = alone or outcome(subject, module, absorb_alone, plan, start)
             agree_outcomes(where, got, alone)
 
@@ -250,14 +253,6 @@ def _together(subject: Subject, module: nn.Module, plan: Plan, start: State) -> 
         return outcome(subject, module, absorb_together, plan, start)
     except Exception:  # any error: the sequences alone decide
         return None
-
-
-def _agreed(got: ContractOutputs, want: ContractOutputs) -> bool:
-    try:
-        agree_outcomes("", got, want)
-    except BrokenLawError:
-        return False
-    return True
 
 
 def starts(subject: Subject, module: nn.Module) -> Iterator[tuple[str, State]]:
@@ -350,7 +345,12 @@ def reset(subject: Subject) -> None:
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
     mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time
-    unlike, alike = _reset_positions(subject)
+    # Different positions per row, with a row without resets; then every row at its first token and later.
+    unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
+    for row in range(1, subject.batch):
+        unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True
+    alike = torch.zeros_like(unlike)
+    alike[:, [0, 13]] = True
     for reset, new, past in ((unlike, (mixed, ones), (mixed, whole)), (alike, (mixed,), (whole,))):
         plans = [
             {
@@ -415,17 +415,6 @@ def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
         counts = (size - 2 * row).clamp_min(0) if index % 2 == 0 else (1 + 3 * row).clamp_max(size)
         masks.append(subject.mask(counts * (index != 2), size, seed=index))
     return torch.cat(masks, dim=1)
-
-
-def _reset_positions(subject: Subject) -> list[Tensor]:
-    """Return two masks of resets: different positions per row, with a row without resets; and resets of every row at
-    its first token and later."""
-    unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
-    for row in range(1, subject.batch):
-        unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True
-    alike = torch.zeros_like(unlike)
-    alike[:, [0, 13]] = True
-    return [unlike, alike]
 
 
 # The laws of ownership: a value state is never written to, and a reserved state has a single owner.
@@ -599,10 +588,10 @@ def dtype(subject: MixerSubject) -> None:
         for kind in CLOSE:
             got = _in_two_chunks(subject, subject.build(kind), inputs.to(kind))
             require(got.dtype == kind, f"outputs are {got.dtype} for inputs and weights of {kind}.")
-            _agree_in_norm(f"outputs in {kind} against float64", got, want, CLOSE[kind])
+            agree_in_norm(f"outputs in {kind} against float64", got, want, CLOSE[kind])
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             got = _in_two_chunks(subject, subject.build(torch.float32), inputs.float())
-        _agree_in_norm("outputs under autocast against float64", got, want, CLOSE[torch.bfloat16])
+        agree_in_norm("outputs under autocast against float64", got, want, CLOSE[torch.bfloat16])
 
 
 def half_precision(subject: MixerSubject) -> None:
@@ -625,10 +614,11 @@ def half_precision(subject: MixerSubject) -> None:
 def agree_at_large(case: str, kind: torch.dtype, got: Tensor, want: Tensor, tolerance: float) -> None:
     """Check that outputs ``got`` in half precision are finite and near ``want``."""
     require(bool(got.isfinite().all()), f"large, zero or padded tokens give non-finite outputs in {kind}{case}.")
-    _agree_in_norm(f"outputs of large tokens in {kind} against float32{case}", got, want.double(), tolerance)
+    agree_in_norm(f"outputs of large tokens in {kind} against float32{case}", got, want.double(), tolerance)
 
 
-def _agree_in_norm(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+def agree_in_norm(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Check that the error of ``got`` is at most ``tolerance`` of the norm of ``want``."""
     error = float((got.double() - want).norm() / want.norm())
     require(error <= tolerance, f"{place}: off by {error:.3g} of their norm; at most {tolerance:g} is allowed.")
 
@@ -642,15 +632,10 @@ def _in_two_chunks(subject: MixerSubject, module: CausalMixer, inputs: Tensor) -
         y, state = subject.run(module, part, state)
         outputs.append(y)
         alike(state, start, where)
-        if autocast:
-            _check_accumulators(state)
+        for name, leaf, is_slots in named_leaves(state):
+            wide = leaf.element_size() >= 4 or is_slots or not (autocast and leaf.is_floating_point())
+            require(wide, f"the accumulator {name} is {leaf.dtype} under autocast, not float32.")
     return torch.cat(outputs, dim=1)
-
-
-def _check_accumulators(state: State) -> None:
-    for name, leaf, is_slots in named_leaves(state):
-        if leaf.is_floating_point() and not is_slots:
-            require(leaf.element_size() >= 4, f"the accumulator {name} is {leaf.dtype} under autocast, not float32.")
 
 
 def implementations(subject: MixerSubject) -> None:

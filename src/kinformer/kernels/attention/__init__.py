@@ -8,15 +8,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kinformer.core.pattern import Band
-from kinformer.core.reserved import Quantized
-from kinformer.kernels import band, block_sparse
-from kinformer.kernels.attention import decayed, reference
-from kinformer.kernels.attention.backends import attend_sdpa
+from kinformer.core.attention_state import Quantized
+from kinformer.core.contract import state_dtype
+from kinformer.core.parts import Position, Score
+from kinformer.core.pattern import Band, Pattern
+from kinformer.kernels import AttentionImpl, band, block_sparse, names_of
+from kinformer.kernels.attention import reference
+from kinformer.kernels.attention.backends import attend_sdpa, expressed
 from kinformer.kernels.attention.cached import (
     SETS,
     attend_few,
@@ -26,8 +32,6 @@ from kinformer.kernels.attention.cached import (
     attend_projected,
     fits,
 )
-from kinformer.kernels.attention.route import IMPLS, Needs, check_impl, choose_impl
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax import (
     Attended,
     AttentionDropout,
@@ -39,8 +43,290 @@ from kinformer.kernels.softmax import (
     with_sink,
 )
 from kinformer.runtime.autograd import autocast_together, differentiated_again, no_autocast, transformed
+from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.matmul import by_onednn
+from kinformer.runtime.process import ONEDNN_FROM, by_onednn, processor_class
+
+# The choice of an implementation for a call: the features of each implementation, and the meaning of ``impl="auto"``.
+#
+#     reference   all pairs at once, obvious and slow
+#     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys
+#     sdpa        torch's ``scaled_dot_product_attention``
+#     flex        torch's FlexAttention, compiled on a GPU
+#
+# An explicit name is used or refused, never replaced by another.
+
+
+IMPLS = names_of(AttentionImpl)
+_TABLES = ("bias", "factor", "keys", "values")
+
+
+class Needs(NamedTuple):
+    """The features that a call needs from an implementation, beyond dot products and their softmax.
+
+    ``band``: pairs by distance alone, or sets without an order. ``sets``: sets without an order. ``tables``: tables of
+    a ``core.parts.Relative``. ``pairs``: a mask or a bias of single pairs. ``memories``: a look-up among memories.
+    """
+
+    band: bool = True
+    sets: bool = False
+    form: str = "dot"
+    tables: tuple[str, ...] = ()
+    dropout: bool = False
+    lse: bool = False
+    pairs: bool = False
+    memories: bool = False
+
+    @classmethod
+    def of_parts(
+        cls, pattern: Pattern, score: Score, position: Position, dropout: float = 0.0, lse: bool = False
+    ) -> Needs:
+        """Return the needs of a mixer with these parts."""
+        relative = position.relative(0, 1)
+        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
+        return cls(pattern.band is not None, form=score.form, tables=tables, dropout=dropout > 0, lse=lse)
+
+    @classmethod
+    def of_call(cls, visibility: Visibility, scoring: Scoring, lse: bool) -> Needs:
+        pattern, relative = visibility.pattern, scoring.relative
+        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
+        pairs = visibility.attn_mask is not None or scoring.bias is not None
+        band = pattern is None or pattern.band is not None
+        return cls(band, pattern is None, scoring.form, tables, scoring.dropout is not None, lse, pairs)
+
+
+def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
+    """Return the first of ``needs`` that the implementation lacks, or None if it has all."""
+    if impl not in ("sdpa", "flex"):
+        return None
+    allowed = ("bias",) if impl == "flex" else ()
+    tables = [name for name in needs.tables if name not in allowed]
+    reasons = {
+        "scores of the form " + needs.form: needs.form != "dot",
+        f"tables by distance ({', '.join(tables)})": bool(tables),
+        "dropout by a seed": needs.dropout,
+        "log-sum-exps, which global tokens and memories are merged by": needs.lse,
+        "masks and biases of single pairs": needs.pairs,
+        "look-up among memories": needs.memories,
+        "patterns but by distance alone": impl == "sdpa" and not needs.band,
+        "queries and keys without an order": impl == "flex" and needs.sets,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> None:
+    """Refuse an unknown implementation, or one that lacks something the call needs;
+    ``place`` names the caller in the message."""
+    reason = _refusal(impl, needs)
+    if impl in IMPLS and reason is None:
+        return
+    valid = ", ".join(name for name in IMPLS if _refusal(name, needs) is None)
+    if reason is None:
+        raise KinformerError(f"{place}: impl is {impl!r}, expected one of {valid}.")
+    raise KinformerError(f"{place}: impl is {impl!r}, which knows no {reason}; use one of {valid}.")
+
+
+class Thresholds(NamedTuple):
+    """The sizes from which PyTorch's kernel is the faster one on a device.
+
+    It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query in less than
+    ``few_heads`` heads of all rows (which stay as many while the past grows, so that steps can be recorded) with keys
+    of less than ``few_keys`` elements, of less than ``few_pairs`` pairs in a head, or, in types below 32 bits, of at
+    most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
+    ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
+    products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
+    ``narrow_set_pairs``.
+    ``where``: measured on what.
+    """
+
+    few_heads: int
+    few_keys: int
+    few_pairs: int
+    few_narrow_pairs: int
+    long: int
+    narrow_long: int
+    set_pairs: int
+    narrow_set_pairs: int
+    where: str
+
+
+# Sizes at which the two implementations take equally long on the machine that ``where`` names.
+_EPYC = Thresholds(
+    few_heads=32,
+    few_keys=1 << 20,
+    few_pairs=1 << 15,
+    few_narrow_pairs=1 << 16,
+    long=2048,
+    narrow_long=sys.maxsize,
+    set_pairs=1 << 19,
+    narrow_set_pairs=sys.maxsize,
+    where="AMD EPYC, two cores, torch 2.13",
+)
+_UNKNOWN = _EPYC._replace(where="not measured, as on the EPYC")
+_TILES = (
+    "bf16 on an Intel Xeon, two cores: a training step of gpt by torch's kernel, in tiles, 1.4 times as fast as by ours"
+)
+TABLE = {
+    "AVX-512 and bfloat16": _EPYC,
+    "AMX": _UNKNOWN._replace(narrow_long=0, narrow_set_pairs=0, where=_TILES),
+    "other": _UNKNOWN,
+    "cuda": Thresholds(
+        few_heads=sys.maxsize,
+        few_keys=sys.maxsize,
+        few_pairs=sys.maxsize,
+        few_narrow_pairs=sys.maxsize,
+        long=0,
+        narrow_long=0,
+        set_pairs=0,
+        narrow_set_pairs=0,
+        where="not measured: torch's kernel wherever it has the mask",
+    ),
+}
+
+
+def _slow_to_begin(q: Tensor, k: Tensor) -> bool:
+    """Return whether oneDNN starts slowly for the products inside PyTorch's kernel: up to 32 queries and 512 keys."""
+    return by_onednn(q) and min(q.shape[2], 32) * min(k.shape[2], 512) * q.shape[3] > ONEDNN_FROM
+
+
+_CPU = processor_class()  # found when imported, not while a graph is captured
+
+
+_FLEX_FROM, _FLEX_BANDS_FROM = 1024, 2048
+"""The number of queries from which "auto" takes FlexAttention on a GPU. For a pattern, each of our tiles costs a
+launch, and FlexAttention takes 0.09 of the time (H200, results/gpu.json). For a band, torch's kernel needs a dense
+mask, and FlexAttention takes 0.11 of the time at 16,384 queries and the same time at 1,024."""
+_FLEX_STEP = 128
+"""FlexAttention is compiled for every length, so "auto" takes it only for lengths of whole blocks, as in training."""
+
+
+def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, width: int) -> bool:
+    """Return whether "auto" takes FlexAttention: on a GPU, for full rows whose sequences begin with the call, where
+    torch's own kernel would compute every pair.
+
+    Float32 is excluded, because FlexAttention takes 8 times the time of our tiles (H200, 1,024 queries). A bias by
+    distance is excluded, because the kernel does not fit the chip's shared memory.
+    """
+    time, pattern = q.shape[2], visibility.pattern
+    if q.device.type != "cuda" or pattern is None or torch.compiler.is_compiling():
+        return False
+    if scoring.relative is not None or scoring.decay is not None or scoring.sink is not None:
+        return False
+    begins = time == slots and (visibility.whole or visibility.positions is None) and pattern.horizon != 0
+    sized = time >= (_FLEX_FROM if pattern.band is None else _FLEX_BANDS_FROM) and time % _FLEX_STEP == 0
+    fits = q.element_size() == 2 and min(q.shape[3], width) >= 16 and max(q.shape[3], width) <= 128
+    if not (begins and sized and fits and has_triton()):
+        return False
+    return pattern.band is None or expressed(visibility, time, slots) == "masked"
+
+
+def choose_impl(
+    q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False, width: int | None = None
+) -> AttentionImpl:
+    """Return the implementation for impl="auto". The choice depends on device, shapes, dtype and options, never on
+    the data. ``width`` is the width of values, or None for the width of q."""
+    pattern = visibility.pattern
+    if q.is_meta or lse or scoring.dropout is not None or scoring.relative is not None or scoring.form != "dot":
+        return "chunked"  # costs are counted on the meta device, which decomposes torch's kernel into dense products
+    time, slots = q.shape[2], k.shape[2]
+    if _flex_pays(q, visibility, scoring, slots, width or q.shape[3]):
+        return "flex"
+    if visibility.attn_mask is not None or scoring.bias is not None:
+        return "chunked"
+    padded = q.device.type == "cpu" and width not in (None, q.shape[3])
+    if padded and width is not None and width > q.shape[3]:
+        return "chunked"  # PyTorch's kernel of the CPU has one width for all; only values are padded
+    if scoring.sink is not None and q.device.type != "cpu":
+        return "chunked"  # among PyTorch's kernels, only the CPU kernel gives us a log-sum-exp
+    table = TABLE["cuda" if q.device.type == "cuda" else _CPU]
+    pairs = time * slots
+    if pattern is None:
+        # Sets: PyTorch's kernel makes many small products, and oneDNN sets up each one again; our tiles make few.
+        limit = table.set_pairs if q.element_size() >= 4 else table.narrow_set_pairs
+        return "chunked" if _slow_to_begin(q, k) and pairs < limit else "sdpa"
+    if pattern.band is None or visibility.key_padding_mask is not None:
+        return "chunked"
+    if by_onednn(q) and q.element_size() >= 4:
+        few = not _slow_to_begin(q, k)
+    elif time == 1:
+        # A generation step: counts that stay the same while the past grows, so that a recorded step keeps its choice.
+        few = q.shape[0] * q.shape[1] < table.few_heads and k.numel() < table.few_keys
+    elif q.element_size() < 4:
+        few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
+    else:
+        few = pairs < table.few_pairs
+    if few and not padded:
+        return "sdpa"
+    least = table.long if q.element_size() >= 4 else table.narrow_long
+    return "sdpa" if time >= least and expressed(visibility, time, slots) != "masked" else "chunked"
+
+
+# Attention whose scores decay with the tokens between query and key (Lin et al. 2025, Forgetting Transformer,
+# section 3).
+#
+#     out_i = sum_j exp(scale * q_i . k_j + c_i - c_j) v_j / sum_j exp(...),    c = the logarithms of the decay, summed
+#
+# c_i - c_j has rank two, so two more features of queries and keys make it of any kernel's products:
+#
+#     scale * [q_i, 1 / scale, (c_i - r) / scale] . [k_j, r - c_j, 1]
+#
+# c falls without bound and would take all digits of a score. Queries are therefore computed block by block, each block
+# with r = c of its middle token. Keys far behind, whose r - c_j has few digits, have weights that vanish. Where heads
+# share keys, each head has one feature of the keys.
+
+ROWS = 1024
+"""Queries in a block."""
+_ALIGNED = 4
+"""Widths are multiples of it: PyTorch's kernels of a GPU take no others in float32."""
+
+
+def blocks(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Visibility, Scoring]]:
+    """Yield the calls without a decay, in float32 or better, whose outputs make up that with ``scoring.decay`` in
+    order. Dropout, which is a function of the indices of a call, is left in one piece."""
+    c, dtype, time, past = scoring.decay, state_dtype(q.dtype), q.shape[2], k.shape[2] - q.shape[2]
+    assert c is not None
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    scoring, padding = scoring._replace(decay=None), visibility.key_padding_mask
+    rows = time if scoring.dropout is not None else ROWS
+    for first in range(0, time, rows):
+        stop = min(first + rows, time)
+        keys = slice(past + stop)
+        middle = past + (first + stop) // 2
+        r = c[:, :, middle : middle + 1].detach()
+        at_queries, at_keys = ((c[:, :, part] - r).to(dtype) for part in (slice(past + first, past + stop), keys))
+        wide_q, wide_k = _widened(q[:, :, first:stop], k[:, :, keys], at_queries, at_keys, scoring.scale)
+        seen = visibility._replace(
+            positions=None if visibility.positions is None else visibility.positions[:, first:stop],
+            key_padding_mask=None if padding is None else padding[:, keys],
+        )
+        yield wide_q, wide_k, v[:, :, keys], seen, _with_features(scoring, wide_q.shape[3] - q.shape[3])
+
+
+def _with_features(scoring: Scoring, count: int) -> Scoring:
+    """Return ``scoring`` whose keys by distance have ``count`` more features, which add nothing."""
+    relative = scoring.relative
+    if relative is None or relative.keys is None:
+        return scoring
+    shift = None if relative.shift is None else pad(relative.shift, (0, count))
+    return scoring._replace(relative=relative._replace(keys=pad(relative.keys, (0, count)), shift=shift))
+
+
+def _widened(q: Tensor, k: Tensor, at_queries: Tensor, at_keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return queries and keys with the features of the decay, c - r ``at_queries`` and ``at_keys``
+    [batch, heads, ...]."""
+    batch, heads, time, _ = q.shape
+    group = heads // k.shape[1]
+    rest = -(q.shape[3] + group + 1) % _ALIGNED
+    choosing = torch.eye(group, dtype=q.dtype, device=q.device).repeat(k.shape[1], 1) / scale
+    choosing = choosing[None, :, None].expand(batch, -1, time, -1)
+    zeros = q.new_zeros(())
+    q = torch.cat([q, choosing, at_queries[..., None] / scale, zeros.expand(batch, heads, time, rest)], -1)
+    shared = -at_keys.unflatten(1, (-1, group)).transpose(2, 3)  # [batch, kv_heads, slots, group]
+    ones = k.new_ones(()).expand(*k.shape[:3], 1)
+    return q, torch.cat([k, shared, ones, zeros.expand(*k.shape[:3], rest)], -1)
+
 
 __all__ = [
     "IMPLS",
@@ -95,7 +381,9 @@ def attention(
     if isinstance(k, Projected) and isinstance(v, Projected):
         # Fewer queries than features in a head: multiplying x by W_k^T q costs less than making the keys (see ``few``).
         if impl in ("auto", "chunked") and scoring.form == "dot" and q.shape[2] < q.shape[3]:
-            output = with_sink(attend_projected(*_cast(q, k, v), visibility, scoring), scoring.sink)
+            q, x, key, value = autocast_together(q, k.x, k.weight, v.weight)
+            k, v = Projected(x, key, k.bias), Projected(x, value, v.bias)
+            output = with_sink(attend_projected(q, k, v, visibility, scoring), scoring.sink)
             return output if lse else Attended(output.out)
         k, v = k.made(q.shape[1]), v.made(q.shape[1])
     if isinstance(k, Quantized) and isinstance(v, Quantized):
@@ -126,7 +414,7 @@ def slot_sums(
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")
-    return (reference if impl == "reference" else block_sparse.chunked).slot_sums(q, k, v, visibility, scoring)
+    return (reference if impl == "reference" else block_sparse).slot_sums(q, k, v, visibility, scoring)
 
 
 def _decayed(
@@ -137,7 +425,7 @@ def _decayed(
     if impl in ("auto", "chunked") and _single(q, visibility, scoring):
         return attend_one_query(*qkv, visibility, scoring, lse)
     with no_autocast(q.device):  # the features are of float32 at least
-        parts = [attention(*part, impl=impl, lse=lse) for part in decayed.blocks(*qkv, visibility, scoring)]
+        parts = [attention(*part, impl=impl, lse=lse) for part in blocks(*qkv, visibility, scoring)]
     if len(parts) == 1:
         return Attended(parts[0].out.to(q.dtype), parts[0].lse)
     sums = torch.cat([part.lse for part in parts if part.lse is not None], 2) if lse else None
@@ -187,7 +475,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         return _sets(q, k, v, visibility, scoring)
     if _single(q, visibility, scoring):
         return attend_one_query(q, k, v, visibility, scoring, lse)
-    attended = (band if _plain(visibility, scoring) else block_sparse.chunked).attend(q, k, v, visibility, scoring)
+    attended = (band if _plain(visibility, scoring) else block_sparse).attend(q, k, v, visibility, scoring)
     return with_sink(attended, scoring.sink)
 
 
@@ -223,11 +511,6 @@ def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scor
         scoring = scoring._replace(sink=scoring.sink.repeat_interleave(groups))
     out = _chunked(q, k, v, visibility, scoring, False).out
     return Attended(out.unflatten(1, (-1, groups)).flatten(2, 3)[:, :, :time])
-
-
-def _cast(q: Tensor, k: Projected, v: Projected) -> tuple[Tensor, Projected, Projected]:
-    q, x, key, value = autocast_together(q, k.x, k.weight, v.weight)
-    return q, Projected(x, key, k.bias), Projected(x, value, v.bias)
 
 
 def _checked(scoring: Scoring) -> Scoring:

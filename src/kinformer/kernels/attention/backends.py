@@ -227,7 +227,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
     k, v = k[:, :, oldest:], v[:, :, oldest:]
     mask = _block_mask(visibility.pattern, interval, q.shape[1], str(q.device))
-    run = _compiled() if q.device.type == "cuda" else _plain()
+    run = _compiled() if q.device.type == "cuda" else flex_attention
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         out, sums = run(
@@ -235,10 +235,6 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
             enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=scoring.sink is not None),
         )  # fmt: skip
     return with_sink(Attended(out, sums.lse), scoring.sink)
-
-
-def _plain() -> Callable[..., Any]:
-    return flex_attention
 
 
 @cache

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.nn.functional import embedding_bag
 
+from kinformer.core.attention_state import SCALE, Quantized, scales
 from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative
-from kinformer.core.pattern import Band, Pattern
-from kinformer.core.reserved import SCALE, Quantized, scales
+from kinformer.core.pattern import Band
 from kinformer.kernels.band import interval
 from kinformer.kernels.softmax import (
     Attended,
@@ -29,8 +29,7 @@ from kinformer.kernels.softmax import (
     relative_at,
 )
 from kinformer.runtime.autograd import Context, no_autocast
-from kinformer.runtime.matmul import product_dtype
-from kinformer.runtime.processor import multiplies_int8
+from kinformer.runtime.process import multiplies_int8, product_dtype
 
 # Attention of one query per head, for generation, without a plan and without tiles. If a pattern hides most slots,
 # only the slots that some head sees are gathered.
@@ -99,7 +98,9 @@ def _seen_slots(
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
         distance = torch.arange(slots - 1, -1, -1, device=q.device)
-        seen = _visible(pattern, query_positions(visibility, q, slots), distance)
+        positions = query_positions(visibility, q, slots)
+        k_at, heads = positions - distance, range(pattern.num_heads or 1)
+        seen = torch.stack([pattern.at(head).allowed(positions, k_at) & (k_at >= 0) for head in heads], 1)
         if visibility.key_padding_mask is not None:
             seen = seen & ~visibility.key_padding_mask[:, None]
         # Gathering slots pays only where the pattern hides more than half of them.
@@ -119,12 +120,6 @@ def _seen_slots(
         return k, v, decay, None, None
     distance = torch.arange(slots - 1 - first, slots - 1 - end, -1, device=q.device)
     return k, v, decay, None if positions is None else (distance <= positions)[:, None], distance
-
-
-def _visible(pattern: Pattern, positions: Tensor, distance: Tensor) -> Tensor:
-    """Return which slots each head sees, [batch, heads or 1, slots] bool, for ``positions`` [batch, 1]."""
-    k = positions - distance
-    return torch.stack([pattern.at(head).allowed(positions, k) & (k >= 0) for head in range(pattern.num_heads or 1)], 1)
 
 
 def _moved(scores: Tensor, q: Tensor, distance: Tensor, scale: float, relative: Relative) -> Tensor:
@@ -238,8 +233,8 @@ def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[
 
 # Attention of one query over past keys and values in 8 bits, without converting them to floats.
 #
-# Keys are k_j ~ a_j K_j and values v_j ~ b_j V_j, K and V of int8 with a scale each (``core.reserved``). A query is
-# two int8 vectors, q ~ s (Q + R / 254), off by s / 508 at most, and so are the weights that meet the values:
+# Keys are k_j ~ a_j K_j and values v_j ~ b_j V_j, K and V of int8 with a scale each (``core.attention_state``). A query
+# is two int8 vectors, q ~ s (Q + R / 254), off by s / 508 at most, and so are the weights that meet the values:
 #
 #     S_j = s (Q + R / 254) . K_j a_j,    w_j = exp(S_j - top) b_j ~ t (W_j + X_j / 254),
 #     out = (t sum_j (W_j + X_j / 254) V_j + exp(S_new - top) v_new) / sum exp
@@ -395,7 +390,9 @@ def _gathered_products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     """Return q [queries, head_dim] . table[slots] as [queries, topk] without building table[slots]."""
     queries, topk = slots.shape
     begins = torch.arange(0, queries * topk + 1, topk, device=q.device)
-    if topk <= len(table) and _samples(q):  # a sparse matrix holds at most every pair once
+    # ``sampled_addmm`` is twice as fast as the gradient of ``embedding_bag``; its matrix holds every pair at most once.
+    sampled = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not isinstance(q, FakeTensor)
+    if topk <= len(table) and sampled:
         _hush()
         values = q.new_zeros(queries * topk)
         pairs = torch.sparse_csr_tensor(
@@ -407,11 +404,6 @@ def _gathered_products(q: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     query = torch.arange(queries, device=q.device).repeat_interleave(topk)
     operation = torch.ops.aten._embedding_bag_per_sample_weights_backward  # of embedding_bag's sum, which it is part of
     return operation(q, table, slots.flatten(), begins[:-1], query, 0).view(queries, topk)
-
-
-def _samples(q: Tensor) -> bool:
-    """Return whether ``sampled_addmm`` serves: it is twice as fast as the gradient of ``embedding_bag``."""
-    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and not isinstance(q, FakeTensor)
 
 
 @cache

@@ -45,7 +45,8 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return p [batch, q_heads, time, slots] before dropout, the log-sum-exps, and the values of every query head."""
     heads, accumulator = q.shape[1], state_dtype(q.dtype)
-    query, keys, values = (x.to(accumulator) for x in (q, *(_per_query_head(x, heads) for x in (k, v))))
+    keys, values = (x.to(accumulator).repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    query = q.to(accumulator)
     scores = _scores(query, keys, visibility, scoring)
     seen = visible(visibility, scores)
     # score_ij = -inf where query i may not see key j, so that p_ij = exp(-inf) / l = 0.
@@ -77,10 +78,6 @@ def visible(visibility: Visibility, scores: Tensor) -> Tensor:
     if visibility.key_padding_mask is not None:
         seen = seen & ~visibility.key_padding_mask[:, None, None]
     return seen if visibility.attn_mask is None else seen & visibility.attn_mask
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _distance(time: int, slots: int, device: torch.device) -> Tensor:

@@ -14,15 +14,14 @@ from torch.nn.functional import pad
 from kinformer.core.attention_state import Past, Pinned, PinnedState, SpanState
 from kinformer.core.contract import state_dtype
 from kinformer.core.crossing import Crossing, Row
-from kinformer.core.parts import Position, Relative, Score
+from kinformer.core.parts import Position, Relative, Score, TokenSpan
 from kinformer.core.pattern import Band, Pattern
-from kinformer.core.span import TokenSpan
+from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, merge
-from kinformer.kernels.impls import AttentionImpl
 from kinformer.kernels.softmax import Attended, query_positions
 from kinformer.runtime.autograd import Context, no_autocast
 from kinformer.runtime.host import has_data
-from kinformer.runtime.matmul import product_dtype
+from kinformer.runtime.process import product_dtype
 
 # Softmax attention whose keys and values go round the processes of a row (Liu, Zaharia and Abbeel 2023, Ring
 # Attention, 2310.01889), piece by piece joined by ``merge``.

@@ -74,14 +74,6 @@ class Tile(NamedTuple):
         return self._replace(keys=keys, width=width, masks=tuple(masks), runs=runs)
 
 
-def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total`` in place, in the dtype of ``total``."""
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right)
-    else:
-        total.add_(torch.bmm(left, right))
-
-
 _LEAF = 16
 ROWS = (128, 64, 32, 16)
 _OVERHEAD = 24  # queries' worth of reading keys (measured on a CPU)

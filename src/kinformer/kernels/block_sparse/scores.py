@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.core.parts import Relative
-from kinformer.kernels.block_sparse.plan import Tile, accumulate
-from kinformer.kernels.softmax import EPS, complex_queries
+from kinformer.kernels.block_sparse.plan import Tile
+from kinformer.kernels.softmax import EPS, accumulate, complex_queries
 
 # The forms of a score: how a tile's products of queries and keys become scores, with their gradients.
 #

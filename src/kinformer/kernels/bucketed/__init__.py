@@ -1,16 +1,17 @@
 """Softmax attention within buckets, causal: a query sees its own bucket's last tokens, in several rounds of bucketing.
 
-Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", section 2, with one change: chunks are cut by
-rank. The rank of a token counts the earlier tokens of its bucket, and chunk c of a bucket holds the ranks c * size ...
-A query of chunk c sees the keys of its bucket in the chunks c - 1 and c, up to itself. The visible keys therefore
-depend on the past alone. In the paper they do not, because chunks are cut from the whole sorted sequence.
+Kitaev, Kaiser and Levskaya 2020, "Reformer: The Efficient Transformer", section 2, with one change: chunks are cut
+by rank. The rank of a token counts the earlier tokens of its bucket, and chunk c of a bucket holds the ranks c *
+size ... A query of chunk c sees the keys of its bucket in the chunks c - 1 and c, up to itself. The visible keys
+therefore depend on the past alone. In the paper they do not, because chunks are cut from the whole sorted sequence.
 
-Over rounds r, P_i is the union of the P_i^r, and every key counts once. The paper divides by N_ij, the number of rounds
-in which i sees j (equation 6). Here a key counts only in the first round that sees it, which gives the same sum.
+Over rounds r, P_i is the union of the P_i^r, and every key counts once. The paper divides by N_ij, the number of
+rounds in which i sees j (equation 6). Here a key counts only in the first round that sees it, which gives the same
+sum.
 
-PyTorch's FLOP counter and the estimator of memory cannot see inside the operator, so this file tells them the cost of a
-call. The data determine how full buckets are. FLOPs count the pairs that the tiles compute for equally full buckets.
-Memory assumes random buckets, whose last tiles are half empty. Both work on the meta device.
+PyTorch's FLOP counter and the estimator of memory cannot see inside the operator, so this file tells them the cost
+of a call. The data determine how full buckets are. FLOPs count the pairs that the tiles compute for equally full
+buckets. Memory assumes random buckets, whose last tiles are half empty. Both work on the meta device.
 """
 
 from __future__ import annotations
@@ -20,14 +21,39 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
+from kinformer.kernels import BucketedImpl, names_of
 from kinformer.kernels.bucketed.chunked import PAIRS, SPARE, BucketedCall, attend, gathered, rows_per_tile
 from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
-from kinformer.kernels.bucketed.reference import dense
-from kinformer.kernels.impls import BucketedImpl, names_of
 from kinformer.kernels.softmax import Attended
 from kinformer.runtime.autograd import no_autocast, transformed
+from kinformer.runtime.compiling import scratch
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.workspace import scratch
+
+# Attention within buckets pair by pair: every condition of the definition over all pairs, in any dtype.
+
+
+def visible(membership: Membership, time: int, itself: bool) -> Tensor:
+    """Return whether a query sees a key in some round, bool [batch, heads, time, slots]."""
+    runs, ranks, size = membership.runs, membership.ranks, membership.size
+    slots = runs.shape[3]
+    queries, rank = (item[..., slots - time :, None] for item in (runs, ranks))
+    runs, ranks = runs[..., None, :], ranks[..., None, :]
+    earlier = ranks <= rank if itself else ranks < rank
+    # The key is in the chunk of the query or in the chunk before.
+    near = ranks // size >= rank // size - 1
+    return ((queries == runs) & (runs >= 0) & earlier & near).any(2)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
+    """Attend over all pairs; arguments and result as for ``bucketed_attention``."""
+    wide = state_dtype(q.dtype)
+    seen = visible(membership, q.shape[2], itself)
+    scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(~seen, -torch.inf)
+    blind = ~seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    lse = scores.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+    return Attended((weights @ v.to(wide)).to(v.dtype), lse)
+
 
 __all__ = ["IMPLS", "Membership", "bucketed_attention", "counted", "members", "needed"]
 

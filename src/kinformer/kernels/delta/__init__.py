@@ -6,9 +6,9 @@ Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, hea
 
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
 
-With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the Kimi
-team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token, and
-erasing keys e_t that differ from k_t.
+With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the
+Kimi team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token,
+and erasing keys e_t that differ from k_t.
 """
 
 from __future__ import annotations
@@ -19,14 +19,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.kernels import LinearImpl
 from kinformer.kernels.delta.chunked import chunked
-from kinformer.kernels.delta.reference import recurrence
-from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import check_call, check_decay, choose_impl
 from kinformer.kernels.linear.chunked import operand_dtype
 from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
+
+# The delta rule as a recurrence, token by token: the truth that the fast kernels are held to.
+#
+# W <- a W,   W <- W + k (beta (v - W^T e))^T,   out = W^T q;   W^T e is ``stored``, beta (v - W^T e) ``correction``;
+# e = k, unless it is given as ``erase``
+
+
+def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs [batch, heads, time, head_dim] and the final W; shapes as for ``delta_rule``."""
+    q, k, v, beta, erase, log_decay, reset = tokens
+    dtype = accumulator_dtype(q, k, v)
+    w = state.to(dtype)
+    outputs = []
+    for t in range(q.shape[2]):
+        if reset is not None:
+            w = w.masked_fill(reset[:, t, None, None, None], 0)
+        if log_decay is not None:
+            w = w * log_decay[:, :, t].to(dtype).exp().view(*w.shape[:2], -1, 1)
+        query, key, value, erased = (x[:, :, t].to(dtype) for x in (q, k, v, k if erase is None else erase))
+        # W^T e
+        stored = (w * erased[..., :, None]).sum(-2)
+        correction = beta[:, :, t, None].to(dtype) * (value - stored)
+        # W <- W + k (beta (v - W^T e))^T
+        w = w + key[..., :, None] * correction[..., None, :]
+        outputs.append((w * query[..., :, None]).sum(-2))
+    return torch.stack(outputs, 2).to(v.dtype), w
+
 
 __all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "one_by_one", "summarise"]
 

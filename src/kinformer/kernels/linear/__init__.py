@@ -5,8 +5,8 @@ Attention", eq. 9-15. With phi(q_t) = ``q``, phi(k_t) = ``k``:
 
     S_t = S_{t-1} + k_t v_t^T,    z_t = z_{t-1} + k_t,    out_t = q_t^T S_t / (q_t . z_t + eps)
 
-With a decay a_t in (0, 1], of all features (Sun et al. 2023, RetNet; Peng et al. 2021, RFA's gate) or of each (Yang et
-al. 2024, GLA), S_{t-1} and z_{t-1} are multiplied by a_t first.
+With a decay a_t in (0, 1], of all features (Sun et al. 2023, RetNet; Peng et al. 2021, RFA's gate) or of each (Yang
+et al. 2024, GLA), S_{t-1} and z_{t-1} are multiplied by a_t first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.kernels.impls import LinearImpl
+from kinformer.kernels import LinearImpl
 from kinformer.kernels.linear.chunked import chunked
-from kinformer.kernels.linear.reference import recurrence
 from kinformer.kernels.linear.sequence import (
     IMPLS,
     LinearSequence,
@@ -32,6 +31,35 @@ from kinformer.kernels.linear.sequence import (
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
+
+# Linear attention as a recurrence, token by token: the truth that the fast kernels are held to.
+#
+# S <- a S + k v^T,   z <- a z + k,   out = q^T S / (q . z + eps)
+
+
+def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs [batch, heads, time, head_dim] and the final S and z; arguments as for ``linear_attention``."""
+    q, k, v, log_decay, eps, reset = sequence
+    dtype = accumulator_dtype(q, k, v)
+    s, z = s.to(dtype), z.to(dtype)
+    outputs = []
+    for t in range(q.shape[2]):
+        if reset is not None:
+            fresh = reset[:, t, None, None]
+            s, z = s.masked_fill(fresh[..., None], 0), z.masked_fill(fresh, 0)
+        if log_decay is not None:
+            decay = log_decay[:, :, t].to(dtype).exp().view(*z.shape[:2], -1)
+            s, z = s * decay[..., None], z * decay
+        query, key, value = (x[:, :, t].to(dtype) for x in (q, k, v))
+        # S <- S + k v^T
+        s = s + key[..., :, None] * value[..., None, :]
+        z = z + key
+        out = (query[..., :, None] * s).sum(-2)
+        if eps is not None:
+            out = out / ((query * z).sum(-1, keepdim=True) + eps)
+        outputs.append(out)
+    return torch.stack(outputs, 2).to(v.dtype), s, z
+
 
 __all__ = [
     "IMPLS",

@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.nn.functional import pad
 
 from kinformer.core.crossing import Crossing
+from kinformer.kernels import LinearImpl
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps, one_by_one, summarise_delta
-from kinformer.kernels.impls import LinearImpl
 from kinformer.kernels.linear import linear_attention, summarise
 from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear.sequence import LinearSequence, LinearState

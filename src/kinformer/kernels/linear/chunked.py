@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 from torch.nn import functional as F
 
-import kinformer.runtime.flops  # noqa: F401 (products in place are counted)
 from kinformer.kernels.linear.sequence import LinearSequence, accumulator_dtype
 from kinformer.runtime.autograd import Context, Gradients, autocast_dtype, first_order, no_autocast
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.kernels.impls import LinearImpl
+from kinformer.kernels import LinearImpl
 from kinformer.runtime.autograd import Context, transformed
 from kinformer.runtime.host import host_ints
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.kernels.impls import LinearImpl, names_of
+from kinformer.kernels import LinearImpl, names_of
 from kinformer.runtime.autograd import transformed
 from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError, plural

@@ -180,7 +180,7 @@ class Show(SubjectOptions, CommonOptions):
         """Print the member or run and return the exit status."""
         if self.member in FAMILY or not (Path(self.member).is_dir() or "/" in self.member):
             member(self.member)  # an unknown name is an error before PyTorch is imported
-        from kinformer.family.settings import meanings_in
+        from kinformer.family.kinds import meanings_in
         from kinformer.lab.runs.describe import describe
 
         described = describe(self.member, self.recipe, self.vocab_size, self.set)
@@ -318,7 +318,7 @@ def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
 def _rows(config: Config, indent: str, brief: bool) -> Iterator[tuple[str, str]]:
     """Yield each setting, indented, and its meaning; equal neighbours in a list are listed once."""
     from kinformer.core.config import Config, field_types, tags, to_dict
-    from kinformer.family.settings import meaning
+    from kinformer.family.kinds import meaning
 
     if (package := tags(config).get("package")) is not None:
         yield f"{indent}package = {package}", ""

@@ -20,8 +20,17 @@ from kinformer.family.table import FAMILY
 from kinformer.lab.cli.output import print_json
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import FORMER, RARE, KinformerError, nearest, require_seed, spelled, today
-from kinformer.runtime.fields import Checked, field_docs
+from kinformer.runtime.errors import (
+    FORMER,
+    RARE,
+    Checked,
+    KinformerError,
+    field_docs,
+    nearest,
+    require_seed,
+    spelled,
+    today,
+)
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_count, parse_toml
 from kinformer.runtime.plugins import import_file

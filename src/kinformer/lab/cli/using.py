@@ -249,8 +249,8 @@ class Predict(PredictOptions, Printing):
 
     def run(self) -> int:
         """Predict, and write every prediction without delay."""
+        from kinformer.lab.data.tables import check_table, writing_table
         from kinformer.lab.runs.inference import predictions
-        from kinformer.runtime.tables import check_table, writing_table
 
         _refuse_terminal(self.inputs)
         if self.out is not None:

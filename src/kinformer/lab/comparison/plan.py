@@ -31,8 +31,7 @@ from kinformer.lab.tasks.table import task_for
 from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, plural
-from kinformer.runtime.fields import require_kind
+from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, plural, require_kind
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from kinformer import __version__
+from kinformer.lab.children import end_with_parent, safe_path
 from kinformer.lab.comparison import works
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
@@ -30,9 +31,8 @@ from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Me
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
-from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
-from kinformer.runtime.processor import processor
+from kinformer.runtime.process import processor
 from kinformer.runtime.progress import note
 
 # The times of several works, measured in turns, and the peak memory of one work in a fresh process.

@@ -22,7 +22,7 @@ from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
 from kinformer.lab.comparison import options
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.process import few_rows
 
 Work = Callable[[], object]
 Begin = Callable[[Any, int, int], Work]

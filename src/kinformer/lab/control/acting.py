@@ -26,7 +26,7 @@ from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.data.sampling import mix
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
-from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.process import few_rows
 from kinformer.runtime.progress import ProgressCallback
 
 # Densities and entropies of policies, as tensors.

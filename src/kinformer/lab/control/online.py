@@ -23,7 +23,7 @@ from kinformer.lab.training.loop import rebuilt
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading
-from kinformer.runtime.matmul import few_rows
+from kinformer.runtime.process import few_rows
 
 
 class ControlAgent(Agent):

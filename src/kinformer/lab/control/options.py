@@ -7,9 +7,8 @@ from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.fields import Checked
-from kinformer.runtime.tables import PredictionTable
+from kinformer.lab.data.tables import PredictionTable
+from kinformer.runtime.errors import Checked, KinformerError
 
 if TYPE_CHECKING:
     from kinformer.lab.control.environments import Box, Discrete

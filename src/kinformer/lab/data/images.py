@@ -39,9 +39,9 @@ from kinformer.lab.data.files import (
     single_file,
     stored,
 )
+from kinformer.lab.data.tables import GZIP, check_ratio, read_arrays
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import reading, require_file
-from kinformer.runtime.tables import GZIP, check_ratio, read_arrays
 
 # The result of a reader of images: the images of each split, of one shape, before some are held out and all stored.
 

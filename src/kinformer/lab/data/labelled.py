@@ -40,8 +40,7 @@ from kinformer.lab.data.files import (
 )
 from kinformer.lab.data.images import SPLITS, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError, marked, nearest, plural
-from kinformer.runtime.fields import require_path
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kinformer.lab.children import end_with_parent, safe_path
 from kinformer.lab.data.corpus import SHARES, STDLIB, partition
 from kinformer.lab.data.files import (
     Extent,
@@ -41,7 +42,6 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES, TOKENIZER_FILE, UNFINISHED, Packed
 from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, text_pieces
-from kinformer.runtime.children import end_with_parent, safe_path
 from kinformer.runtime.errors import KinformerError, nearest, plural, require, require_share
 from kinformer.runtime.files import (
     CHECKSUM,

@@ -23,11 +23,11 @@ import numpy as np
 
 from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
 from kinformer.lab.data.labelled import UTF16_MARKS, cells_of, quoted_rows
+from kinformer.lab.data.tables import read_unpacked
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
-from kinformer.runtime.tables import read_unpacked
 
 # Numbers in words, English and German: pairs of lines for translation that every machine can make.
 #

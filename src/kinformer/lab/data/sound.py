@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.inputs.filterbank import CHARACTERS
+from kinformer.inputs.signals import CHARACTERS
 from kinformer.lab.data.files import SourceFile, content_of, fingerprint_of, folder_files, reading_corpus, single_file
 from kinformer.lab.data.images import SPLITS
 from kinformer.lab.data.labelled import TableFormat, lines_of, read_cells
+from kinformer.lab.data.tables import check_ratio
 from kinformer.runtime.errors import KinformerError, nearest, plural, require
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note, note_once
-from kinformer.runtime.tables import check_ratio
 
 # Another sampling rate by a windowed sinc, for sound at once or piece by piece (Smith 2002, Digital Audio Resampling).
 #

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from kinformer.runtime.errors import KinformerError, marked, require_above
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import Checked, KinformerError, marked, require_above
 
 
 @dataclass(frozen=True, kw_only=True)

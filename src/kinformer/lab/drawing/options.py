@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kinformer.runtime.errors import require, require_seed
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import Checked, require, require_seed
 
 MAX_TOKENS, MAX_WIDTH = 65_536, 1024
 """The most tokens of a picture, which computes all pairs of tokens, and the most pixels of a line of an image."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
+from kinformer.core.parts import Span, TokenSpan
 from kinformer.core.probe import NoWeights, probing
-from kinformer.core.span import Span, TokenSpan
 from kinformer.inputs.images import Patches
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import MOST_CELLS, HeatPanel, PatternPanel, numbered

@@ -51,9 +51,8 @@ from kinformer.lab.estimation.parts import (
     without_data,
 )
 from kinformer.lab.training import cross_entropy
-from kinformer.runtime.compiling import unallocated
+from kinformer.runtime.compiling import scratch_bytes, unallocated
 from kinformer.runtime.errors import KinformerError, choose
-from kinformer.runtime.workspace import scratch_bytes
 
 # The rules of thumb of the field for plain decoders, printed beside the counted costs.
 #

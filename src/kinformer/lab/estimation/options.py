@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from kinformer.lab.training.settings import Precision
-from kinformer.runtime.errors import KinformerError, nearest
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import Checked, KinformerError, nearest
 
 # Descriptions of devices for estimates of time on many devices.
 #

@@ -23,7 +23,7 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State, join_rows, map_tensors, nbytes, repeat_rows, select_rows
 from kinformer.lab.evaluation.bits import CHUNK, logits_in_parts
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.process import FEW, few_rows
 
 SHARED = 32
 """The fewest tokens of a shared beginning to absorb once; a shorter beginning costs less in each row."""

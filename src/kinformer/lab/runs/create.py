@@ -15,10 +15,10 @@ from torch import nn
 
 from kinformer.core.model import CausalModel, WholeModel
 from kinformer.core.stack import ModelConfig
-from kinformer.family.inheritance import Inheritance, inheritance
 from kinformer.family.table import member
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.datastore.retrieval import choose_retrieval, resume_retrieval
+from kinformer.lab.runs.inheritance import Inheritance, inheritance
 from kinformer.lab.runs.minutes import Chooser, Ladder, decides
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.planner import (

@@ -39,8 +39,7 @@ from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.errors import KinformerError, marked
-from kinformer.runtime.fields import require_path
+from kinformer.runtime.errors import KinformerError, marked, require_path
 from kinformer.runtime.parsing import JsonObject
 
 LENGTHS = (1, 128, 1024, 8192, 65536)

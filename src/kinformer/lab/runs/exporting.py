@@ -37,8 +37,7 @@ from kinformer.lab.tasks.speech import writing_of
 from kinformer.lab.tasks.texts import ends_of, vocab_size_of
 from kinformer.lab.training.checkpoint import best_of, best_weights
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, spelled
-from kinformer.runtime.fields import require_path
+from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, require_path, spelled
 from kinformer.runtime.files import (
     read_json,
     reading,

@@ -26,8 +26,7 @@ from kinformer.lab.tasks.table import task_of
 from kinformer.lab.tasks.texts import vocab_size_of
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, plural, spelled
-from kinformer.runtime.fields import require_path
+from kinformer.runtime.errors import KinformerError, plural, require_path, spelled
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.plugins import current_folder
 

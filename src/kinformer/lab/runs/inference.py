@@ -20,6 +20,7 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
 from kinformer.generation.packed import pack
 from kinformer.lab.data.files import atomic_write, spooled
+from kinformer.lab.data.tables import require_folder_of
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
 from kinformer.lab.datastore.evaluate import evaluate_datastore
 from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
@@ -37,7 +38,6 @@ from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
-from kinformer.runtime.tables import require_folder_of
 
 # The check that a run continues texts in independent rows, which serving and the harness need.
 

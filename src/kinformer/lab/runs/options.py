@@ -14,15 +14,16 @@ from kinformer.lab.datastore.options import ListOptions, StoreOptions
 from kinformer.lab.tasks.evaluation import EmbeddingSettings, EvaluationSettings, GenerationSettings, PredictionSettings
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import (
+    Checked,
     KinformerError,
     marked,
     nearest,
+    optional,
     require,
     require_above,
     require_seed,
     require_share,
 )
-from kinformer.runtime.fields import Checked, optional
 
 if TYPE_CHECKING:
     import torch

@@ -18,13 +18,13 @@ from torch import nn
 from kinformer.core.config import override
 from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure
-from kinformer.family.inheritance import inherited_config, require_width
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.lab.data import ByteTokenizer, FileTokenizer, Tokenizer, open_corpus, spool, train_tokenizer_on
 from kinformer.lab.data.corpus import STDLIB, mixture_of
 from kinformer.lab.data.files import atomic_write, write_field
 from kinformer.lab.data.packed import is_packed, packed_tokenizer
+from kinformer.lab.runs.inheritance import inherited_config, require_width
 from kinformer.lab.runs.minutes import position_changes, with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan

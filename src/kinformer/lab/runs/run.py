@@ -41,8 +41,7 @@ from kinformer.lab.training.checkpoint import (
 from kinformer.lab.training.logging import METRICS
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.fields import require_path, require_types
+from kinformer.runtime.errors import KinformerError, require_path, require_types
 from kinformer.runtime.files import (
     DIGEST,
     digest,

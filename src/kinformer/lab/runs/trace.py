@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model import CausalModel, Model, SourceModel, device_of
+from kinformer.core.parts import Span, TokenSpan
 from kinformer.core.probe import NoWeights, probing
-from kinformer.core.span import Span, TokenSpan
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids

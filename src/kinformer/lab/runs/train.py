@@ -29,7 +29,7 @@ from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural, require, spelled
 from kinformer.runtime.parsing import JsonObject
-from kinformer.runtime.processor import emulates_bfloat16
+from kinformer.runtime.process import emulates_bfloat16
 from kinformer.runtime.progress import tolerant
 
 # The lines that announce a training.

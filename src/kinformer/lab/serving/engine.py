@@ -38,9 +38,8 @@ from kinformer.core.state import (
 from kinformer.generation.recording import logits_after
 from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalise_repetition
 from kinformer.generation.session import Steps, require_continuing, require_ids
-from kinformer.runtime.errors import KinformerError, plural, require, require_finite
-from kinformer.runtime.fields import Checked
-from kinformer.runtime.matmul import FEW, few_rows
+from kinformer.runtime.errors import Checked, KinformerError, plural, require, require_finite
+from kinformer.runtime.process import FEW, few_rows
 
 # A request for continuations of one prompt, and the listener that receives their tokens.
 

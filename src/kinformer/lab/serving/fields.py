@@ -19,8 +19,7 @@ import numpy as np
 from kinformer.generation.sampling import Sampling
 from kinformer.lab.data.files import reading_corpus
 from kinformer.lab.serving.engine import Penalties
-from kinformer.runtime.errors import LARGEST, KinformerError, nearest, plural
-from kinformer.runtime.fields import is_of_kind, kind_name
+from kinformer.runtime.errors import LARGEST, KinformerError, is_of_kind, kind_name, nearest, plural
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
+from kinformer.lab.data.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
@@ -73,7 +74,6 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, note, progressing
-from kinformer.runtime.tables import PredictionTable
 
 # The data of the tasks classify and listops, and how a model is fitted to its classes.
 

@@ -12,8 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.errors import KinformerError, require, require_seed
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import Checked, KinformerError, require, require_seed
 from kinformer.runtime.progress import progressing
 
 if TYPE_CHECKING:

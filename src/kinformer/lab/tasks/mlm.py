@@ -29,6 +29,7 @@ from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
+from kinformer.lab.data.tables import PredictionTable, WriteRow
 from kinformer.lab.tasks.classify import scored
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
@@ -61,7 +62,6 @@ from kinformer.lab.training.settings import Settings
 from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.runtime.tables import PredictionTable, WriteRow
 
 # Rows of text with masked tokens for an encoder, and the objective of predicting them.
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.adaptive.decoder import ExitDecoder
 from kinformer.adaptive.rules import AllExits
+from kinformer.adaptive.stack import ExitDecoder
 from kinformer.core.model import CausalModel, StackedCausalModel
 from kinformer.core.stack import ModelConfig, units_of
 from kinformer.core.state import State

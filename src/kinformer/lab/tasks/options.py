@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.runtime.errors import KinformerError, choose, marked, require_above
-from kinformer.runtime.fields import Checked
+from kinformer.lab.data.tables import PredictionTable
+from kinformer.runtime.errors import Checked, KinformerError, choose, marked, require_above
 from kinformer.runtime.files import absolute
 from kinformer.runtime.parsing import parse_counts
-from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from kinformer.lab.data.algorithms import AlgorithmData

@@ -30,16 +30,16 @@ from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeMo
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State, nbytes
 from kinformer.generation.beam import BLANK, Fusion, Greedy, SymbolModel, Texts, greedy, prefix_beam
-from kinformer.inputs.filterbank import (
+from kinformer.inputs.signals import (
     CHARACTERS,
     HOP,
     Filterbank,
+    Frames,
     RunningNorm,
     normalised,
     normalised_features,
     windows,
 )
-from kinformer.inputs.signals import Frames
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.files import readable, reading_corpus
 from kinformer.lab.data.labelled import STDIN

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
 from kinformer.lab.control import options as acting
+from kinformer.lab.data.tables import PredictionTable
 from kinformer.lab.tasks import options
 from kinformer.lab.tasks.task import (
     NOTHING_DRAWN,
@@ -40,7 +41,6 @@ from kinformer.lab.training.logging import (
 )
 from kinformer.runtime import plugins
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest
-from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.adaptive.decoder import ExitEncoderDecoder, source_means
 from kinformer.adaptive.rules import AllExits
+from kinformer.adaptive.stack import ExitEncoderDecoder, source_means
 from kinformer.core.model import CausalModel, SourceModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State, map_tensors

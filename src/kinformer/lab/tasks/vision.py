@@ -28,6 +28,7 @@ from kinformer.core.pattern import check_grid
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import IGNORED, ImageData, Images, read_images
 from kinformer.lab.data.sampling import in_epochs, mix
+from kinformer.lab.data.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
@@ -73,7 +74,6 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, CALIBRATION
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
-from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig

@@ -31,9 +31,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from kinformer.core.contract import ReadsSource
 from kinformer.core.model import modules_of
 from kinformer.core.stack import Stack, sparse_tables, units_of
+from kinformer.lab.children import safe_path
 from kinformer.lab.training.data_module import DataModule, ObjectiveModule
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.children import safe_path
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 

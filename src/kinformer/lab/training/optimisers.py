@@ -18,7 +18,7 @@ from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import spared
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import gathered, is_sharded, replicated, whole
-from kinformer.runtime.processor import processor_class
+from kinformer.runtime.process import processor_class
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kinformer.runtime.errors import (
+    Checked,
     KinformerError,
     nearest,
     plural,
     require,
     require_above,
+    require_kind,
     require_seed,
+    require_types,
 )
-from kinformer.runtime.fields import Checked, require_kind, require_types
 from kinformer.runtime.parsing import JsonObject
 
 # The option `stages`: a list of tables, checked before a run is planned.

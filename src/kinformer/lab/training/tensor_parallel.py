@@ -2,7 +2,7 @@
 
     x  --copy-->  F_part(x)  --sum-->  y      copy: its gradient is the sum of the parts';  sum: its gradient is a copy
 
-A config returns one of N equal parts of itself (``core.division``), usually a config with fewer heads or hidden
+A config returns one of N equal parts of itself (``core.contract``), usually a config with fewer heads or hidden
 features. The outputs of the parts add up to the output of the whole. The rows of each weight that a part takes follow
 from the two shapes, and from ``in_blocks`` where one product makes queries, keys and values side by side. A config that
 cannot be divided raises the reason.
@@ -27,8 +27,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from kinformer.core.config import Config, describe
-from kinformer.core.contract import CausalMixer, ReadsSource, RecomputesKV
-from kinformer.core.division import FollowsHeads, undivided
+from kinformer.core.contract import CausalMixer, FollowsHeads, ReadsSource, RecomputesKV, undivided
 from kinformer.core.learning import AuxLoss, Regularized, Resampled
 from kinformer.core.model import StackedModel, modules_of
 from kinformer.core.parts import OutputProduct, ResidualOutput

@@ -41,6 +41,7 @@ class RandomBlocks(ChosenBlocks):
         """The config; ``num_heads``: the number of heads with different draws; None: all heads share one draw."""
 
         kind = "random_blocks"
+        LEAST = {"block": 1, "count": 1, "num_heads": 1}
         block: int = 64
         count: int = 3
         seed: int = 0
@@ -48,11 +49,6 @@ class RandomBlocks(ChosenBlocks):
         total: int | None = None
 
         def __post_init__(self) -> None:
-            for name in ("block", "count"):
-                if getattr(self, name) < 1:
-                    raise KinformerError(f"{name} must be 1 or more, but is {getattr(self, name)}.")
-            if self.num_heads is not None and self.num_heads < 1:
-                raise KinformerError(f"num_heads must be 1 or more, or none, but is {self.num_heads}.")
             if self.total is not None and self.total <= self.count:
                 raise KinformerError(
                     f"total = {self.total} leaves a block fewer than {plural(self.count, 'other')} to draw; make "
@@ -128,6 +124,7 @@ class BigBird(Unsized):
         """
 
         kind = "big_bird"
+        LEAST = {"block": 1, "random": 0, "num_heads": 1, "length": 1}
         block: int = 64
         random: int = 3
         seed: int = 0
@@ -136,16 +133,8 @@ class BigBird(Unsized):
         length: int | None = None
 
         def __post_init__(self) -> None:
-            if self.block < 1:
-                raise KinformerError(f"block must be 1 token or more, but is {self.block}.")
-            if self.random < 0:
-                raise KinformerError(f"random must be 0 blocks (none) or more, but is {self.random}.")
             if not 0 <= self.seed < 2**32:
                 raise KinformerError(f"seed must be 0 or more and below 2**32, but is {self.seed}.")
-            for name in ("num_heads", "length"):
-                value = getattr(self, name)
-                if value is not None and value < 1:
-                    raise KinformerError(f"{name} must be 1 or more, or none, but is {value}.")
 
         def build(self) -> Pattern:
             pattern = BigBird(self.block, self.random, self.seed, self.num_heads or 1, self.edges)

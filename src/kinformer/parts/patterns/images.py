@@ -25,12 +25,9 @@ class Image1D(PatternConfig):
     """
 
     kind = "image_1d"
+    LEAST = {"block": 1}
     block: int = 256
     masked: bool = True
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise KinformerError(f"block must be 1 pixel or more, but is {self.block}.")
 
     def build(self) -> Pattern:
         return Causal() & Blocks(self.block, back=1) if self.masked else Blocks(self.block, back=1, front=1)
@@ -89,6 +86,7 @@ class Image2D(Pattern):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "image_2d"
+        LEAST = {"flange_height": 0, "flange_width": 0}
         height: int = 32
         width: int = 32
         block_height: int = 8
@@ -101,9 +99,6 @@ class Image2D(Pattern):
         def __post_init__(self) -> None:
             sizes, blocks = {"height": self.height, "width": self.width}, (self.block_height, self.block_width)
             check_blocks(sizes, dict(zip(sizes, blocks, strict=True)))
-            for side in sizes:
-                if (flange := getattr(self, f"flange_{side}")) < 0:
-                    raise KinformerError(f"flange_{side} must be 0 or more, but is {flange}.")
             if self.by_rows and self.masked:
                 raise KinformerError(
                     "by_rows: a block's rows are then not behind one another, so that its cells cannot be masked; set "

@@ -226,13 +226,12 @@ class Window(PatternConfig):
     """
 
     kind = "window"
+    LEAST = {"window": 0}
     window: int = 256
     dilation: int = 1
     dilations: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.window < 0:
-            raise KinformerError(f"window must be 0 (the token itself) or more keys a side, but is {self.window}.")
         for dilation in (self.dilation, *self.dilations):
             if dilation < 1:
                 raise KinformerError(f"a dilation must be 1 (no gaps) or more, but is {dilation}.")
@@ -255,14 +254,9 @@ class Local(Band):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
-        window: int = 256
+        LEAST = {"window": 1, "ahead": 0}
+        window: int = 256  # keys, the token itself counted
         ahead: int = 0
-
-        def __post_init__(self) -> None:
-            if self.window < 1:
-                raise KinformerError(f"window must be 1 or more (the token itself counts), but is {self.window}.")
-            if self.ahead < 0:
-                raise KinformerError(f"ahead must be 0 (causal) or more, but is {self.ahead}.")
 
         def build(self) -> Local:
             return Local(behind=self.window - 1, ahead=self.ahead)
@@ -277,11 +271,8 @@ class Columns(Comb):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "columns"
+        LEAST = {"stride": 1}
         stride: int = 128
-
-        def __post_init__(self) -> None:
-            if self.stride < 1:
-                raise KinformerError(f"stride must be 1 (every earlier token) or more, but is {self.stride}.")
 
         def build(self) -> Columns:
             return Columns(stride=self.stride)
@@ -297,12 +288,9 @@ class Strided(PatternConfig):
     """
 
     kind = "strided"
+    LEAST = {"stride": 1}
     stride: int = 128
     part: Literal["both", "local", "columns"] = "both"
-
-    def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise KinformerError(f"stride must be 1 or more, but is {self.stride}.")
 
     def build(self) -> Pattern:
         window, columns = Local(behind=self.stride - 1), Columns(stride=self.stride)
@@ -327,16 +315,10 @@ class Blocks(Pattern):
         it in an ``intersection`` with ``causal``."""
 
         kind = "blocks"
+        LEAST = {"block": 1, "back": 0, "front": 0}
         block: int = 128
         back: int = 0
         front: int = 0
-
-        def __post_init__(self) -> None:
-            if self.block < 1:
-                raise KinformerError(f"block must be 1 token or more, but is {self.block}.")
-            for name in ("back", "front"):
-                if getattr(self, name) < 0:
-                    raise KinformerError(f"{name} must be 0 blocks or more, but is {getattr(self, name)}.")
 
         def build(self) -> Blocks:
             return Blocks(self.block, self.back, self.front)
@@ -475,25 +457,20 @@ class Dilated(Comb):
         dilation per head, instead of ``dilation``."""
 
         kind = "dilated"
+        LEAST = {"window": 1, "ahead": 0}
         window: int = 256
         ahead: int = 0
         dilation: int = 2
         dilations: tuple[int, ...] = ()
 
         def __post_init__(self) -> None:
-            if self.window < 1:
-                raise KinformerError(f"window must be 1 or more (the token itself counts), but is {self.window}.")
-            if self.ahead < 0:
-                raise KinformerError(f"ahead must be 0 (causal) or more, but is {self.ahead}.")
             for dilation in (self.dilation, *self.dilations):
                 if dilation < 1:
                     raise KinformerError(f"a dilation must be 1 (no gaps) or more, but is {dilation}.")
 
         def build(self) -> Pattern:
-            return per_head([self._dilated(dilation) for dilation in self.dilations or (self.dilation,)])
-
-        def _dilated(self, dilation: int) -> Dilated:
-            return Dilated(behind=(self.window - 1) * dilation, ahead=self.ahead * dilation, stride=dilation)
+            strides, behind = self.dilations or (self.dilation,), self.window - 1
+            return per_head([Dilated(behind=behind * n, ahead=self.ahead * n, stride=n) for n in strides])
 
 
 class Unsized(Pattern):
@@ -542,12 +519,11 @@ class Blockwise(ChosenBlocks):
         """
 
         kind = "blockwise"
+        LEAST = {"block": 1}
         block: int | None = 128
         permutations: tuple[tuple[int, ...], ...] = ((0, 1),)
 
         def __post_init__(self) -> None:
-            if self.block is not None and self.block < 1:
-                raise KinformerError(f"block must be 1 token or more, or none, but is {self.block}.")
             if not self.permutations:
                 raise KinformerError("permutations must hold one permutation per head, or one for all, but is empty.")
             for permutation in self.permutations:
@@ -651,11 +627,9 @@ class Segments(Pattern):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "segments"
+        LEAST = {"segment": 1, "memory": 0}
         segment: int = 128
         memory: int = 128
-
-        def __post_init__(self) -> None:
-            check_sizes(self.segment, self.memory)
 
         def build(self) -> Segments:
             return Segments(self.segment, self.memory)
@@ -674,14 +648,6 @@ class Segments(Pattern):
         some = (boxes.k_high >= first - self.memory) & (boxes.k_low <= latest)
         every = (boxes.k_low >= last - self.memory) & (boxes.k_high <= earliest)
         return np.where(every, ALL, np.where(some, SOME, NONE)).astype(np.int8)
-
-
-def check_sizes(segment: int, memory: int) -> None:
-    """Refuse sizes that mean nothing."""
-    if segment < 1:
-        raise KinformerError(f"segment must be 1 token or more, but is {segment}.")
-    if memory < 0:
-        raise KinformerError(f"memory must be 0 tokens (none) or more, but is {memory}.")
 
 
 @dataclass(frozen=True)
@@ -704,14 +670,13 @@ class Sinks(Pattern):
         """The config; ``window`` counts the token itself."""
 
         kind = "sinks"
+        LEAST = {"window": 1}
         count: int = 4
         window: int = 256
 
         def __post_init__(self) -> None:
             if self.count < 1:
                 raise KinformerError(f"count must be 1 first token or more, but is {self.count}; without, use 'local'.")
-            if self.window < 1:
-                raise KinformerError(f"window must be 1 or more (the token itself counts), but is {self.window}.")
 
         def build(self) -> Sinks:
             return Sinks(self.count, self.window)
@@ -749,11 +714,8 @@ class GlobalTokens(Pattern):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
         kind = "global_tokens"
+        LEAST = {"count": 1}
         count: int = 1
-
-        def __post_init__(self) -> None:
-            if self.count < 1:
-                raise KinformerError(f"count must be 1 global token or more, but is {self.count}.")
 
         def build(self) -> GlobalTokens:
             return GlobalTokens(self.count)

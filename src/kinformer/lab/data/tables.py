@@ -15,8 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from kinformer.runtime.errors import KinformerError, marked, plural
-from kinformer.runtime.fields import Checked
+from kinformer.runtime.errors import Checked, KinformerError, marked, plural
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import dump_json
 
