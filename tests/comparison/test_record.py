@@ -43,7 +43,7 @@ def test_unlike_comparisons_do_not_merge(other, told):
         (lambda data: data.clear(), "is not a comparison"),
         (lambda data: data.update(schema=9), "has schema 9"),
         (lambda data: data.update(entrants=[{"name": "a"}]), "entrants.0"),
-        (lambda data: data["entrants"][0]["runs"][0].update(value="good"), "'good' is not a number"),
+        (lambda data: data["entrants"][0]["runs"][0].update(test="good"), "'good' is not a number"),
         (lambda data: data.update(seconds={"training": "long"}), "seconds.training: 'long' is not a number"),
         (lambda data: data.update(seconds="long"), "seconds: 'long' is not a table"),
         (lambda data: data["entrants"][0].update(state_bytes={"8": []}), "state_bytes.8: [] is not a whole number"),
@@ -75,7 +75,7 @@ def test_two_files_are_merged_as_one_types_it(cli, tmp_path):
     code, told, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "b.json", "--out", out)
     assert code == 0, err
     assert [each.name for each in read(out / "comparison.json").entrants] == ["a", "b"]
-    assert "a has the best bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
+    assert "a has the best test bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
     assert "| b | 2.5500 |" in (out / "comparison.md").read_text(encoding="utf-8")
     code, _, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "no.json", "--out", out)
     assert code == 2 and "no.json: the file does not exist" in err

@@ -26,7 +26,7 @@ def test_significance_is_said_first_and_the_best_second():
     told = summary(made)
     assert told[0].startswith("Equal within noise (p >= 0.") and told[0].endswith("): a, b.")
     assert told[1] == "Significantly worse than a: c (1.0000 behind, p < 0.001)."
-    assert told[2] == "a has the best bits per byte: 2.0100 (mean of 3 seeds, standard deviation 0.0100)."
+    assert told[2] == "a has the best test bits per byte: 2.0100 (mean of 3 seeds, standard deviation 0.0100)."
     assert told[3] == "Better than counting (2.5000): a, b. Worse: c."
     assert [each.name for each in differences(made) if each.significant] == ["c"]
 
@@ -58,7 +58,7 @@ def test_more_is_better_where_the_figure_says_so():
     made = comparison(
         entrant("a", [0.5]), entrant("b", [0.9]), figure="accuracy", unit="share", lower_is_better=False, baselines={}
     )
-    assert "b has the best accuracy: 90.0% (one seed)." in summary(made)
+    assert "b has the best test accuracy: 90.0% (one seed)." in summary(made)
 
 
 def test_what_went_wrong_is_said():

@@ -229,6 +229,8 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
             hint, default = CHANGES, field(default=())
         elif item.name in _REQUIRED and not _has_default(_default(item)):
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
+        elif item.name.endswith("_"):
+            hint = Annotated[hint, tyro.conf.arg(name=_flag(item.name))]
         entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries
 
@@ -356,7 +358,8 @@ def _has_default(entry: Field[object]) -> bool:
 
 
 def _flag(name: str) -> str:
-    return name.replace("_", "-")
+    """Return the flag of an option; the option ``for_`` ends with a mark because ``for`` is a keyword of Python."""
+    return name.rstrip("_").replace("_", "-")
 
 
 # Parsing; an argument that cannot be parsed becomes an error of one sentence.
@@ -520,6 +523,7 @@ OPTIONS = {
         "clip": "grad-clip",
         "precision": "dtype",
         "devices": "gpus",
+        "for": "plan use",
         "validate-every": "eval-every",
         "checkpoint-every": "save-every",
         "prompt": "text",
