@@ -16,6 +16,18 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert as_json(read(tmp_path / "a.json")) == json.loads(json.dumps(as_json(made)))
 
 
+def test_a_comparison_of_the_first_schema_is_read():
+    path = Path(__file__).parents[2] / "docs" / "comparison" / "comparison.json"
+    old, read_again = json.loads(path.read_text(encoding="utf-8")), read(path)
+    assert old["schema"] == 1
+    for before, now in zip(old["entrants"], read_again.entrants, strict=True):
+        assert [run["value"] for run in before["runs"]] == list(now.values)
+        assert [point["value"] for point in before["runs"][0]["curve"]] == [
+            point.validation for point in now.runs[0].curve
+        ]
+        assert now.facts["config"] == before["facts"]["config"] and now.runs[0].contexts[0]["test"] > 0
+
+
 def test_seeds_join_and_others_get_a_name_of_their_own():
     first = comparison(entrant("a", [2.0]), entrant("b", [2.5]))
     more = comparison(entrant("a", [9.0, 2.1]), entrant("b", [2.6], lr=0.5), entrant("c", [2.2]))

@@ -50,12 +50,12 @@ from kinformer.runtime.errors import KinformerError, plural
 TRAINED_SHARE = 0.65
 """The share of the total minutes that the choice of sizes expects for steps."""
 RATES = ((128, 7e-3), (192, 5e-3), (256, 4e-3), (384, 3e-3), (512, 2.5e-3))
-"""Learning rates of Muon by width. Up to width 192 they are measured: 5e-3 and 1e-2 are the best of three for seven
-members at 680 to 850 steps of width 128, and 5e-3 for long runs of width 192 (``benchmarks/results``, minutes_members
-and minutes_average). The other rates fall with the width in proportion to the table of ``--minutes``."""
+"""Learning rates of Muon by width. At 680 to 850 steps of width 128, 5e-3 or 1e-2 is the best of three rates for every
+member measured, and at width 192 it is 5e-3 (minutes_members and minutes_average in ``benchmarks/results``). The rates
+of greater widths are not measured: they fall more slowly than the width grows."""
 SEED_STEPS, MOST_SEEDS = 3000, 3
 """The steps of a run from which on a further seed is worth more than further steps (a judgement), and the most seeds.
-3,000 steps are also the number from which on ``train --minutes`` takes a larger model."""
+3,000 steps are also the number from which on ``train`` within minutes takes a larger model."""
 
 
 def rate(contestant: Contestant, options: CompareOptions) -> float:
@@ -68,7 +68,7 @@ def rate(contestant: Contestant, options: CompareOptions) -> float:
 def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cache) -> tuple[CompareOptions, Sizes]:
     """Return ``options`` with a tokenizer, rows, precision and recipe that suit the minutes, and the sizes of models.
 
-    ``train --minutes`` would choose the same for the first entrant in its share of the time. The choice is stored,
+    Training within minutes would choose the same for the first entrant in its share of the time. The choice is stored,
     because it depends on the measured speed.
     """
     assert options.total_minutes is not None
@@ -96,11 +96,11 @@ def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cach
             requested, complete, planner.task, lambda trial: checked(planner.plan(trial), planner.task, group), recipe,
             device, time.monotonic(),
         ).choose()  # fmt: skip
-        found = chosen.options
+        wanted = chosen.options
         names = ("batch_size", "length", "precision", "ema", "recipe")
-        dim = None if options.parameters is not None else found.set.get("dim")
-        return {name: getattr(found, name) for name in names} | {
-            "sizes": [dim, found.weight_decay, chosen.steps],
+        dim = None if options.parameters is not None else wanted.set.get("dim")
+        return {name: getattr(wanted, name) for name in names} | {
+            "sizes": [dim, wanted.weight_decay, chosen.steps],
         }
 
     key = [options.total_minutes, options.seeds, options.parameters, first.spec, dict(first.changes), len(entrants)]
@@ -138,7 +138,7 @@ class TurnTrainer(Trainer):
         return self.active
 
     def begin(self) -> None:
-        """Open the log."""
+        """Begin: open the log of the run."""
         self.window, self.log, self.progress = Window(self.group), Log(self.folder, 0), Silence()
 
     def finish(self) -> None:
@@ -188,7 +188,7 @@ class Turn:
     rounds: list[tuple[int, float]] = field(default_factory=list)
 
     def make(self, steps: int) -> None:
-        """Make ``steps`` steps."""
+        """Add a round of ``steps`` steps."""
         self.rounds.append((steps, self.trainer.make(steps)))
 
     @property
@@ -317,14 +317,14 @@ class Turns:
                 turn.trainer.course.revise(self.done, total)
             count = min(total - self.done, max(1, int(length / self.per_step)))
             self.shuffle(self.turns)
-            self._each(lambda turn, count=count: turn.make(count))  # type: ignore[misc]
+            self._all(lambda turn, count=count: turn.make(count))  # type: ignore[misc]
             self.done += count
             if (part := self.validations * self.done // total) > validated and self.done < total:
                 validated = part
-                self._each(lambda turn: turn.trainer.validate())
-        self._each(lambda turn: turn.trainer.finish())
+                self._all(lambda turn: turn.trainer.validate())
+        self._all(lambda turn: turn.trainer.finish())
 
-    def _each(self, work: Callable[[Turn], object]) -> None:
+    def _all(self, work: Callable[[Turn], object]) -> None:
         for turn in self.turns:
             with guarded(turn.contestant, f"seed {turn.seed}"):
                 work(turn)
@@ -334,7 +334,7 @@ class Turns:
 def plan_text(turns: Turns) -> Iterator[str]:
     """Yield sentences about the plan: the steps of each run, and whether they suffice."""
     names, options, steps = {turn.contestant.name for turn in turns.turns}, turns.options, turns.steps
-    runs = f"{len(turns.turns)} runs" if len(turns.turns) > len(names) else "one run each"
+    runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"
     tokens = options.row_length * (options.batch_size or 1)
     yield (
         f"In {options.total_minutes:g} minutes each member makes about {plural(steps, 'step')} of "

@@ -189,10 +189,10 @@ def _within(
         _measure(contestants, options, cache, clock, measured_until)
         with clock("training"):
             turns.train()
-        found = turns.test_bytes(end - time.monotonic()), turns.most_bytes
+        measured_bytes = min(turns.most_bytes, turns.test_bytes(end - time.monotonic()))
         runs = [[turn.contestant.name, turn.seed, turn.result] for turn in turns.turns]
         speeds = {turn.contestant.name: turn.per_step for turn in turns.turns}
-        stored = {"runs": runs, "bytes": min(found), "seeds": seeds, "speeds": speeds}
+        stored = {"runs": runs, "bytes": measured_bytes, "seeds": seeds, "speeds": speeds}
         cache.put("turns", key, stored)
     else:
         _measure(contestants, options, cache, clock, measured_until)
