@@ -18,8 +18,9 @@ FLAGS = [
 
 
 @pytest.fixture
-def whole(tmp_path, text_file, cheap):
-    """The folder and the words of a comparison in total minutes."""
+def whole(tmp_path, text_file, cheap, monkeypatch):
+    """The folder and the words of a comparison in total minutes, which suffice for 7 steps on any machine."""
+    monkeypatch.setattr(Turns, "steps", property(lambda self: 7))
     words = ["compare", "rope", "gla", "--data", str(text_file), *FLAGS, "--out", str(tmp_path)]
     assert main(words) == 0
     return tmp_path, words
@@ -29,7 +30,7 @@ def test_all_train_by_as_many_steps_without_a_sweep(whole, monkeypatch):
     folder, words = whole
     made = read(folder / "comparison.json")
     (steps,) = made.budget["steps"]
-    assert steps >= budget.PROBES and made.budget["sweep_steps"] == [] and made.budget["total_minutes"] == 0.1
+    assert steps == 7 and made.budget["sweep_steps"] == [] and made.budget["total_minutes"] == 0.1
     for item in made.entrants:
         assert item.error is None and item.lr == budget.RATES[0][1] and not item.sweep
         assert [run.steps for run in item.runs] == [steps] and item.runs[0].curve[-1].step == steps
@@ -40,6 +41,13 @@ def test_all_train_by_as_many_steps_without_a_sweep(whole, monkeypatch):
     again = as_json(read(folder / "comparison.json"))["entrants"]
     first = json.loads(json.dumps(as_json(made)))["entrants"]
     assert [item["runs"] for item in json.loads(json.dumps(again))] == [item["runs"] for item in first]
+
+
+def test_time_that_is_over_is_told_before_training(cli, tmp_path, text_file, monkeypatch, cheap):
+    monkeypatch.setattr(Turns, "steps", property(lambda self: budget.PROBES))
+    monkeypatch.setattr(Turns, "train", lambda self: pytest.fail("trained"))
+    code, _, err = cli("compare", "rope", "--data", text_file, *FLAGS, "--out", tmp_path)
+    assert code == 2 and "--total-minutes 0.1: are over before the first round of steps" in err
 
 
 class Clock:
@@ -69,8 +77,6 @@ class Slow:
         self.validated = 2 * self.each
         self.clock.now += self.validated
 
-    finish = validate
-
 
 @pytest.mark.parametrize("after", [10**9, 500])
 def test_the_clock_decides_the_steps(monkeypatch, after):
@@ -86,7 +92,7 @@ def test_the_clock_decides_the_steps(monkeypatch, after):
     planned = both.steps
     assert 1000 < planned < 500 / 0.3
     clock.now += 100.0
-    both.train()
+    both._train()
     assert turns[0].trainer.step == turns[1].trainer.step == both.done
     assert 0.95 * 600 < clock.now <= 600.0
     assert both.done > 0.9 * planned if after > planned else 500 < both.done < planned

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -109,8 +110,7 @@ def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cach
     dim, weight_decay, steps = chosen.pop("sizes")
     if options.length is None and chosen["length"] is not None:
         chosen["length"] = min(longest, chosen["length"])
-    given = {name: value for name in chosen if (value := getattr(options, name)) is not None}
-    options = replace(options, **{**chosen, **given})
+    options = replace(options, **{name: value for name, value in chosen.items() if getattr(options, name) is None})
     options = with_length(entrants, replace(options, batch_size=options.batch_size or 8, sweep=0))
     return options, Sizes(dim, weight_decay, steps)
 
@@ -137,17 +137,6 @@ class TurnTrainer(Trainer):
     def seconds(self) -> float:
         return self.active
 
-    def begin(self) -> None:
-        """Begin: open the log of the run."""
-        self.window, self.log, self.progress = Window(self.group), Log(self.folder, 0), Silence()
-
-    def finish(self) -> None:
-        """Validate the last weights, and close the log."""
-        self.validate()
-        self.storage.saves.wait()
-        if self.log is not None:
-            self.log.close()
-
     def make(self, steps: int) -> float:
         """Make ``steps`` steps, and return the seconds that they took."""
         started_at = time.monotonic()
@@ -169,6 +158,7 @@ class TurnTrainer(Trainer):
         """Validate, and keep the weights if they are the best."""
         started_at = time.monotonic()
         self._validate()
+        self.storage.saves.wait()
         self.validated = time.monotonic() - started_at
 
 
@@ -224,7 +214,7 @@ def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps:
     model = made.model()
     objective = run.task.objective(made.settings.objective, model, data)
     trainer = TurnTrainer(model, data, objective, made.settings, folder, Group(made.device), quiet=True)
-    trainer.begin()
+    trainer.window, trainer.log, trainer.progress = Window(trainer.group), None, Silence()
     split = training.data.splits["train"] if run.task.data.running_text else None
     return Turn(contestant, seed, trainer, trained, split.bytes / max(1, len(split)) if split else None)
 
@@ -311,6 +301,12 @@ class Turns:
 
     def train(self) -> None:
         """Train until the time is over."""
+        with ExitStack() as logs:
+            for turn in self.turns:
+                turn.trainer.log = logs.enter_context(closing(Log(turn.trainer.folder, 0)))
+            self._train()
+
+    def _train(self) -> None:
         length, validated, self.aside = min(MOST_ROUND, ROUND_SHARE * max(0.0, self.end - time.monotonic())), 0, 0.0
         while self.done < (total := self.steps):
             for turn in self.turns:
@@ -322,7 +318,7 @@ class Turns:
             if (part := self.validations * self.done // total) > validated and self.done < total:
                 validated = part
                 self._all(lambda turn: turn.trainer.validate())
-        self._all(lambda turn: turn.trainer.finish())
+        self._all(lambda turn: turn.trainer.validate())
 
     def _all(self, work: Callable[[Turn], object]) -> None:
         for turn in self.turns:
@@ -331,13 +327,21 @@ class Turns:
         self._leave_failed_out()
 
 
-def plan_text(turns: Turns) -> Iterator[str]:
-    """Yield sentences about the plan: the steps of each run, and whether they suffice."""
+def plan_text(turns: Turns) -> list[str]:
+    """Return sentences about the plan: the steps of each run, and whether they suffice.
+
+    Errors: ``KinformerError`` if the time is over before training.
+    """
     names, options, steps = {turn.contestant.name for turn in turns.turns}, turns.options, turns.steps
+    if steps <= PROBES:
+        raise KinformerError(
+            f"`total_minutes` {options.total_minutes:g}: are over before the first round of steps; give more "
+            "minutes or fewer members, or repeat it when nothing else runs."
+        )
     runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"
     tokens = options.row_length * (options.batch_size or 1)
-    yield (
-        f"In {options.total_minutes:g} minutes each member makes about {plural(steps, 'step')} of "
+    plan = (
+        f"in {options.total_minutes:g} minutes each member makes about {plural(steps, 'step')} of "
         f"{plural(tokens, 'token')} ({runs}), in turns; the rest of the time is for measuring."
     )
-    yield too_few(steps, len(names), options.total_minutes or 0.0)
+    return [plan, too_few(steps, len(names), options.total_minutes or 0.0)]

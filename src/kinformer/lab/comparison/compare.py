@@ -272,10 +272,11 @@ def _measure(
         generation_speeds(contestants, options, cache, end)
 
     def memory() -> None:
-        for contestant in still_in(contestants):
+        for number, contestant in enumerate(left := still_in(contestants)):
             if time.monotonic() > end:
-                note(f"the memory of {contestant.name} is not measured: `total_minutes` does not suffice.")
-                continue
+                names = ", ".join(item.name for item in left[number:])
+                note(f"memory is not measured, because `total_minutes` does not suffice: {names}.")
+                break
             with guarded(contestant, "measuring memory"):
                 contestant.note(memory=memory_of(contestant, options, cache))
 

@@ -351,10 +351,11 @@ def _measured(
             models[contestant.name] = model
     rows: dict[str, list[SpeedPoint]] = {name: [] for name in models}
     spent: dict[str, tuple[int, float]] = {}
+    skipped = []
     for kind, batch, length in points:
         before, seconds_before = spent.get(kind, (length, 0.0))
         if time.monotonic() + 2 * seconds_before * (length / before) ** 2 > end:
-            note(f"{kind} of {plural(length, 'token')} is not timed: `total_minutes` does not suffice.")
+            skipped.append(f"{kind} of {plural(length, 'token')}")
             continue
         work_by_name: dict[str, works.Work] = {}
         for contestant in chosen:
@@ -366,6 +367,8 @@ def _measured(
         for name, seconds in times.items():
             share = works.DECODED if kind == "decode" else 1
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
+    if skipped:
+        note(f"not timed, because `total_minutes` does not suffice: {', '.join(dict.fromkeys(skipped))}.")
     for contestant in missing:
         if contestant.name in rows:
             speeds: Speeds = {

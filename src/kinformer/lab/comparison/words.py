@@ -478,7 +478,7 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
     One sentence names all entrants with a faster time at every length, and one sentence all entrants with a slower
     time.
     """
-    timed = [item for item in comparison.entrants if item.lengths]
+    timed = [item for item in comparison.entrants if item.lengths and item.lengths["points"]]
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")) if len(timed) > 1 else ():
         names_by_sentence: dict[str, list[str]] = {}
         for entrant in timed[1:]:
