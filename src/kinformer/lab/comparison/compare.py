@@ -54,7 +54,7 @@ from kinformer.runtime.files import locked, reading, require_utf8, write_atomic
 from kinformer.runtime.progress import note
 
 MEASURED_SHARE = 0.15
-"""The share of the total minutes for speeds and memory; twice as much where they are what the members are for."""
+"""The share of the total minutes for speeds and memory; twice as much for the uses speed and memory."""
 
 
 @seeding
@@ -272,8 +272,10 @@ def _measure(
         generation_speeds(contestants, options, cache, end)
 
     def memory() -> None:
+        before, last = time.monotonic(), 0.0
         for number, contestant in enumerate(left := still_in(contestants)):
-            if time.monotonic() > end:
+            before, last = time.monotonic(), time.monotonic() - before
+            if time.monotonic() + last > end:
                 names = ", ".join(item.name for item in left[number:])
                 note(f"memory is not measured, because `total_minutes` does not suffice: {names}.")
                 break
