@@ -47,7 +47,7 @@ def test_time_that_is_over_is_told_before_training(cli, tmp_path, text_file, mon
     monkeypatch.setattr(Turns, "steps", property(lambda self: budget.PROBES))
     monkeypatch.setattr(Turns, "train", lambda self: pytest.fail("trained"))
     code, _, err = cli("compare", "rope", "--data", text_file, *FLAGS, "--out", tmp_path)
-    assert code == 2 and "--total-minutes 0.1: are over before the first round of steps" in err
+    assert code == 2 and "--total-minutes 0.1: is over before the first round of steps" in err
 
 
 class Clock:

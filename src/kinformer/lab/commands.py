@@ -304,7 +304,8 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
         members, five that suit the use.
     merge: files of finished comparisons of one task and data, which are merged without any computation.
     options: ``data``, ``out``, ``for_`` (the use, such as "long"), one budget of ``steps``, ``tokens``, ``minutes`` or
-        ``total_minutes``, ``parameters``, ``seeds``, ``sweep``, ``set``, ... (see ``lab.comparison.options.CompareOptions``), and options of the task.
+        ``total_minutes``, ``parameters``, ``seeds``, ``sweep``, ``set``, ... (see
+        ``lab.comparison.options.CompareOptions``), and options of the task.
 
     It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 

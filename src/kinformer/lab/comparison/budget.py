@@ -120,7 +120,7 @@ def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cach
 ROUND_SHARE, MOST_ROUND = 0.02, 20.0
 """A round of turns takes this share of the time of training, at most ``MOST_ROUND`` seconds."""
 PROBES = 3
-"""Steps of every member before the plan is told; the first of them is not timed."""
+"""Steps of every member before the plan is told; the first step is not timed."""
 VALIDATIONS, VALIDATION_SHARE = 5, 0.05
 """The most validations of a run, and the share of its time that they take, unless the last one alone takes more."""
 VALIDATED_SHARE, LEAST_VALIDATED, MOST_VALIDATED = 40, 4096, 65536
@@ -128,7 +128,7 @@ VALIDATED_SHARE, LEAST_VALIDATED, MOST_VALIDATED = 40, 4096, 65536
 
 
 class TurnTrainer(Trainer):
-    """A trainer that makes its steps in turns with other trainers. ``active`` is the time of its own steps, and
+    """A trainer that makes its steps in turns with other trainers. ``active`` is the time of its steps, and
     ``validated`` the time of its last validation."""
 
     active = validated = 0.0
@@ -205,7 +205,7 @@ def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps:
     assert contestant.record.lr is not None
     trained = contestant.options(Path(options.out), contestant.record.lr, seed, max(1, steps), **settings)
     folder = Path(options.out) / "runs" / f"{file_name(contestant.name)}-{contestant.run_key(trained)}"
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed comparison left
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed comparison
     with writing(folder):
         made = create_run(replace(trained, out=str(folder)), True, time.monotonic())
     run, training = made.run, plan_of(made.run, made.settings)
@@ -220,7 +220,7 @@ def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps:
 
 
 TEST_SHARE = 0.12
-"""The largest share of the total minutes that is planned for the test split."""
+"""The largest planned share of the total minutes for the test split."""
 OPENED, COUNTED, WRITTEN = 1.5, 3.0, 3.0
 """Seconds to open a run, to count the n-grams of a book, and to write the report."""
 SLACK, LEAST_BYTES = 1.5, 10_000
@@ -230,7 +230,7 @@ class Turns:
     """The runs of a comparison that ends at ``end``, by ``time.monotonic()``.
 
     done: the steps of each run.
-    aside: the seconds before training that are for other measurements.
+    aside: the seconds that other measurements take before training.
     """
 
     def __init__(self, turns: Sequence[Turn], options: CompareOptions, end: float, aside: float) -> None:
@@ -335,7 +335,7 @@ def plan_text(turns: Turns) -> list[str]:
     names, options, steps = {turn.contestant.name for turn in turns.turns}, turns.options, turns.steps
     if steps <= PROBES:
         raise KinformerError(
-            f"`total_minutes` {options.total_minutes:g}: are over before the first round of steps; give more "
+            f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more "
             "minutes or fewer members, or repeat it when nothing else runs."
         )
     runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"

@@ -53,8 +53,8 @@ class CompareOptions(LearningOptions):
     rate."""
 
     for_: Literal["text", "long", "recall", "speed", "memory"] | None = None
-    """The use of the members: chooses the members, lengths and minutes that are not given, and what the report says
-    first (text if members are missing)."""
+    """The use of the members: chooses missing members, lengths and minutes, and the first sentences of the report
+    (text if members are missing)."""
     parameters: int | None = None
     """Parameters of every model, within 5 %; as many as the first member's recipe has, or as suit `total_minutes`."""
     steps: int | None = None
@@ -126,7 +126,7 @@ class CompareOptions(LearningOptions):
             raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
         if self.total_minutes is not None and (self.sweep or self.sweep_steps):
             raise KinformerError(
-                f"`total_minutes` {self.total_minutes:g}: takes learning rates from a table, so it has no sweep; give "
+                f"`total_minutes` {self.total_minutes:g}: takes learning rates from a table instead of a sweep; give "
                 "`steps` instead, or leave `sweep` and `sweep_steps` out."
             )
         if self.sweep == 2:

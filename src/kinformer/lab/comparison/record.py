@@ -346,7 +346,7 @@ NAMES = {
     "curve": {"value": "validation"}, "sweep": {"value": "validation"}, "contexts": {"value": "test"},
     "runs": {"value": "test", "figures": "test_metrics"}, "entrants": {"badges": None},
 }  # fmt: skip
-"""The names of schema 1 in lists, and their names today; None for what is no longer recorded."""
+"""The names of schema 1 in lists, and their names today; None for a name that has no successor."""
 
 
 def _renamed(data: Any, place: str = "") -> Any:

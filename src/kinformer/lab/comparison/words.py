@@ -356,7 +356,7 @@ def busy(share: float | None) -> str:
 
 
 def doubts(comparison: Comparison) -> list[str]:
-    """Return the reasons against any ranking: too few steps, or a simple rule that is better than all members."""
+    """Return the reasons against any ranking: too few steps, or a simple rule better than all members."""
     minutes, steps = comparison.budget.get("total_minutes"), comparison.budget.get("steps")
     few = too_few(min(steps), len(comparison.finished), minutes) if minutes and steps else ""
     floor = _floor(comparison)
