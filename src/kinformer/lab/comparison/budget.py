@@ -231,7 +231,10 @@ class Turns:
 
     done: the steps of each run.
     aside: the seconds that other measurements take before training.
+    share: the share of the time in which this process computes, less than 1 on a busy machine.
     """
+
+    share = 1.0
 
     def __init__(self, turns: Sequence[Turn], options: CompareOptions, end: float, aside: float) -> None:
         self.turns, self.options, self.end, self.done, self.aside = list[Turn](), options, end, PROBES, aside
@@ -276,7 +279,7 @@ class Turns:
     def test_bytes(self, seconds: float) -> int:
         """Return the bytes of the test split that all runs can be measured on in ``seconds``."""
         most = self.options.max_bytes or MEASURED_BYTES
-        left = seconds - OPENED * len(self.turns) - COUNTED - WRITTEN
+        left = seconds - self.overhead
         return max(min(most, LEAST_BYTES), min(most, int(left / self.per_byte))) if self.per_byte else most
 
     @property
@@ -284,7 +287,12 @@ class Turns:
         """The expected seconds after the last step: validations, the measurements on the test split, the report."""
         validation = sum(turn.trainer.validated or 2 * turn.per_step for turn in self.turns)
         test = self.most_bytes * self.per_byte or 2 * validation
-        return validation + test + OPENED * len(self.turns) + COUNTED + WRITTEN
+        return validation + test + self.overhead
+
+    @property
+    def overhead(self) -> float:
+        """The expected seconds of the test and the report that do not depend on the number of bytes."""
+        return (OPENED * len(self.turns) + COUNTED + WRITTEN) / self.share
 
     @property
     def steps(self) -> int:

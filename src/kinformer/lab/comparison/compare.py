@@ -183,6 +183,7 @@ def _within(
         for contestant in still_in(contestants):
             count = plural(contestant.parameters, "parameter")
             note(f"{contestant.name}: {count}, learning rate {contestant.record.lr:g}")
+        turns.share = clock.share or 1.0
         for sentence in (*plan_text(turns), words.busy(clock.share)):
             if sentence:
                 note(sentence)
