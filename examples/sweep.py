@@ -49,7 +49,7 @@ def main():
     if best in (min(results), max(results)):
         print(f"lr {best:g} is an end of the sweep; try beyond it.")
     folder = folder_of(options["out"], options["member"], best, 0)
-    tested = kinformer.evaluate(folder, split="test", max_bytes=50_000).metrics["bits_per_byte"]
+    tested = kinformer.evaluate(folder, split="test", first=50_000).metrics["bits_per_byte"]
     print(f"{folder}: {tested:.4f} bits per byte on the test split")
 
 

@@ -34,10 +34,8 @@ def training(member: Member, config: Any) -> list[str]:
             "kinformer index runs/rope --split train --datastore stores/rope",
         ]
         options += " --datastore stores/rope --retriever runs/rope --steps 500"
-    elif task.data.running_text:
-        options += " --minutes 5"
     else:
-        options += " --steps 1000"
+        options += " --minutes 5"
     if task.data.default is None:
         options += " --data DATA"
     lines.append(f"kinformer train {name}{options} --out {run}")

@@ -62,10 +62,13 @@ def _record(task: Task) -> Iterator[tuple[str, str]]:
     yield "**Data if none is given**", f"`{task.data.default}`" if task.data.default else "none; give `--data PATH`"
     yield "**Objectives**", ", ".join(f"`{name}`" for name in task.objectives)
     yield "**Text by a tokenizer**", "yes" if task.data.tokenized else "no"
-    yield "**`--minutes` alone chooses sizes**", "yes" if task.data.running_text else "no"
     if task.settings:
         changed = ", ".join(f"`{flag_of(name)} {value}`" for name, value in task.settings.items())
         yield "**Training, unless told otherwise**", changed
+    if task.in_minutes:
+        shown = (f"`{flag_of(name)} {value}`" for name, value in task.in_minutes.items() if name != "set")
+        shown_sets = (f"`--set {path}={value}`" for path, value in task.in_minutes.get("set", {}).items())
+        yield "**With `--minutes`**", ", ".join([*shown, *shown_sets])
 
 
 def _metric(metric: Metric) -> tuple[str, str, str]:

@@ -34,7 +34,7 @@ def test_the_threshold_is_kept_and_used(cli, calm_run, consistency, monkeypatch)
 
 def test_reports_of_evaluate_and_generate(cli, calm_run):
     at = ("--set", "stack.rule.thresholds=[0.02]", "--threads", 1)
-    code, out, err = cli("evaluate", calm_run, *at, "--max-bytes", 300, "--json")
+    code, out, err = cli("evaluate", calm_run, *at, "--first", 300, "--json")
     assert code == 0, err
     facts = json.loads(out)
     counts = facts["exits"]["tokens_by_layers"]
@@ -42,7 +42,7 @@ def test_reports_of_evaluate_and_generate(cli, calm_run):
     mean = sum(int(layers) * count for layers, count in counts.items()) / 299
     assert facts["layers_per_token"] == facts["exits"]["layers_per_token"] == pytest.approx(mean)
     assert facts["exits"]["speedup"] > 0 and facts["all_layers_bits_per_byte"] != facts["bits_per_byte"]
-    _, plain, _ = cli("evaluate", calm_run, "--set", "stack.rule.thresholds=[]", "--max-bytes", 300, "--json")
+    _, plain, _ = cli("evaluate", calm_run, "--set", "stack.rule.thresholds=[]", "--first", 300, "--json")
     assert json.loads(plain)["bits_per_byte"] == facts["all_layers_bits_per_byte"] and "exits" not in json.loads(plain)
     code, out, err = cli("generate", calm_run, *at, "--prompt", "wind", "--max-new-tokens", 9, "--samples", 2, "--json")
     assert code == 0, err
@@ -74,13 +74,13 @@ def test_a_threshold_that_costs_more_than_it_saves_is_not_kept(cli, calm_run, mo
 
 
 def test_thresholds_of_every_exit_by_search(cli, calm_run):
-    flags = ("--search", 200, "--max-bytes", 600, "--threads", 1)
+    flags = ("--search", 200, "--first", 600, "--threads", 1)
     code, out, err = cli("calibrate", calm_run, *flags, "--tolerance", 0.5, "--json")
     assert code == 0, err
     found, run = json.loads(out), open_run(calm_run)
     assert run.config.stack.rule.thresholds == tuple(found["thresholds"]) and len(found["thresholds"]) == 2
     assert found["bits_per_byte"] <= found["all_layers_bits_per_byte"] + 0.5 and found["exits"]["layers_per_token"] < 3
-    code, out, _ = cli("evaluate", calm_run, "--split", "validation", "--max-bytes", 600, "--json", "--threads", 1)
+    code, out, _ = cli("evaluate", calm_run, "--split", "validation", "--first", 600, "--json", "--threads", 1)
     assert json.loads(out)["bits_per_byte"] == pytest.approx(found["bits_per_byte"])
     code, out, _ = cli("calibrate", calm_run, *flags, "--tolerance", 0.5)
     assert code == 0 and "bits per byte, with all layers" in out
@@ -130,7 +130,7 @@ def test_thresholds_that_fall_with_the_position_are_kept(cli, calm_run, monkeypa
         assert run.model().stack.rule.decay_tokens == 6
 
 
-@pytest.mark.parametrize("way", [FEW, ("--search", 20, "--tolerance", 3, "--max-bytes", 300, "--threads", 1)])
+@pytest.mark.parametrize("way", [FEW, ("--search", 20, "--tolerance", 3, "--first", 300, "--threads", 1)])
 def test_exits_are_kept_where_they_are_asked_for(cli, make_run, way, monkeypatch):
     """Tokens then leave behind these layers alone, with the same weights, and may go back to all exits."""
     from kinformer.lab.tasks import next_token_evaluation as calibrate

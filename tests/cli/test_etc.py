@@ -32,7 +32,7 @@ def test_a_run_without_masked_sentences_says_nothing_of_them(cli, text_file, tmp
     out = tmp_path / "run"
     data = ("--data", text_file, "--validation-tokens", "300", "--out", out)
     assert cli("train", "etc", *OPTIONS, *data)[0] == 0
-    code, told, _ = cli("evaluate", out, "--threads", "1", "--max-bytes", "300")
+    code, told, _ = cli("evaluate", out, "--threads", "1", "--first", "300")
     assert code == 0 and "zeroed" in told and "masked sentences" not in told
 
 

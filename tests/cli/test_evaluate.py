@@ -51,7 +51,7 @@ def test_a_growing_state_is_measured_in_windows_of_the_training_length(cli, gpt_
 
 
 def test_several_lengths_and_the_baseline(cli, linear_run, text_file, load):
-    told, _ = metrics(cli, linear_run, "--lengths", "16,64", "--baseline", "--max-bytes", 400)
+    told, _ = metrics(cli, linear_run, "--contexts", "16,64", "--baseline", "--first", 400)
     corpus = open_corpus(str(text_file))
     split = corpus.splits["test"].take(400)
     assert told["bytes"] == 400
@@ -65,7 +65,7 @@ def test_several_lengths_and_the_baseline(cli, linear_run, text_file, load):
 
 def test_the_text_form(cli, linear_run):
     code, out, err = cli(
-        "evaluate", linear_run, "--lengths", "16,64", "--baseline", "--context", "carried", "--device", "cpu"
+        "evaluate", linear_run, "--contexts", "16,64", "--baseline", "--context", "carried", "--device", "cpu"
     )
     assert (code, err) == (0, "")
     assert "bits per byte: " in out and "state carried" in out and "by a 5-gram model" in out
@@ -95,15 +95,15 @@ def test_other_data_is_told(cli, linear_run, make_run, text_file, tmp_path, monk
     ("arguments", "told"),
     [
         (["--split", "tset"], "--split: 'tset' is unknown; did you mean 'test'"),
-        (["--lengths", "16,many"], "--lengths 16,many: is not a list of whole numbers"),
+        (["--contexts", "16,many"], "--contexts 16,many: is not a list of whole numbers"),
         (
-            ["--lengths", "129"],
+            ["--contexts", "129"],
             "a context of 129 tokens is beyond this model's positions, which end at max_length = 128",
         ),
         (["--context", "0"], "context is 0 but must be 1 token or more"),
         (["--overlap", "1"], "overlap is 1 but must be at least 0 and below 1"),
         (["--data", "no/such/file"], "no/such/file does not exist"),
-        (["--max-bytes", "1"], "--max-bytes is 1 but must be 2 or more"),
+        (["--first", "1"], "holds 1 token but measuring in 1 stream needs 2"),
         (["--chunk", "0"], "--chunk is 0 but must be 1 or more"),
         (["--device", "quantum"], "--device quantum: cannot be used here"),
         (["--threads", "0"], "--threads is 0 but must be 1 or more"),
@@ -123,7 +123,7 @@ def test_mistakes_are_one_sentence(cli, gpt_run, arguments, told):
 
 def test_overlap_needs_windows(cli, linear_run):
     code, _, err = cli("evaluate", linear_run, "--overlap", 0.5, "--context", "carried")
-    assert code == 2 and "the state is carried here; give --context N or --lengths too" in err
+    assert code == 2 and "the state is carried here; give --context N or --contexts too" in err
 
 
 def test_damaged_weights_are_one_sentence(cli, make_run):
@@ -138,6 +138,6 @@ def test_bits_are_per_byte_of_text_with_a_tokenizer(cli, tokenized_run, text_fil
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told, _ = metrics(cli, tokenized_run)
     assert told["bytes"] == open_corpus(str(text_file)).splits["test"].bytes > told["tokens"]
-    part, _ = metrics(cli, tokenized_run, "--max-bytes", 500)
+    part, _ = metrics(cli, tokenized_run, "--first", 500)
     assert part["bytes"] <= 500 or part["bytes"] == told["bytes"]
     assert told["bits_per_byte"] < told["bits_per_token"]

@@ -78,7 +78,7 @@ def test_bench(monkeypatch):
 def test_compare_and_merge(text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparing, "memory_of", lambda *_: None)
     sizes = {"recipe": "tiny", "length": 16, "batch_size": 4, "steps": 4, "sweep": 0, "lengths": [16], "rounds": 1}
-    single = {"data": text_file, "max_bytes": 300, "contexts": "1x", "device": "cpu"}
+    single = {"data": text_file, "first": 300, "contexts": "1x", "device": "cpu"}
     report = kinformer.compare(["gpt"], out=tmp_path / "one", **sizes, **single)
     assert [entrant.name for entrant in report.finished] == ["gpt"] and report.command.startswith("kinformer.compare(")
     assert report.finished[0].values[0] > 0 and (tmp_path / "one" / "comparison.md").exists()
@@ -94,15 +94,15 @@ def test_calibrate(make_run, capsys):
     assert result.chosen is not None and result.chosen.risk <= 0.2
     saves = result.exits is not None and result.exits.saves  # a threshold that costs more is not written
     assert kinformer.open_run(run).config.stack.rule.thresholds == ((result.chosen.threshold,) if saves else ())
-    assert kinformer.calibrate(run, search=5, tolerance=9.0, max_bytes=300).thresholds
+    assert kinformer.calibrate(run, search=5, tolerance=9.0, first=300).thresholds
     assert capsys.readouterr() == ("", "")
 
 
 def test_index(linear_run, text_file, tmp_path, capsys):
-    indexed = kinformer.index(linear_run, datastore=tmp_path / "store", data=text_file, max_bytes=300, device="cpu")
+    indexed = kinformer.index(linear_run, datastore=tmp_path / "store", data=text_file, first=300, device="cpu")
     assert indexed.store.entries == indexed.new == indexed.facts["entries"] > 200
-    assert kinformer.evaluate(linear_run, datastore=tmp_path / "store", max_bytes=300).facts["datastore"]
-    assert kinformer.index(linear_run, datastore=tmp_path / "store", data=text_file, max_bytes=300).new == 0
+    assert kinformer.evaluate(linear_run, datastore=tmp_path / "store", first=300).facts["datastore"]
+    assert kinformer.index(linear_run, datastore=tmp_path / "store", data=text_file, first=300).new == 0
     assert capsys.readouterr() == ("", "")
 
 

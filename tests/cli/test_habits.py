@@ -1,7 +1,9 @@
 """Small habits: chat and streamed text, lists of tasks and parts, estimates of runs, verbose output, changed rates."""
 
 import json
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -77,9 +79,72 @@ def test_tasks_and_parts_are_listed_and_every_title_is_whole_in_80_columns(cli):
     assert "next-token" in cli("list", "tasks")[1]
     parts = json.loads(cli("list", "parts", "--json")[1])
     assert {"rope", "alibi"} <= set(parts["position"]) and "pattern (" in cli("list", "parts")[1]
-    table = cli("list")[1]
+    table = cli("list", "--verbose")[1]
     assert max(map(len, table.splitlines())) <= 80 and "…" not in table
+    short = cli("list")[1].splitlines()
+    assert len(short) <= 40 and max(map(len, short)) <= 80 and short[0].startswith("state ")
+    words = set(re.findall(r"[\w-]+", " ".join(short)))
+    assert {member.name for member in kinformer.members()} <= words
     assert cli("list", "parts", "--by", "year")[0] == 2
+
+
+def test_help_is_a_command_too(cli):
+    assert cli("help") == cli("--help") and cli("help", "pack") == cli("pack", "--help")
+    assert cli("help", "local")[1] == cli("show", "local")[1] != ""
+    code, _, err = cli("help", "trian")
+    assert code == 2 and "did you mean 'train'" in err
+
+
+def test_former_names_of_options_still_work(cli, gpt_run):
+    measured = [cli("evaluate", gpt_run, "--json", *options)[1] for options in (
+        ("--first", 300, "--contexts", "1x"), ("--max-bytes", 300, "--lengths=1x"), ("--max_items=300", "--lengths=1x")
+    )]  # fmt: skip
+    facts = [json.loads(out) for out in measured]
+    assert len({fact["bits_per_byte"] for fact in facts}) == 1 and facts[0]["bytes"] == 300 and facts[0]["lengths"]
+    again = kinformer.evaluate(gpt_run, max_bytes=300, lengths="1x").facts
+    assert again["bits_per_byte"] == pytest.approx(facts[0]["bits_per_byte"])
+    with pytest.raises(KinformerError, match=r"^limit is 2 but must be at most 1"):
+        kinformer.verify(gpt_run, limit=2)
+
+
+def test_a_prompt_needs_no_name(cli, gpt_run, tmp_path):
+    same = ("--max-new-tokens", 5, "--seed", 1, "--quiet")
+    assert cli("generate", gpt_run, "wind", *same) == cli("generate", gpt_run, "--prompt", "wind", *same)
+    code, _, err = cli("generate", gpt_run, "wind", "--prompt", "tree", *same)
+    assert code == 2 and "there must be one prompt" in err
+
+
+def test_a_training_names_its_folder(cli, text_file, tmp_path, monkeypatch):
+    from kinformer.lab.runs.train import _new_folder
+
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(map(str, pool.map(_new_folder, ["rope"] * 4))) == [
+            f"runs/rope-{number}" for number in range(1, 5)
+        ]
+    (tmp_path / "runs" / "rope-2").rmdir()
+    sizes = (
+        "--data",
+        text_file,
+        "--recipe",
+        "tiny",
+        "--steps",
+        1,
+        "--length",
+        16,
+        "--batch-size",
+        2,
+        "--device",
+        "cpu",
+    )
+    code, _, err = cli("train", "rope", *sizes)
+    assert code == 0 and err.startswith("kinformer: the run folder is runs/rope-2\n")
+    assert kinformer.open_run("runs/rope-2").member == "rope"
+    assert cli("train", "rope", *sizes, "--task", "mlm")[0] == 2 and not (tmp_path / "runs" / "rope-5").exists()
+    code, _, err = cli("train", "gtp")
+    assert code == 2 and "did you mean 'gpt'" in err
+    code, _, err = cli("train", "gpt", "--resume")
+    assert code == 2 and "--out: is needed to resume a run" in err
 
 
 def test_a_run_is_estimated_as_it_is(cli, gpt_run):
@@ -101,7 +166,7 @@ def test_counts_are_written_alike_everywhere(cli, option, value):
 
 
 def test_lists_of_counts_take_k(cli, gpt_run):
-    code, out, err = cli("evaluate", gpt_run, "--lengths", "16,0.032k", "--max-bytes", "0.5k", "--json")
+    code, out, err = cli("evaluate", gpt_run, "--contexts", "16,0.032k", "--first", "0.5k", "--json")
     assert code == 0, err
     assert "32" in out
 

@@ -49,7 +49,7 @@ def test_the_help_of_a_member_has_the_options_of_its_task(cli, arguments, has, h
 def test_the_help_of_a_run_has_the_options_of_its_task(cli, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"task": {"name": "recall"}}))
     out = cli("evaluate", tmp_path, "--help")[1]
-    assert "--at-pairs" in shown(out) and "--lengths" not in shown(out)
+    assert "--at-pairs" in shown(out) and "--contexts" not in shown(out)
 
 
 def test_help_loads_no_pytorch():

@@ -160,13 +160,13 @@ def test_tuning_and_reporting_never_share_a_token(cli, gpt_run, text_file):
 
 
 def test_text_in_the_store_is_no_held_out_text(cli, gpt_run, store):
-    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--split", "train", "--max-bytes", 100)
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--split", "train", "--first", 100)
     assert "the train split of words.txt is in the datastore itself" in err
 
 
 def test_held_out_text_of_another_split_or_holdout_is_noticed_in_the_store(cli, gpt_run, store, tmp_path):
     """The store holds the first 90 % of the text; at ``--holdout 0.3`` the last 30 % are measured."""
-    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--max-bytes", 100)
+    _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--first", 100)
     assert "note" not in err
     _, err = done(cli, "evaluate", gpt_run, "--datastore", store, "--holdout", 0.3, "--weight", 0.5)
     assert "note: 66.7% of the test split of words.txt is in the datastore itself" in err
@@ -174,7 +174,7 @@ def test_held_out_text_of_another_split_or_holdout_is_noticed_in_the_store(cli, 
     index(cli, gpt_run, tmp_path / "all", "--split", "all")
     _, err = done(cli, "evaluate", gpt_run, "--datastore", tmp_path / "all", "--holdout", 0.1, "--tune")
     assert err.count("note: the test split of words.txt is in the datastore itself") == 1
-    index(cli, gpt_run, tmp_path / "part", "--max-bytes", 1000)
+    index(cli, gpt_run, tmp_path / "part", "--first", 1000)
     _, err = done(cli, "evaluate", gpt_run, "--datastore", tmp_path / "part", "--holdout", 0.1)
     assert "datastore itself" not in err
 
@@ -183,7 +183,7 @@ def test_approximate_search_tells_its_recall(cli, gpt_run, store):
     pytest.importorskip("faiss")
     told = index(cli, gpt_run, store, "--approximate", "--lists", 30)
     assert (told["new_entries"], told["lists"]) == (0, 30)
-    options = ("--datastore", store, "--neighbours", 8, "--max-bytes", 400, "--json")
+    options = ("--datastore", store, "--neighbours", 8, "--first", 400, "--json")
     exact, _ = done(cli, "evaluate", gpt_run, *options, "--probes", 0)
     assert (exact["approximate"], exact["probes"], exact["recall"]) == (False, None, None)
     default, err = done(cli, "evaluate", gpt_run, *options)
@@ -219,7 +219,7 @@ def test_what_contradicts_is_told(cli, gpt_run, store, tmp_path):
     with_store = ("evaluate", gpt_run, "--datastore", store)
     assert "is found by --tune" in refused(cli, *with_store, "--tune", "--weight", 0.3)
     assert "--weight is 1.5 but must lie between" in refused(cli, *with_store, "--weight", 1.5)
-    assert "does not go together with --datastore" in refused(cli, *with_store, "--lengths", "16")
+    assert "does not go together with --datastore" in refused(cli, *with_store, "--contexts", "16")
     assert "give one DIR" in refused(cli, "evaluate", gpt_run, gpt_run, "--datastore", store)
     assert "--sizes ten: is not a list" in refused(cli, *with_store, "--sizes", "ten")
     assert "not sorted into lists" in refused(cli, *with_store, "--probes", 2)

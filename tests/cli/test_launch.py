@@ -56,6 +56,10 @@ def test_the_script_resumes_a_run_that_has_begun(cli, tmp_path):
     assert told()[-1] == "--resume"
 
 
+def test_two_dashes_may_be_left_out(cli):
+    assert cli("launch", "--to", "slurm", *WORDS)[:2] == (0, printed(cli, "slurm"))
+
+
 def test_json(cli):
     assert json.loads(printed(cli, "slurm", "--json"))["script"] == printed(cli, "slurm")
 
@@ -63,8 +67,10 @@ def test_json(cli):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("launch", "launch: needs the training behind two dashes"),
-        ("launch -- evaluate x", "launch: needs the training behind two dashes"),
+        ("launch", "launch: needs the training at its end"),
+        ("launch -- evaluate x", "launch: needs the training at its end"),
+        ("launch train gtp", "did you mean 'gpt'"),
+        ("launch train gpt", "--out: is needed to resume a run, and by several machines"),
         ("launch --nodes 2 -- train gpt --out x", "--host: torchrun's line needs the first machine's name"),
         ("launch -- train gpt --out x --devices 4", "--devices 4: 1 x 8 are 8 processes; leave --devices out."),
         ("launch -- train gpt --out x --parallel tp=2", "--parallel tp=2: 1 x 8 are 8 processes; give sizes whose pro"),

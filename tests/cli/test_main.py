@@ -200,7 +200,7 @@ def test_terminals_without_the_characters_still_work():
 
 
 def test_list_is_the_table_of_the_family(cli):
-    code, out, _ = cli("list")
+    code, out, _ = cli("list", "--verbose")
     header, *rows = out.splitlines()
     assert code == 0 and header.split()[0] == "member"
     assert [row.split()[0] for row in rows if row[0] != " "] == [member.name for member in kinformer.members()]
@@ -238,7 +238,7 @@ def test_list_fits_80_columns(monkeypatch, framed):
     monkeypatch.setattr(sys, "stdout", output)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert command_line.main(["list"]) == 0
+    assert command_line.main(["list", "--verbose"]) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert len([line for line in lines if line[:1].strip()]) == len(kinformer.members()) + 1 + framed
@@ -252,7 +252,7 @@ def test_list_is_framed_on_a_terminal(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert command_line.main(["list"]) == 0
+    assert command_line.main(["list", "--verbose"]) == 0
     assert "\x1b[1m" in terminal.getvalue() and "linear-transformer" in terminal.getvalue()
 
 

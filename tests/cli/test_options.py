@@ -52,7 +52,7 @@ def test_every_option_has_help_and_the_example_is_one_of_the_command(cli, name, 
 @pytest.mark.parametrize(("text", "steps"), [("12", 12), ("1k", 1000), ("1.5k", 1500), ("2M", 2_000_000)])
 def test_counts_may_be_thousands_and_millions(text, steps):
     assert parsed("train", "gpt", "--out", "x", "--steps", text).steps == steps
-    assert parsed("evaluate", "x", "--max-bytes", text).max_bytes == steps
+    assert parsed("evaluate", "x", "--first", text).first == steps
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_file_of_options(tmp_path):
     assert parsed("train", "linear-transformer", f"--config={path}").member == "linear-transformer"
     path.write_text('folders = ["a", "b"]\nmax-bytes = 9\nstop_ = 1\n'.replace("stop_ = 1\n", ""))
     options = parsed("evaluate", "--config", str(path))
-    assert (options.folders, options.max_bytes) == (("a", "b"), 9)
+    assert (options.folders, options.first) == (("a", "b"), 9)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
     assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
     assert float(theirs["head.gate.weight"].abs().max()) > 0
     assert open_run(cut).data["retrieval"]["datastore"] == str(moved)
-    told, _ = done(cli, "evaluate", cut, "--max-bytes", 100, "--json")
+    told, _ = done(cli, "evaluate", cut, "--first", 100, "--json")
     assert told["carried"] and told["datastore"] == str(moved)
 
 
@@ -139,7 +139,7 @@ def test_evaluate_finds_what_it_was_trained_with(cli, spalm_run, gpt_run, store)
     assert told["bits_per_byte"] == measure(with_store, split, windows).bits_per_byte != alone
     text, _ = done(cli, "evaluate", spalm_run, "--neighbours", 5, "--datastore", store)
     assert f"5 neighbours of each token among the {told['entries']:,} entries of {store}" in text
-    _, err = done(cli, "evaluate", spalm_run, "--split", "train", "--max-bytes", 100)
+    _, err = done(cli, "evaluate", spalm_run, "--split", "train", "--first", 100)
     assert "is in the datastore itself" in err
 
 
@@ -157,7 +157,7 @@ def test_without_a_store_the_base_is_trained_and_that_is_told(cli, text_file, tm
     out = tmp_path / "run"
     _, err = done(cli, "train", "spalm", *TINY, "--data", text_file, "--out", out)
     assert "without its long-term memory" in err
-    told, _ = done(cli, "evaluate", out, "--max-bytes", 100, "--json")
+    told, _ = done(cli, "evaluate", out, "--first", 100, "--json")
     assert "datastore" not in told
 
 
@@ -199,7 +199,7 @@ def test_a_run_reads_with_the_tokenizer_of_its_retriever(cli, text_file, tokeniz
     assert "holds the tokens of another tokenizer" in err and "leave --tokenizer" in err
     done(cli, *train(text_file, out, store, tokenized_run))
     assert open_run(out).tokenizer.fingerprint == open_run(tokenized_run).tokenizer.fingerprint
-    told, _ = done(cli, "evaluate", out, "--max-bytes", 100, "--json")
+    told, _ = done(cli, "evaluate", out, "--first", 100, "--json")
     assert told["datastore"] == str(store)
 
 

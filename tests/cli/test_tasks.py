@@ -57,7 +57,7 @@ def test_hidden_bytes(cli, text_file, tmp_path):
     again = json.loads(cli("evaluate", out, "--threads", "1", "--json", "--chunk", "100")[1])
     assert again["masked"] == told["masked"] and again["unigram_bits"] == pytest.approx(told["unigram_bits"])
     assert again["bits_per_masked_byte"] == pytest.approx(told["bits_per_masked_byte"], rel=1e-6)
-    code, told, _ = cli("evaluate", out, "--threads", "1", "--split", "validation", "--max-bytes", "200")
+    code, told, _ = cli("evaluate", out, "--threads", "1", "--split", "validation", "--first", "200")
     assert code == 0 and "bits per masked byte" in told and "after the true byte before them" in told
     assert "whole words" in told and "validation split" in told
 

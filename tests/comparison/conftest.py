@@ -12,7 +12,7 @@ from kinformer.lab.comparison.record import Comparison, EntrantRecord, Point, Se
 MEMORY = {"training": 1 << 20, "lengths": []}
 SIZES = {
     "recipe": "tiny", "steps": 4, "sweep-steps": 2, "length": 16, "batch-size": 2, "parameters": 30000, "rounds": 1,
-    "lengths": "16,32", "max-bytes": 400, "seeds": 2, "contexts": "1x,2x", "threads": 1, "device": "cpu",
+    "lengths": "16,32", "first": 400, "seeds": 2, "contexts": "1x,2x", "threads": 1, "device": "cpu",
 }  # fmt: skip
 FLAGS = ["--quiet", *(word for name, value in SIZES.items() for word in (f"--{name}", str(value)))]
 

@@ -13,7 +13,7 @@ from kinformer.lab.comparison.record import EntrantRecord, as_json, read
 
 FLAGS = [
     "--quiet", "--recipe", "tiny", "--length", "16", "--batch-size", "2", "--total-minutes", "0.1", "--rounds", "1",
-    "--lengths", "16", "--contexts", "1x,2x", "--max-bytes", "400", "--threads", "1", "--device", "cpu",
+    "--lengths", "16", "--contexts", "1x,2x", "--first", "400", "--threads", "1", "--device", "cpu",
 ]  # fmt: skip
 
 

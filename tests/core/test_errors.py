@@ -29,9 +29,9 @@ def test_spelling(message, in_python, on_the_command_line):
 
 
 def test_python_and_the_command_line_say_the_same_in_their_own_words(cli, tmp_path):
-    with pytest.raises(KinformerError, match=r"^max_bytes is 0 but must be 2 or more\.$"):
+    with pytest.raises(KinformerError, match=r"^first is 0 but must be 1 or more\.$"):
         kinformer.evaluate(tmp_path, max_bytes=0)
-    assert cli("evaluate", tmp_path, "--max-bytes", 0)[2] == "kinformer: --max-bytes is 0 but must be 2 or more.\n"
+    assert cli("evaluate", tmp_path, "--max-bytes", 0)[2] == "kinformer: --first is 0 but must be 1 or more.\n"
     with pytest.raises(KinformerError, match=r'^set=\{"layers"'):
         raise KinformerError("`set` layers=4: is too few.")
 

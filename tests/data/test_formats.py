@@ -100,7 +100,7 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
     run = kinformer.train("gpt", data=path, text_field="text", out=tmp_path / "run", **small)
     written = (tmp_path / "run" / "texts").read_text()
     assert written.splitlines() == [json.loads(row)["text"] for row in ROWS.splitlines()]
-    assert kinformer.evaluate(run.folder, max_bytes=99).data["same_as_run"]
+    assert kinformer.evaluate(run.folder, first=99).data["same_as_run"]
     again = kinformer.train("gpt", data=path, text_field="text", out=run.folder, resume=True, steps=2)
     assert again.training["steps"] == 2
     (tmp_path / "rows.json").write_text(json.dumps([json.loads(row) for row in ROWS.splitlines()], indent=1))

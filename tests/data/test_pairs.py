@@ -75,6 +75,34 @@ def test_two_short_words_are_a_pair_and_a_blank_last_line_is_none(tmp_path, note
 
 
 @pytest.mark.parametrize(
+    ("header", "name", "languages"),
+    [
+        ("id,en,score,de", "pairs.csv", Languages()),
+        ("id,EN,score,de", "pairs.csv", Languages("en", "de")),
+        ("id\tEnglish\tscore\tfr", "pairs.tsv", Languages("english", "fr")),
+        ("note\tsource\tid\ttarget", "pairs.tsv", Languages()),
+    ],
+)
+def test_columns_are_taken_by_their_names(tmp_path, header, name, languages):
+    place, comma = tmp_path / name, "," in header
+    rows = [
+        f'{n},"{a}, or",{n},"{b}\nhier"' if comma else f"{n}\t{a}\t{n}\t{b}"
+        for n, (a, b) in enumerate(zip(ENGLISH, GERMAN, strict=True))
+    ]
+    place.write_text("\n".join([header, *rows]) + "\n")
+    pairs = lines(open_pairs(str(place), languages=languages, holdout=0.1).splits["train"])
+    assert len(pairs) == 36
+    for source, target in pairs:
+        assert source.startswith("line") and source.endswith(", or") == comma
+        assert target.startswith("Zeile") and target.endswith(" hier") == comma
+
+
+def test_the_usual_names_say_which_column_is_which(tmp_path):
+    (tmp_path / "x.tsv").write_text("target\tsource\n" + "b\ta\n" * 30)
+    assert lines(open_pairs(str(tmp_path / "x.tsv")).splits["train"])[0] == ("a", "b")
+
+
+@pytest.mark.parametrize(
     ("row", "languages"),
     [
         (lambda a, b: {"source": a, "target": b, "note": "x"}, ("source", "target")),
@@ -114,6 +142,9 @@ def test_ends_of_lines_and_a_mark_at_the_beginning(tmp_path):
         ({"train__en": ["a"], "train__de": ["b"]}, "too few pairs \\(1\\)"),
         ({"train__en": [""], "train__de": ["b"]}, "does not hold a pair of lines"),
         ({"x__tsv": ["a\tb", "c"]}, "x.tsv, line 2: has 1 column where 2 are expected"),
+        ({"x__tsv": ["a\tb\tc"]}, "has 3 columns where 2 are expected, .* or say by source and target which"),
+        ({"x__tsv": ["id\ten\tde", "1\ta"]}, "x.tsv, line 2: has 2 columns where 3 are expected; mend it"),
+        ({"x__csv": ['"a",b', '"a"b,c']}, "x.csv, line 2: is not a row of CSV"),
         ({"x__jsonl": ['{"source": "a"}']}, "x.jsonl, line 1: lacks the text of source and target"),
         ({"x__jsonl": ['{"source": "a", "target": "b"}', "x"]}, "x.jsonl, line 2: is not JSON"),
         ({}, "does not hold a regular file"),
@@ -142,6 +173,9 @@ def test_more_mistakes(tmp_path):
     (tmp_path / "train.de").write_bytes(gzip.compress(b"Zeile\n" * 400)[:-6])
     with pytest.raises(KinformerError, match="train.de: cannot be unpacked"):
         open_pairs(str(tmp_path))
+    (tmp_path / "x.tsv").write_text("en\tde\tfr\n1\t2\t3\n")
+    with pytest.raises(KinformerError, match="names 3 columns; say by source and target which two"):
+        open_pairs(str(tmp_path / "x.tsv"), languages=Languages("de"))
     (tmp_path / "x.tsv").write_text("a\tb\nc\td\n")
     with pytest.raises(KinformerError, match="its first line names no column 'de'"):
         open_pairs(str(tmp_path / "x.tsv"), languages=Languages("de"))

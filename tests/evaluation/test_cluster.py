@@ -10,7 +10,7 @@ import pytest
 from kinformer.family.build import configure
 from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation.cluster import Cluster, Mesh, Part, Payload, Shared, meshes, serving_costs
-from kinformer.lab.estimation.estimate import estimate
+from kinformer.lab.estimation.estimate import estimate, peak
 from kinformer.lab.estimation.options import DEVICES, device_of, numbers_of
 from kinformer.lab.runs.options import parallel_of
 from kinformer.runtime.errors import KinformerError
@@ -73,6 +73,28 @@ def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFi
     assert Estimate(member="rope", recipe="tiny", length=32, batch_size=4, devices="4").run() == 0
     text = capsys.readouterr().out
     assert "tp=2,fsdp=2" in text and "num_heads = 2 is not a multiple of 4" in text and "tokens/s a device" in text
+
+
+def test_a_model_that_fits_is_not_shared_and_figures_are_ideal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Estimate(member="rope", recipe="tiny", length=32, batch_size=8, devices="2..8").run() == 0
+    text = capsys.readouterr().out
+    table = [line.split() for line in text.split("ideal step")[1].splitlines()[1:4]]
+    assert [row[1] for row in table] == ["dp=2", "dp=4", "dp=8"] and "fits on one device" in text
+    assert all(len(row[-1].replace(",", "").rstrip("0")) <= 2 for row in table)
+    device = device_of("h100,launch=0.01")
+    cluster = Cluster(configure("rope", "tiny", 64), device, 0.5, batch=8, **SIZES)
+    whole = cluster.part(Shared(1))
+    assert whole is not None and {cost.step for cost in cluster.costs(1)} == {3 * whole.kernels * device.launch}
+    assert serving_costs(cluster, 1)[0].seconds == whole.kernels * device.launch
+
+
+def test_the_costs_of_a_large_batch_follow_from_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, sizes = configure("rope", "tiny", 1 << 16), {"batch": 18, "length": 64}
+    costs = estimate(config, **sizes)
+    process = peak(config, costs, **sizes)
+    direct = lambda measure, config, _, *sizes, **more: measure(config, *sizes, pieces=True, **more)  # noqa: E731
+    monkeypatch.setattr("kinformer.lab.estimation.estimate.at_batch", direct)
+    assert costs == estimate(config, **sizes) and process == peak(config, costs, **sizes)
 
 
 def test_time_is_shared_where_nothing_else_fits() -> None:

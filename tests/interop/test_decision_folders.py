@@ -190,7 +190,7 @@ def test_other_models_of_trajectories_are_refused(changes, reason, tmp_path):
 
 REFUSED = {
     "actions without a bound": ({"action_tanh": False}, None, "action_tanh is False"),
-    "fewer features": ({"state_dim": 4}, None, "belongs to another model"),
+    "fewer features": ({"state_dim": 4}, None, "is not what config.json says"),
     "no positions": ({}, lambda tensors: tensors.pop("encoder.wpe.weight"), "lacks embed_ln.bias or encoder.wpe"),
     "another head": ({}, lambda tensors: tensors.update({"value.weight": torch.ones(1, 1)}), "holds 'value.weight'"),
     "fewer layers": ({"n_layer": 1}, None, "which a Decision Transformer of 1 layer does not have"),

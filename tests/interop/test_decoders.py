@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kinformer
+from kinformer.family.build import model_config
+from kinformer.interop import read_checkpoint
+from kinformer.interop.writing import form_of
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.decoders import CHECKS, Pair, tokens
@@ -107,6 +110,18 @@ def test_settings_that_are_left_out_are_those_of_transformers(pairs, folder, tmp
     assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("llama").ours(tokens())[0])
 
 
+def test_an_mpt_is_always_four_times_as_wide(pairs, tmp_path):
+    """transformers has the setting ``expansion_ratio`` and does not read it."""
+    folder = shutil.copytree(pairs("mpt").folder, tmp_path / "checkpoint")
+    edit(folder, expansion_ratio=2)
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("mpt").ours(tokens())[0])
+    model = read_checkpoint(folder).model
+    assert form_of(model_config(model, "mpt")).model_type == "mpt"
+    for layer in model["layers"]:
+        layer["feed_forward"]["hidden_dim"] //= 2
+    assert form_of(model_config(model, "mpt")).native is None
+
+
 def test_several_files(pairs, tmp_path):
     pairs("qwen3").theirs.save_pretrained(tmp_path / "shards", max_shard_size="16KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -174,7 +189,7 @@ REFUSED = {
     "heads": ({"num_attention_heads": 8}, "is not what config.json says"),
     "key heads": ({"num_key_value_heads": 1}, r"self_attn.q_proj.weight is \[32, 32\] and \[16, 32\] and \[16, 32\]"),
     "key heads that divide nothing": ({"num_key_value_heads": 3}, "is not what config.json says"),
-    "width": ({"hidden_size": 64, "head_dim": 8}, "belongs to another model"),
+    "width": ({"hidden_size": 64, "head_dim": 8}, "is not what config.json says"),
     "feed-forward": ({"intermediate_size": 2**31 - 1}, "is not what config.json says"),
     "fewer layers": ({"num_hidden_layers": 2}, "holds 'model.layers.2.* which a LLaMA language model of 2 layers"),
     "more layers": ({"num_hidden_layers": 4}, r"lacks stack.layers.3"),
@@ -201,13 +216,14 @@ def without(ending):
 SPOILED = {
     "another head": (lambda tensors: tensors | {"score.weight": torch.ones(2, 32)}, "holds 'score.weight'"),
     "no keys": (without("1.self_attn.k_proj.weight"), "lacks layers.1.self_attn.k_proj.weight"),
-    "no norm": (without("model.norm.weight"), "lacks norm.weight"),
+    "no norm": (without("model.norm.weight"), "lacks norm.weight, so it holds a part of a model"),
+    "no head": (without("lm_head.weight"), "lacks head.output.weight, so it holds a part of a model; import the whole"),
     "twice": (lambda tensors: tensors | {"norm.weight": torch.ones(32)}, "with 'model.' before it and without"),
     "whole numbers": (
         lambda tensors: {name: tensor.to(torch.int8) for name, tensor in tensors.items()},
         "weights must be floating-point",
     ),
-    "scalars": (lambda tensors: tensors | {"model.norm.weight": torch.tensor(1.0)}, "belongs to another model"),
+    "scalars": (lambda tensors: tensors | {"model.norm.weight": torch.tensor(1.0)}, "is not what config.json says"),
 }
 
 
@@ -236,7 +252,7 @@ def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
         (
             "qwen3_moe",
             {"moe_intermediate_size": 17},
-            "config.json says|another model|shape",
+            "config.json says|shape",
         ),
     ],
 )
@@ -280,7 +296,7 @@ def test_a_damaged_mixture_is_one_sentence(kind, pairs, tmp_path):
     edit(folder, **settings)
     for spoiled, message in (
         (several, f"lacks {expert.removeprefix('model.')}"),
-        (tensors | {expert: tensors[expert][:1]}, "is not what config.json says|belongs to another model"),
+        (tensors | {expert: tensors[expert][:1]}, "is not what config.json says"),
         (tensors | {expert: tensors[expert].to(torch.int8)}, "weights must be floating-point"),
         (tensors | {f"{stem}.experts.4.w9.weight": tensors[expert] + 1}, "which a .* does not have"),
     ):

@@ -201,9 +201,13 @@ REFUSED = {
     "another feed-forward": ("t5", {"feed_forward_proj": "gated-relu"}, None, "feed_forward_proj is 'gated-relu'"),
     "no start": ("t5", {"decoder_start_token_id": None}, None, "decoder_start_token_id is None"),
     "fewer layers": ("t5", {"num_layers": 2}, None, "holds 'encoder.block.2|holds 'block.2"),
-    "other buckets": ("t5", {"relative_attention_num_buckets": 16}, None, "belongs to another model"),
+    "other buckets": ("t5", {"relative_attention_num_buckets": 16}, None, "is not what config.json says"),
     "no table of distances": (
         "t5", {}, lambda t: t.pop("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"), "lacks",
+    ),
+    "an encoder alone": (
+        "t5", {}, lambda t: [t.pop(name) for name in [*t] if name.startswith("decoder.")],
+        r"lacks norm.weight and \d+ other weights, so it holds a part of a model; import the whole model",
     ),
     "two tables": ("t5", {}, lambda t: t.update({"decoder.embed_tokens.weight": torch.ones(61, 16)}), "differ, but"),
     "no table": ("bart", {}, lambda t: t.pop("model.shared.weight"), "lacks shared.weight"),

@@ -263,7 +263,7 @@ REFUSED = {
     "huge": ({"num_hidden_layers": 10**9}, "from 1 to 10000"),
     "types": ({"type_vocab_size": 3}, "input.types.weight"),
     "positions": ({"max_position_embeddings": 41}, "position.table"),
-    "vocabulary": ({"vocab_size": 60}, "belongs to another model"),
+    "vocabulary": ({"vocab_size": 60}, "is not what config.json says"),
     "no number": ({"intermediate_size": "24"}, "intermediate_size is '24'"),
     "no epsilon": ({"layer_norm_eps": None}, "layer_norm_eps is None"),
     "another model": (
@@ -313,6 +313,23 @@ SPOILT = {
 def test_tensors_are_refused(more, message, folder):
     tensors = load((folder / "model.safetensors").read_bytes())
     save_file(tensors | more, folder / "model.safetensors")
+    with pytest.raises(KinformerError, match=message):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"id2label": {"0": "LABEL_0"}}, "the head has 1 class, so it predicts a number"),
+        ({"num_labels": 1}, "the head has 1 class, so it predicts a number"),
+        ({"problem_type": "multi_label_classification"}, "only classes that exclude each other"),
+    ],
+)
+def test_a_head_that_does_not_choose_a_class_is_refused(settings, message, folder):
+    tensors = load((folder / "model.safetensors").read_bytes())
+    more = {"classifier.weight": torch.ones(1, 16), "classifier.bias": torch.ones(1)}
+    save_file({name: one for name, one in tensors.items() if "cls." not in name} | more, folder / "model.safetensors")
+    edit(folder / "config.json", architectures=["BertForSequenceClassification"], **settings)
     with pytest.raises(KinformerError, match=message):
         read_checkpoint(folder)
 

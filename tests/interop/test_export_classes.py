@@ -388,7 +388,17 @@ def test_what_transformers_has_no_class_for_is_refused(member, use, tmp_path):
 
 
 REFUSED = {
-    "vectors": ("linformer", {"inputs_embeds": torch.zeros(1, 2, 16)}, "reads input_ids alone"),
+    "vectors of another width": ("linformer", {"inputs_embeds": torch.zeros(1, 2, 16)}, "its vectors have 32 numbers"),
+    "ids and vectors": (
+        "linformer",
+        {"inputs_embeds": torch.zeros(1, 2, 32), "input_ids": torch.zeros(1, 2, dtype=torch.int64)},
+        "give either",
+    ),
+    "weights": (
+        "linformer",
+        {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "output_attentions": True},
+        "are not computed",
+    ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
     "a mask of another length": (
@@ -404,3 +414,92 @@ REFUSED = {
 def test_calls_that_cannot_be_are_one_sentence(name, inputs, message, pairs):
     with pytest.raises(KinformerError, match=message):
         pairs(name).theirs(**inputs)
+
+
+WITH_IDS = ("linformer", "etc of classes", "gated-deltanet")
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+@torch.no_grad()
+def test_hidden_states_are_what_the_layers_return(name, pairs):
+    pair = pairs(name)
+    inputs = pair.inputs()
+    outputs = pair.theirs(**inputs, output_hidden_states=True)
+    assert torch.equal(outputs.logits, pair.wanted())
+    assert pair.theirs(**inputs).hidden_states is None
+    layers, valid = len(pair.ours.stack.order), inputs["attention_mask"].bool()
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(*valid.shape, pair.ours.config.dim)] * (
+        layers + 1
+    )
+    hidden = pair.ours.hidden(inputs["input_ids"], valid=valid, taps=(0,))
+    assert torch.equal(outputs.hidden_states[-1], hidden[0]) and torch.equal(outputs.hidden_states[1], hidden[-1][0])
+    first = inputs["input_ids"][:1, :1]  # the vector of one token, which padding does not move
+    alone = pair.theirs(input_ids=first, output_hidden_states=True).hidden_states[0]
+    row = pair.theirs(input_ids=inputs["input_ids"][:1], output_hidden_states=True).hidden_states[0]
+    assert torch.allclose(row[:, :1], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", WITH_IDS)
+def test_vectors_in_place_of_ids_give_the_same_logits_and_have_gradients(name, pairs):
+    pair = pairs(name)
+    inputs = pair.inputs()
+    embeds = pair.theirs.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    logits = pair.theirs(inputs_embeds=embeds, attention_mask=inputs["attention_mask"]).logits
+    assert torch.equal(logits, pair.wanted())
+    (gradient,) = torch.autograd.grad(logits.square().sum(), embeds)
+    valid = inputs["attention_mask"].bool()
+    assert gradient[valid].any() and not gradient[~valid].any()
+
+
+@torch.no_grad()
+def test_generation_begins_with_vectors(pairs):
+    pair = pairs("gated-deltanet")
+    prompt = pair.inputs()["input_ids"][:1, :5]
+    wanted = pair.theirs.generate(prompt, max_new_tokens=6, do_sample=False)[:, 5:]
+    embeds = pair.theirs.get_input_embeddings()(prompt)
+    assert torch.equal(pair.theirs.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False), wanted)
+    cache = pair.theirs(prompt).past_key_values or pair.theirs(prompt).cache
+    assert cache and cache.get_seq_length() == 5 and not type(cache)()
+
+
+def test_more_ids_keep_the_old_ones(pairs, tmp_path):
+    pair = pairs("gated-deltanet")
+    model, inputs = pair.loaded(), pair.inputs()
+    before = model(**inputs).logits
+    table = model.resize_token_embeddings(260, pad_to_multiple_of=8)
+    assert table.num_embeddings == model.config.vocab_size == 264
+    after = model(**inputs).logits
+    assert after.shape[-1] == 264 and torch.allclose(after[..., :256], before, atol=1e-6)
+    model(torch.tensor([[263]]))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(pair.loaded(tmp_path)(**inputs).logits, after)
+    assert model.resize_token_embeddings(256) is model.get_input_embeddings()
+    assert torch.equal(model(**inputs).logits, before)
+
+
+def test_checkpointing_gives_equal_gradients(pairs):
+    pair = pairs("gated-deltanet")
+    model = pair.loaded().train()
+    inputs = pair.inputs() | {"labels": pair.labels()}
+
+    def gradients():
+        torch.manual_seed(0)
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = gradients()
+    model.activation_checkpointing_enable() if hasattr(model, "activation_checkpointing_enable") else (
+        model.gradient_checkpointing_enable()
+    )
+    assert model.gradient_checkpointing and model.model.stack.config.checkpoint
+    assert all(map(torch.equal, plain, gradients()))
+
+
+def test_a_pipeline_reads_images_for_a_model_of_one_channel(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    run = saved_run("convformer", tmp_path / "run", **{"input.channels": 1, "head.classes": 4})
+    done = kinformer.export(run, tmp_path / "exported")
+    pipe = transformers.pipeline("image-classification", model=str(done.folder), trust_remote_code=True, device="cpu")
+    answers = pipe(image.effect_noise((40, 30), 80))
+    assert len(answers) == 4

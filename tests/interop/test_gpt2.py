@@ -195,7 +195,7 @@ REFUSED = {
     "quantised": ({"quantization_config": {"bits": 4}}, "quantised"),
     "pruned": ({"pruned_heads": {"0": [1]}}, "pruned"),
     "heads": ({"n_head": 3}, "num_heads = 3 does not divide dim = 16"),
-    "width": ({"n_embd": 32}, "belongs to another model"),
+    "width": ({"n_embd": 32}, "is not what config.json says"),
     "depth": ({"n_layer": 4}, "layers.3"),
     "fewer layers": ({"n_layer": 2}, "h.2.* which a GPT-2 language model of 2 layers does not have"),
     "huge": ({"n_layer": 10**9}, "a whole number from 1 to 10000"),

@@ -70,7 +70,7 @@ REFUSED = {
     "heads of keys": ("qwen3_next", {"linear_num_key_heads": 1}, "is not what config.json says"),
     "heads of keys that are none": ("olmo_hybrid", {"linear_num_key_heads": "2"}, "linear_num_key_heads is '2', but"),
     "widths": ("olmo_hybrid", {"linear_value_head_dim": 12}, "is not what config.json says"),
-    "taps": ("qwen3_5_text", {"linear_conv_kernel_dim": 3}, "belongs to another model"),
+    "taps": ("qwen3_5_text", {"linear_conv_kernel_dim": 3}, "is not what config.json says"),
     "one tap": ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, but must be"),
     "biases of a gate": ("qwen3_next", {"attention_bias": True}, "attention_bias is True, but only False"),
     "positions": ("qwen3_5_text", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0}}, "'dynamic'"),

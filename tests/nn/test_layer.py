@@ -4,10 +4,11 @@ import copy
 import functools
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import kinformer
@@ -147,6 +148,18 @@ def test_a_layer_is_an_ordinary_module(name):
         half = layer(x.float(), **options)
     if name != "moba":  # whose tokens choose other blocks where rounding moves products
         assert (half.double() - y).abs().max() < 0.05 * y.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_computes_with_quantised_products(name):
+    """PyTorch puts modules whose ``weight`` is a method in the place of products."""
+    layer, x = made(name, name in MEMBERS).float(), randn(2, 16, DIM).float()
+    options = {key: value.float() if torch.is_tensor(value) else value for key, value in extras(name, layer, 2).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch announces the end of this function
+        small = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8)
+    y = small(x, **options)
+    assert y.shape == x.shape and y.isfinite().all()
 
 
 HOST = {"compressive", "memorizing", "cross", "cross_linformer"}
@@ -351,6 +364,7 @@ def _padded_grid(name):
         (lambda: kinformer.layer("gpt", 64, causal=False, decay="sigmoid"), "has no bidirectional form"),
         (lambda: kinformer.layer("gpt", 64, num_heads=7), "num_heads = 7 does not divide dim = 64"),
         (lambda: kinformer.layer("gpt", 0), "dim is 0"),
+        (lambda: kinformer.layer("moba", 64, whole=16), "whole is 16, but must be True"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),
         (lambda: made("gpt")(torch.zeros(2, 3, 5)), "x has the shape [2, 3, 5] but must be"),
         (lambda: made("gpt")(torch.zeros(2, 3, DIM).long()), "x is torch.int64 but must be a floating-point tensor"),

@@ -1,6 +1,9 @@
 """The interface of PyTorch's multi-head attention around a member's mixer."""
 
+import sys
+import unittest
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +120,95 @@ def test_cross_attention_is_that_of_a_decoder_layer():
     assert torch.allclose(layer(x, memory[:, :7], tgt_mask=mask), y, atol=1e-6)
 
 
+def test_a_whole_transformer_of_pytorch_is_carried_over():
+    torch.manual_seed(0)
+    model = nn.Transformer(DIM, HEADS, 2, 2, 32, dropout=0.0, batch_first=True).eval()
+    source, target = randn(2, 9, DIM), randn(2, 6, DIM, seed=2)
+    padding = torch.arange(9) >= torch.tensor([[9], [5]])
+    options = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(6),
+        "src_key_padding_mask": padding,
+        "memory_key_padding_mask": padding,
+    }
+    want = model(source, target, **options)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for block in [*model.encoder.layers, *model.decoder.layers]:
+        block.self_attn = MultiheadAttention.from_torch(
+            block.self_attn, "gpt" if hasattr(block, "multihead_attn") else "bidirectional"
+        )
+    for block in model.decoder.layers:
+        block.multihead_attn = MultiheadAttention.from_torch(block.multihead_attn, "cross")
+    assert torch.allclose(model(source, target, **options), want, atol=1e-5)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.load_state_dict(weights)  # under PyTorch's names
+    assert torch.allclose(model(source, target, **options), want, atol=1e-5)
+    ours = model.state_dict()
+    assert not [name for name in ours if "in_proj" in name]
+    model.load_state_dict(ours)
+    assert torch.allclose(model(source, target, **options), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [None, 8])
+def test_cross_attention_takes_over_weights(width):
+    module = torch_module(batch_first=True, kdim=width, vdim=width)
+    module.out_proj.weight.requires_grad_(False)
+    built = MultiheadAttention.from_torch(module, "cross")
+    x, source = randn(2, 5, DIM), randn(2, 7, width or DIM, seed=2)
+    padding = torch.arange(7) >= torch.tensor([[7], [4]])
+    want, _ = module(x, source, source, key_padding_mask=padding)
+    assert torch.allclose(built(x, source, source, key_padding_mask=padding)[0], want, atol=1e-6)
+    assert [name for name, weight in built.named_parameters() if not weight.requires_grad] == ["layer.inner.out.weight"]
+    assert (built.kdim, built.vdim, built.head_dim) == (module.kdim, module.vdim, module.head_dim)
+
+
+def test_views_of_one_tensor_are_self_attention():
+    module = torch_module()
+    built = MultiheadAttention.from_torch(module)
+    x = randn(2, 7, DIM).requires_grad_()
+    got, _ = built(x[0], x[0], x[0])
+    assert torch.allclose(got, module(x[0], x[0], x[0])[0], atol=1e-6)
+    (ours,) = torch.autograd.grad(got.sum(), x)
+    (theirs,) = torch.autograd.grad(module(x[0], x[0], x[0])[0].sum(), x)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert built(x.detach(), x.detach(), x.detach())[1] is None
+    for other in (x[0].detach(), x[1], x[0].clone()):
+        with pytest.raises(KinformerError, match="attends within one sequence"):
+            built(x[0], other, other)
+    nothing = torch.zeros(7, 7, dtype=torch.bool)
+    assert torch.equal(built(x[0], x[0], x[0], attn_mask=nothing)[0], got)
+
+
+def test_pytorchs_own_inputs_give_its_outputs_or_a_sentence(monkeypatch):
+    # PyTorch's list of inputs imports a package of its tests, from which it takes nothing but the base class.
+    monkeypatch.setitem(sys.modules, "expecttest", SimpleNamespace(TestCase=unittest.TestCase))
+    modules = pytest.importorskip("torch.testing._internal.common_modules")
+    info = next(item for item in modules.module_db if item.module_cls is nn.MultiheadAttention)
+    equal = refused = 0
+    for training in (False, True):
+        for case in info.module_inputs_func(info, "cpu", torch.float64, True, training):
+            if case.forward_input is None:
+                continue
+            module = nn.MultiheadAttention(
+                *case.constructor_input.args, **case.constructor_input.kwargs, dtype=torch.float64
+            ).train(training)
+            query, key, value = case.forward_input.args
+            options = {**case.forward_input.kwargs, "need_weights": False}
+            del options["attn_mask"]  # random numbers, which are refused
+            try:
+                built = MultiheadAttention.from_torch(module, "cross")
+                with pytest.raises(KinformerError, match="makes both of one sequence"):
+                    built(query, key, value, **options)
+                got, _ = built(query, key, key, **options)
+            except KinformerError as error:
+                assert str(error).endswith(".") and "\n" not in str(error)
+                refused += 1
+                continue
+            equal += 1
+            assert torch.allclose(got, module(query, key, key, **options)[0], atol=1e-9)
+    assert equal >= 16 and equal + refused > 100
+
+
 def _called(mixer, **options):
     return MultiheadAttention(DIM, HEADS, batch_first=True, mixer=mixer)(*[randn(2, 5, DIM)] * 3, **options)
 
@@ -146,6 +238,8 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
         (lambda: MultiheadAttention(DIM, HEADS, kdim=8), "keys and values are made of one sequence"),
         (lambda: MultiheadAttention(DIM, HEADS, mixer="longfomer"), "did you mean 'longformer'"),
         (lambda: MultiheadAttention.from_torch(torch_module(), "gated-deltanet"), "has other projections"),
+        (lambda: MultiheadAttention.from_torch(torch_module(kdim=8, vdim=6), "cross"), "made of one sequence"),
+        (lambda: MultiheadAttention.from_torch(torch_module(kdim=8, vdim=8)), "made of one sequence"),
         (lambda: MultiheadAttention(DIM, HEADS)(*[randn(5, 2, DIM)] * 3, need_weights=True), "need_weights"),
         (lambda: MultiheadAttention(DIM, HEADS)(*[randn(5, 2, DIM)] * 3, is_causal=True), "is not causal"),
         (

@@ -122,7 +122,7 @@ def test_names_that_are_not_utf8(text_file, tmp_path, monkeypatch):
         kinformer.train("gpt", data=data, out=run, **SMALL)
     assert not os.path.exists(run)
     kinformer.train("gpt", data=data, out="run", **SMALL)
-    assert kinformer.evaluate("run", max_bytes=99).data["same_as_run"]
+    assert kinformer.evaluate("run", first=99).data["same_as_run"]
     os.rename("run", run)
     with pytest.raises(KinformerError, match="its name is not UTF-8"):
         kinformer.load(run)

@@ -73,7 +73,7 @@ def test_a_run_is_read_without_a_change_of_the_global_generator(run, tmp_path, m
     with watched() as calls:
         kinformer.load(run.folder)
         kinformer.open_run(run.folder).model()
-        kinformer.evaluate(run.folder, max_bytes=2000, quiet=True)
+        kinformer.evaluate(run.folder, first=2000, quiet=True)
         kinformer.embed(run.folder, ["a text"])
         assert "".join(kinformer.stream(run.folder, "wind ", max_new_tokens=4))
         kinformer.trace(run.folder, "wind")

@@ -78,7 +78,7 @@ def test_a_second_training_touches_nothing_of_the_first(run, text_file, tmp_path
         with pytest.raises(KinformerError, match="another process is writing there"):
             kinformer.train("gpt", out=run.folder, **options)
         assert contents(run.folder) == before
-        assert kinformer.evaluate(run.folder, max_bytes=300).metrics
+        assert kinformer.evaluate(run.folder, first=300).metrics
         assert generate(run.folder, "a", GenerateOptions(max_new_tokens=2, device="cpu")) is not None
 
 

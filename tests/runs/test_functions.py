@@ -42,17 +42,16 @@ def test_a_run_knows_what_it_is(run, text_file):
 def test_evaluate_is_the_command(run, capsys):
     from kinformer.lab.cli.main import main
 
-    found = kinformer.evaluate(run.folder, lengths="1x,2x", max_bytes=300, device="cpu")
+    found = kinformer.evaluate(run.folder, contexts="1x,2x", first=300, device="cpu")
     assert (
-        main(["evaluate", str(run.folder), "--lengths", "1x,2x", "--max-bytes", "300", "--device", "cpu", "--json"])
-        == 0
+        main(["evaluate", str(run.folder), "--contexts", "1x,2x", "--first", "300", "--device", "cpu", "--json"]) == 0
     )
     facts = json.loads(capsys.readouterr().out)
     assert found.metrics == {"bits_per_byte": facts["bits_per_byte"]} and found.units[0].lower_is_better
     assert found.data == facts["data"] and [each["context"] for each in found.facts["lengths"]] == [16, 32]
-    carried = kinformer.evaluate(run.folder, context="carried", baseline=True, max_bytes=300)
+    carried = kinformer.evaluate(run.folder, context="carried", baseline=True, first=300)
     assert carried.facts["carried"] and carried.baselines["ngram_bits_per_byte"] > 0
-    assert kinformer.evaluate(run.folder, context=8, max_bytes=300).facts["context"] == 8
+    assert kinformer.evaluate(run.folder, context=8, first=300).facts["context"] == 8
 
 
 def test_a_prompt_may_be_an_array_or_lists(run):
@@ -90,7 +89,7 @@ def test_a_run_goes_on(run, text_file, tmp_path):
 
 def test_nothing_is_printed(text_file, tmp_path, capsys):
     kinformer.train("gpt", data=text_file, out=tmp_path / "run", **SMALL)
-    kinformer.evaluate(tmp_path / "run", max_bytes=300)
+    kinformer.evaluate(tmp_path / "run", first=300)
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "")
 
@@ -155,7 +154,7 @@ def test_functions_leave_the_process_as_it_was(text_file, tmp_path):
             want = torch.rand(4)
             torch.manual_seed(3)
             kinformer.train("gpt", out=tmp_path / "run", steps=2, quiet=True, **options)
-            kinformer.evaluate(tmp_path / "run", max_bytes=200, threads=1)
+            kinformer.evaluate(tmp_path / "run", first=200, threads=1)
             model = kinformer.load(tmp_path / "run")
             kinformer.generate(model, [[1, 2, 3]], max_new_tokens=4, seed=5)
             with pytest.raises(KinformerError):

@@ -179,11 +179,11 @@ def test_results_enter_the_harness_cache(runs):
 
 def test_evaluate_does_the_tasks_of_the_harness(runs, tasks, run_cli):
     paths = ",".join(str(tasks / f"{name}.yaml") for name in TASKS)
-    facts = json.loads(run_cli("evaluate", runs / "bytes", "--harness", paths, "--limit", 6, "--json"))
+    facts = json.loads(run_cli("evaluate", runs / "bytes", "--harness", paths, "--first", 6, "--json"))
     assert (facts["context"], facts["limit"], facts["cut"]) == (64, 6, 0)
     choices = facts["tasks"]["own_choices"]
     assert (choices["items"], choices["fewshot"], set(choices["metrics"])) == (6, 0, {"acc", "acc_norm"})
-    evaluation = kinformer.evaluate(runs / "bytes", harness=paths, limit=6, quiet=True)
+    evaluation = kinformer.evaluate(runs / "bytes", harness=paths, first=6, quiet=True)
     assert evaluation.metrics == {name: facts[name] for name in evaluation.metrics}
     assert evaluation.metrics["own_choices/acc"] * 6 == pytest.approx(_right(runs / "bytes", tasks, 6))
     text = run_cli("evaluate", runs / "bytes", runs / "tokens", "--harness", tasks / "choices.yaml", "--fewshot", 2)
@@ -233,8 +233,8 @@ def test_the_harness_command_knows_the_model(runs, monkeypatch, capsys):
     [
         (["encoder", "--harness", "TASK"], "--harness: is for models of the"),
         (["bytes", "--harness", "ownn.yaml"], "--harness ownn.yaml: the file does not exist"),
-        (["bytes", "--harness", "TASK", "--max-bytes", "9"], "--max-bytes: means nothing to tasks of a --harness"),
-        (["bytes", "--harness", "TASK", "--lengths", "9"], "--lengths: means nothing to tasks of a --harness"),
+        (["bytes", "--harness", "TASK", "--first", "9"], "--first: means nothing to tasks of a --harness"),
+        (["bytes", "--harness", "TASK", "--contexts", "9"], "--contexts: means nothing to tasks of a --harness"),
         (["bytes", "--harness", "TASK", "--fewshot", "90"], "cannot be done (ValueError: Sample larger"),
         (["bytes", "--fewshot", "2"], "--fewshot: is for tasks of a harness; give --harness TASKS too"),
         (["tokens", "--harness", "TASK", "--context", "carried"], "give --context N"),

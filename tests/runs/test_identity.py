@@ -120,7 +120,7 @@ def test_evaluate_measures_at_most_what_is_asked(trained, cache):
     whole = kinformer.evaluate(trained.folder, split="train").facts
     assert whole["bytes"] > 9000
     for asked in (40, 300, 5000):
-        found = kinformer.evaluate(trained.folder, split="train", max_bytes=asked).facts
+        found = kinformer.evaluate(trained.folder, split="train", first=asked).facts
         assert asked - 4 < found["bytes"] <= asked
         assert found["tokens"] < found["bytes"] and 0 < found["bits_per_byte"] < 20
-    assert kinformer.evaluate(trained.folder, split="train", max_bytes=10**6).facts["bytes"] == whole["bytes"]
+    assert kinformer.evaluate(trained.folder, split="train", first=10**6).facts["bytes"] == whole["bytes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, member
 from kinformer.lab.cli.main import main
-from kinformer.lab.runs.minutes import REREAD, SIZES, resized, rotated
+from kinformer.lab.runs.minutes import REREAD, SIZES, learning_rate, resized, rotated
 from kinformer.lab.runs.run import open_run
+from kinformer.lab.training.data_module import rows_of
 from kinformer.lab.training.loop import Updater
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
@@ -114,21 +116,54 @@ def test_the_flags_that_are_told_choose_the_same(book: Path, steps_of: Any, caps
 
 
 @pytest.mark.parametrize(
-    ("seconds", "recipe", "rows"),
-    [(1e-4, "small", 8), (0.4, "tiny", 8), (5.0, "tiny", 2)],
-    ids=["fast", "slow", "slowest"],
+    ("minutes", "of_a_row", "of_a_step", "recipe", "rows"),
+    [(4000, 0, 1e-7, "small", 64), (4, 1e3, 0, "tiny", 8), (4, 0, 1e3, "tiny", 64), (4, 1e-3, 0, "tiny", 64)],
+    ids=["fast", "slow rows", "slow steps", "enough steps"],
 )
-def test_images_get_a_recipe_and_rows_that_fit_the_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any, seconds: float, recipe: str, rows: int
+def test_the_smallest_recipe_gets_rows_before_a_larger_one(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Any,
+    minutes: int,
+    of_a_row: float,
+    of_a_step: float,
+    recipe: str,
+    rows: int,
 ) -> None:
-    monkeypatch.setattr(Updater, "seconds_per_step", lambda self, limit: seconds * self.settings.batch_size / 8)
-    run = stopped("vit", "--data", "digits", "--out", str(tmp_path / "run"), "--minutes", "4")
+    def seconds(self: Updater, limit: float, clock: Any = None) -> float:
+        return of_a_step + of_a_row * rows_of(self.data.batch(0, 0, 1))
+
+    monkeypatch.setattr(Updater, "seconds_per_step", seconds)
+    monkeypatch.setattr(time, "process_time", time.monotonic)
+    given = ["vit", "--data", "digits", "--minutes", str(minutes)]
+    run = stopped(*given, "--out", str(tmp_path / "run"))
     assert (run.recipe, run.training["batch_size"]) == (recipe, rows)
     told = capsys.readouterr().err
-    assert "in 4 minutes about" in told and ("--recipe tiny" in told) == (recipe == "tiny")
-    sizes = ["--recipe", "small", "--batch-size", "8"]
-    chosen = stopped("vit", "--data", "digits", "--out", str(tmp_path / "again"), "--minutes", "4", *sizes)
-    assert (chosen.recipe, chosen.training["batch_size"]) == ("small", 8)
+    assert f"in {minutes} minutes about" in told and ("--recipe tiny" in told) == (recipe == "tiny")
+    rate = run.training["lr"]
+    assert rate == pytest.approx(learning_rate(run.config.dim, rows), rel=0.05)
+    sizes = ["--recipe", "small", "--batch-size", "8", "--lr", "0.002"]
+    chosen = stopped(*given, "--out", str(tmp_path / "again"), *sizes)
+    assert (chosen.recipe, chosen.training["batch_size"], chosen.training["lr"]) == ("small", 8, 0.002)
+
+
+def test_rows_are_as_long_as_the_data_and_positions_follow(tmp_path: Path) -> None:
+    table = tmp_path / "texts.csv"
+    lines = [f"{'ab'[number % 2] * 150},{'xy'[number % 2]}" for number in range(40)]
+    table.write_text("\n".join(["text,label", *lines]))
+    given = ["bert", "--task", "classify", "--data", str(table), "--minutes", "0.02"]
+    run = stopped(*given, "--out", str(tmp_path / "texts"))
+    assert run.training["length"] == 152 == run.config.position.max_length and run.config.dim == 32
+    run = stopped(*given, "--out", str(tmp_path / "short"), "--length", "24")
+    assert run.training["length"] == 24
+
+
+def test_a_task_has_values_for_a_limited_time(tmp_path: Path) -> None:
+    given = ["gated-deltanet", "--task", "recall", "--pairs", "8", "--minutes", "0.02", "--out"]
+    run = stopped(*given, str(tmp_path / "run"))
+    assert (run.training["length"], run.training["lr"], run.config.initialisation.scheme) == (32, 0.01, "framework")
+    run = stopped(*given, str(tmp_path / "own"), "--lr", "0.002", "--length", "64", "--set", "dim=32")
+    assert (run.training["length"], run.training["lr"], run.config.dim) == (64, 0.002, 32)
 
 
 def stopped(*arguments: str) -> Any:

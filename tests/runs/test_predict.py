@@ -12,6 +12,8 @@ import kinformer
 from kinformer.inputs.filterbank import Filterbank
 from kinformer.lab.data.images import read_images
 from kinformer.lab.data.sound import read_sound
+from kinformer.lab.runs.inference import writing_vectors
+from kinformer.lab.tasks.evaluation import Embedded
 from kinformer.lab.tasks.speech import features_of
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
@@ -120,7 +122,7 @@ def test_masks_are_filled_in(cli, masks_run):
         ("a.txt", b"fine\n", ("--out", "out.xls"), "ends in none of .jsonl, .csv, .tsv"),
         ("a.txt", b"fine\n", ("--out", "missing/out.csv"), "missing/out.csv: cannot be written"),
         ("a.csv", b"text\nfine\n", ("--out", "a.csv"), "is the input file"),
-        ("a.txt", b"fine\n", ("--max-items", "0"), "--max-items is 0 but must be 1 or more"),
+        ("a.txt", b"fine\n", ("--first", "0"), "--first is 0 but must be 1 or more"),
         ("a.txt", b"fine\n", ("--beam", "2"), "--beam: is for models of the translation"),
     ],
 )
@@ -161,14 +163,34 @@ def test_vectors_are_pooled_hidden_states_whatever_stands_beside(kind, pooling, 
     np.testing.assert_allclose(vectors[0], expected.numpy(), rtol=1e-3, atol=1e-4)
 
 
+def test_vectors_of_files_have_their_names(tmp_path):
+    for kind, named in (("image", True), ("audio", True), ("text", False)):
+        with writing_vectors(tmp_path / "v.npz") as write:
+            for name in ("b/é.png", "a.png"):
+                write(Embedded(kind, name, np.full(3, len(name), np.float32)))
+        found = np.load(tmp_path / "v.npz")
+        assert found["vectors"].tolist() == [[7] * 3, [5] * 3]
+        assert (found["names"].tolist() if named else found.files) == (["b/é.png", "a.png"] if named else ["vectors"])
+
+
 def test_vectors_go_into_a_file(cli, masks_run, tmp_path):
     texts = [f"wind {number}" for number in range(40)]
     (tmp_path / "texts").write_text("\n".join(texts))
     code, _, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.npz", "--batch-size", 3)
     expected = kinformer.embed(masks_run, texts)
     assert code == 0, err
-    np.testing.assert_allclose(np.load(tmp_path / "v.npz")["vectors"], expected, rtol=1e-3, atol=1e-4)
-    code, out, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.jsonl", "--max-items", 2)
+    written = np.load(tmp_path / "v.npz")
+    np.testing.assert_allclose(written["vectors"], expected, rtol=1e-3, atol=1e-4)
+    assert len(written["names"]) == len(expected) and "labels" not in written
+    table = tmp_path / "t.csv"
+    table.write_text("line,author\none two,tolstoy\nthree,austen\n")
+    fields = ("--text-field", "line", "--label-field", "author")
+    assert cli("embed", masks_run, table, *fields, "--out", tmp_path / "l.npz")[0] == 0
+    written = np.load(tmp_path / "l.npz")
+    assert written["names"].tolist() == ["one two", "three"] and written["labels"].tolist() == ["tolstoy", "austen"]
+    rows = [json.loads(line) for line in cli("embed", masks_run, table, *fields)[1].splitlines()]
+    assert [row["label"] for row in rows] == ["tolstoy", "austen"]
+    code, out, err = cli("embed", masks_run, tmp_path / "texts", "--out", tmp_path / "v.jsonl", "--first", 2)
     rows = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
     assert code == 0 and [row["text"] for row in rows] == texts[:2], err
     np.testing.assert_allclose([row["vector"] for row in rows], expected[:2], rtol=1e-3, atol=1e-4)
@@ -197,7 +219,7 @@ def test_evaluation_writes_a_table_of_its_predictions(cli, classes_run, tmp_path
 
 def test_every_masked_token_is_a_row_of_the_table(masks_run, tmp_path):
     table = tmp_path / "masks.jsonl"
-    settings = {"max_bytes": 600, "quiet": True, "device": "cpu"}
+    settings = {"first": 600, "quiet": True, "device": "cpu"}
     measured = kinformer.evaluate(masks_run, predictions=str(table), **settings)
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     assert len(rows) == measured.facts["masked"]

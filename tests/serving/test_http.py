@@ -17,7 +17,7 @@ import pytest
 
 import kinformer
 from kinformer.lab.runs.options import ServeOptions
-from kinformer.lab.serving import fields
+from kinformer.lab.serving import answers, fields
 from kinformer.runtime.errors import KinformerError
 from tests.comparison.browser import Browser
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 def built(folder, **options):
     from kinformer.lab.serving.server import Server
 
-    return Server(folder, ServeOptions(port=0, quiet=True, threads=1, device="cpu", **options))
+    return Server(folder, ServeOptions(**{"port": 0, "quiet": True, "threads": 1, "device": "cpu"} | options))
 
 
 @contextmanager
@@ -213,7 +213,9 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (b"\xff\xfe", 400, "not UTF-8"),
         (b"[" * 100_000, 400, "nested too deeply"),
         (b"[]", 400, "no object"),
-        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 200002 lists and objects"),
+        ({"model": "run", "prompt": [[1]] * 200_000}, 400, "the body has 400,004 values, names and lists"),
+        ({"model": "run", "prompt": [1] * 200_000}, 400, "the body has 200,004 values"),
+        ({"model": "run", "prompt": "a", "logit_bias": {str(n): 1 for n in range(100_000)}}, 400, "the body has 200,0"),
         ({"prompt": "a"}, 400, "names no model"),
         ({"model": "gpt-9", "prompt": "a"}, 404, "model is 'gpt-9', but this server has 'run' alone"),
         ({"model": "run"}, 400, "prompt must be"),
@@ -236,7 +238,24 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         ({"model": "run", "prompt": "a", "top_k": 10**400, "n": "a" * 10**6}, 400, "n is 'aaa"),
         ({"model": "run", "prompt": "a", "x" * 10**6: 1}, 400, "valid names are"),
         ({"model": "x" * 10**6, "prompt": "a"}, 404, "model is 'xxx"),
-        ({"model": "run", "prompt": "a", "presence_penalty": 1}, 400, "presence_penalty"),
+        (
+            {"model": "run", "prompt": "a", "presence_penalty": 3},
+            400,
+            "presence_penalty is 3 but must be a number from",
+        ),
+        ({"model": "run", "prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty is 0"),
+        (
+            {"model": "run", "prompt": "a", "logit_bias": {"a": 1}},
+            400,
+            "logit_bias holds 'a': 1, but must give token ids",
+        ),
+        (
+            {"model": "run", "prompt": "a", "logit_bias": {"999": 1}},
+            400,
+            "logit_bias names token 999, but tokens end at",
+        ),
+        ({"model": "run", "prompt": "a", "logit_bias": {"9": True}}, 400, "logit_bias holds '9': True"),
+        ({"model": "run", "prompt": "a", "stop_token_ids": ["a"]}, 400, "stop_token_ids must be a list of at most 64"),
         ({"model": "run", "prompt": "a", "min_p": 1.5}, 400, "min_p is 1.5"),
         ({"model": "run", "prompt": "a", "stop": ""}, 400, "stop"),
         ({"model": "run", "prompt": "a", "top_p": 7}, 400, "top_p"),
@@ -264,8 +283,121 @@ def test_cuts_of_the_vocabulary_are_those_of_generate(client, folder):
     assert text() == text(extra_body={"top_k": -1}) == text(extra_body={"top_k": 0, "min_p": 0})
 
 
-def test_brackets_of_a_text_are_not_counted():
-    text = '\\"[{' * 100_000
+def test_penalties_and_biases_change_the_drawn_tokens(client, folder):
+    def drawn(prompt="It was the", new=24, **extra):
+        answer = client.completions.create(
+            model="run", prompt=prompt, max_tokens=new, temperature=0, extra_body={"return_token_ids": True, **extra}
+        )
+        return answer.choices[0].model_extra["token_ids"], answer.choices[0].text
+
+    plain, text = drawn()
+    assert len(set(plain)) < len(plain)
+    _, penalised = drawn(repetition_penalty=1.7)
+    assert penalised == continued(folder, "It was the", 24, 0, temperature=0, repetition_penalty=1.7) != text
+    assert drawn(presence_penalty=0.0, frequency_penalty=0)[0] == plain
+    # A bias of 100 wins every draw; the penalty of 2 for each of its earlier occurrences does not change that.
+    assert drawn(new=5, logit_bias={"65": 100}, frequency_penalty=2.0)[0] == [65] * 5
+    banned, _ = drawn(logit_bias={str(plain[0]): -100})
+    assert plain[0] not in banned
+    # A small bias for every letter is an order, so each presence penalty moves on to the next token.
+    steps, _ = drawn(new=4, logit_bias={"65": 100, "66": 99, "67": 98, "68": 97}, presence_penalty=2.0)
+    assert steps[:2] == [65, 66] and len(set(steps[:2])) == 2
+
+
+def test_tokens_that_stop_end_the_text_before_them(client):
+    answer = client.completions.create(
+        model="run", prompt="It was ", max_tokens=40, seed=1, extra_body={"return_token_ids": True}
+    )
+    tokens = answer.choices[0].model_extra["token_ids"]
+    cut = client.completions.create(
+        model="run", prompt="It was ", max_tokens=40, seed=1,
+        extra_body={"return_token_ids": True, "stop_token_ids": [tokens[20]], "ignore_eos": True},
+    ).choices[0]  # fmt: skip
+    assert cut.model_extra["token_ids"] == tokens[: tokens.index(tokens[20])] and cut.finish_reason == "stop"
+
+
+TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for message in messages %}\
+{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }} {% endfor %}\
+{{ message.content }} {% endfor %}"""
+
+
+def test_tools_are_rendered_by_the_template(client, folder):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Berlin"}'}}
+    messages = [
+        {"role": "user", "content": "It"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "was"},
+    ]
+    with pytest.raises(openai.BadRequestError, match="template does not read tools"):
+        client.chat.completions.create(model="run", messages=messages, tools=[tool])
+    path = folder.parent / "tools.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    with serving(folder, chat_template=str(path)) as server:
+        ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked = {"model": "run", "messages": messages, "max_tokens": 8, "seed": 0, "temperature": 0.7, "tools": [tool]}
+        answer = ours.chat.completions.create(**asked).choices[0].message
+        assert answer.content == continued(folder, "weather It Berlin  was ", 8, 0, temperature=0.7)
+        assert answer.tool_calls is None
+        answer = ours.chat.completions.create(**asked, tool_choice="none").choices[0].message
+        assert answer.content == continued(folder, "It Berlin  was ", 8, 0, temperature=0.7)
+        call["function"]["arguments"] = "{"
+        with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls are not JSON"):
+            ours.chat.completions.create(**asked)
+
+
+def test_embeddings_are_those_of_embed(client, server, folder):
+    texts = ["It was the best", "of times"]
+    wanted = kinformer.embed(folder, texts, threads=1, device="cpu")
+    answer = client.embeddings.create(model="run", input=texts)  # OpenAI's client requests base64 and decodes it
+    assert [item.index for item in answer.data] == [0, 1] and answer.usage.prompt_tokens == 23
+    for item, vector in zip(answer.data, wanted, strict=True):
+        assert item.embedding == pytest.approx(vector.tolist(), abs=1e-6)
+    ids = list(b"of times")
+    plain = client.embeddings.create(model="run", input=ids, encoding_format="float").data[0].embedding
+    assert plain == pytest.approx(wanted[1].tolist(), abs=1e-6)
+    for data, message in [
+        ({"input": ""}, "input 0 has 0 tokens, but must have 1 to 32"),
+        ({"input": ["a", "b" * 33]}, "input 1 has 33 tokens"),
+        ({"input": "a", "dimensions": 3}, "dimensions"),
+        ({"input": [999]}, "999"),
+        ({"input": "a", "encoding_format": "x"}, "encoding_format is 'x' but must be one of float, base64"),
+        ({"input": ["a"] * 3000}, "input holds 3,000 texts"),
+    ]:
+        code, problem = post(server, {"model": "run"} | data, "/v1/embeddings")
+        assert code == 400 and message in problem["error"]["message"]
+
+
+def test_a_server_with_a_key_answers_those_who_send_it(folder, monkeypatch, caplog):
+    def status(server, path, key=None):
+        head = {} if key is None else {"authorization": f"Bearer {key}"}
+        try:
+            with urlopen(Request(f"{server.url}{path}", headers=head), timeout=20) as answer:
+                return answer.status
+        except HTTPError as error:
+            assert error.headers["www-authenticate"] == "Bearer"
+            assert "Authorization: Bearer KEY" in json.loads(error.read())["error"]["message"]
+            return error.code
+
+    monkeypatch.setenv("KINFORMER_API_KEY", "from-the-environment")
+    with serving(folder, api_key="s3cret") as server:
+        assert [status(server, path) for path in ("/health", "/", "/v1/models", "/metrics")] == [200, 200, 401, 401]
+        assert status(server, "/v1/models", "wrong") == status(server, "/v1/models", "from-the-environment") == 401
+        with pytest.raises(openai.AuthenticationError, match="does not send this server's key"):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+        ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0)
+        assert [model.id for model in ours.models.list()] == ["run"]
+    with serving(folder) as server:
+        assert status(server, "/v1/models") == 401 and status(server, "/v1/models", "from-the-environment") == 200
+    monkeypatch.delenv("KINFORMER_API_KEY")
+    caplog.set_level("INFO", logger="kinformer")
+    built(folder, host="0.0.0.0", quiet=False).socket.close()
+    assert "KINFORMER_API_KEY" in caplog.text
+
+
+@pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
+def test_brackets_of_a_text_are_not_counted(signs):
+    text = signs * 100_000
     assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
@@ -282,6 +414,37 @@ def test_a_stream_that_is_not_read_ends_its_connection(folder, monkeypatch):
         client.sendall(f"{head}content-length: {len(data)}\r\n\r\n{data}".encode())
         until(lambda: server.engine.counts["cancelled"] == 1)
         until(lambda: not server._http.server_state.connections)
+
+
+def test_large_answers_let_other_threads_run(server, monkeypatch):
+    kinds, write = [], answers.encoded_by_parts
+
+    def noting(data):
+        kinds.append(data["object"])
+        return write(data)
+
+    monkeypatch.setattr(answers, "encoded_by_parts", noting)
+    text = {"model": "run", "prompt": "a" * 300, "max_tokens": 1}
+    assert post(server, text)[0] == post(server, {"model": "run", "input": "abc"}, "/v1/embeddings")[0] == 200
+    assert kinds == ["text_completion", "list"]
+    data = json.dumps(text | {"echo": True, "logprobs": 1, "stream": True}).encode()
+    with urlopen(
+        Request(f"{server.url}/v1/completions", data, {"content-type": "application/json"}), timeout=20
+    ) as got:
+        assert got.read().endswith(b"[DONE]\n\n")
+    assert kinds[2:] == ["text_completion"]
+
+
+def test_parts_of_an_answer_do_not_wait_for_each_other(server):
+    with socket.create_connection(server.socket.getsockname(), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert client.recv(4096)
+        (connection,) = [
+            item.transport.get_extra_info("socket")
+            for item in server._http.server_state.connections
+            if item.transport.get_extra_info("peername") == client.getsockname()
+        ]
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_head_that_does_not_come_ends_its_connection(folder, monkeypatch):

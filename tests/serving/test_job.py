@@ -1,13 +1,17 @@
 """A job without HTTP: what one request may make the server build and keep."""
 
 import asyncio
+import sys
+import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 
 import kinformer
 from kinformer.lab.data.tokenizer import ByteTokenizer
-from kinformer.lab.serving import fields, job
+from kinformer.lab.serving import answers, fields, job
 from kinformer.lab.serving.answers import Answer, ChatAnswer
 from kinformer.lab.serving.engine import Engine, Limits
 from kinformer.lab.serving.job import Job
@@ -132,3 +136,51 @@ def test_a_token_is_decoded_once_for_an_answer(model, kind, body):
     seen = {score.token for tokens in answer.tokens for score in tokens}
     seen |= {token for tokens in answer.tokens for item in tokens if item.score for token, _ in item.score.top}
     assert tokenizer.decoded - before == len(seen)
+
+
+def _turns_of_others(call):
+    """How many turns another thread has while ``call`` runs."""
+    turns, done = 0, threading.Event()
+
+    def take_turns():
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)
+
+    before, thread = sys.getswitchinterval(), threading.Thread(target=take_turns)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        began = turns
+        call()
+        return turns - began
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def test_other_threads_run_while_a_large_answer_is_written():
+    data = {"scores": [[float("nan"), "\udc80\u00e9", {"a": n / 7}] for n in range(20_000)]}
+    assert answers.encoded_by_parts(data) == answers.encoded(data)
+    assert _turns_of_others(lambda: answers.encoded_by_parts(data)) > 50
+
+
+def test_other_threads_run_while_long_numbers_are_read():
+    data = b"[" + b",".join([b"9" * 4000] * 200) + b"]"
+    assert _turns_of_others(lambda: fields.parse(b'{"prompt": ' + data + b"}")) > 50
+
+
+def test_a_long_prompt_is_never_a_list(model, monkeypatch):
+    ids = np.arange(1 << 16) % 256
+    listed = []
+
+    class Ids(np.ndarray):
+        def tolist(self):
+            listed.append(len(self))
+            return super().tolist()
+
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: ids.view(Ids))
+    item = Job(Engine(model), ByteTokenizer(), body_of(max_tokens=1), ["a"], 16)
+    assert item.prompt_tokens == len(ids) and max(listed) < 64

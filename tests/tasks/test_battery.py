@@ -20,10 +20,10 @@ WHOLE = QUICK | {"length": None}  # rows as long as the data have them
 CASES = {
     "next-token": {
         "train": QUICK,
-        "evaluate": {"max_bytes": 100},
+        "evaluate": {"first": 100},
         "generate": {"prompt": "ab", "max_new_tokens": 2},
         "unread": dict.fromkeys(("hardest", "positions"), "is for several runs, with recl")
-        | dict.fromkeys(("fewshot", "limit"), "is for the tasks of a harness"),
+        | dict.fromkeys(("fewshot",), "is for the tasks of a harness"),
     },
     "recall": {
         "train": QUICK | {"pairs": "2", "symbols": 32},
@@ -40,21 +40,21 @@ CASES = {
     "image": {
         "member": "image-transformer",
         "train": WHOLE | {"conditional": True},
-        "evaluate": {"max_items": 2},
+        "evaluate": {"first": 2},
         "generate": {"complete": "digits", "rows": 4, "label": "3"},
         "unread": {"occluded": "is for images whose rows are not named"},
     },
     "super-resolution": {
         "member": "image-transformer",
         "train": WHOLE | {"recipe": "tiny-super-resolution", "factor": 2},
-        "evaluate": {"max_items": 2},
+        "evaluate": {"first": 2},
         "generate": {"image": "digits", "enlarged": 2},
     },
     "trajectories": {
         "member": "decision",
         "train": {"data": "shortest-path", "length": 12, "trajectories": 8},
         "evaluate": {"episodes": 2, "cloning_steps": 2},
-        "predict": {"inputs": "shortest-path", "top_k": 2, "max_items": 3},
+        "predict": {"inputs": "shortest-path", "top_k": 2, "first": 3},
     },
     "control": {
         "member": "gtrxl",
@@ -66,7 +66,7 @@ CASES = {
     "mlm": {
         "member": "bert",
         "train": QUICK,
-        "evaluate": {"max_bytes": 100},
+        "evaluate": {"first": 100},
         "predict": {"inputs": ["se[MASK] sh[MASK]", "[MASK]", "by the [MASK]"], "top_k": 2},
     },
     "classify": {
@@ -87,9 +87,9 @@ CASES = {
     "vision": {
         "member": "vit",
         "train": WHOLE,
-        "evaluate": {"max_items": 8},
+        "evaluate": {"first": 8},
         "generate": {"image": "digits"},
-        "predict": {"inputs": "digits", "max_items": 5, "batch_size": 3},
+        "predict": {"inputs": "digits", "first": 5, "batch_size": 3},
         "unread": dict.fromkeys(
             ("distillation", "distillation_weight", "distillation_temperature"), "is for a run with a teacher"
         ),
@@ -97,18 +97,18 @@ CASES = {
     "dino": {
         "member": "vit",
         "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 2},
-        "evaluate": {"max_items": 8},
+        "evaluate": {"first": 8},
     },
     "mae": {
         "member": "vit",
         "train": {"length": None, "batch_size": 2},
-        "evaluate": {"max_items": 8},
+        "evaluate": {"first": 8},
         "generate": {"image": "digits"},
     },
     "mpp": {
         "member": "vit",
         "train": {"length": None, "batch_size": 2},
-        "evaluate": {"max_items": 8},
+        "evaluate": {"first": 8},
     },
     "translate": {
         "member": "vanilla",
@@ -185,7 +185,7 @@ class Uncounted(toy_task.Regression):
 
 class Unread(toy_task.Regression):
     evaluation = EvaluationNeeds(
-        refused=dict.fromkeys(("data", "split", "max_bytes", "chunk"), "waves are made up; leave it out.")
+        refused=dict.fromkeys(("data", "split", "first", "chunk"), "waves are made up; leave it out.")
     )
 
 

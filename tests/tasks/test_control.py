@@ -218,9 +218,9 @@ def test_from_the_command_line(cli, tmp_path):
 
     out, picture = tmp_path / "run", tmp_path / "episode.gif"
     flags = ["--recipe", "tiny", "--length", 6, "--batch-size", 2, "--environments", 4, "--steps", 3, "--threads", 1]
-    told = json.loads(
-        run("train", "gtrxl", "--task", "control", "--env", "t-maze:2", *flags, "--out", out, "--json")[0]
-    )
+    told, err = run("train", "gtrxl", "--task", "control", "--env", "t-maze:2", *flags, "--out", out, "--json")
+    assert ", 24 environment steps" in err
+    told = json.loads(told)
     assert told["steps"] == 3 and -1.5 < told["validation_mean_return"] <= 1
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(line.keys() >= {"entropy", "divergence", "environment_steps"} for line in lines)

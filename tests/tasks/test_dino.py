@@ -222,7 +222,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, one):
 
 
 def test_it_is_measured_by_the_nearest_images(two, digits, capsys):
-    found = kinformer.evaluate(two.folder, max_items=50, nearest=5)
+    found = kinformer.evaluate(two.folder, first=50, nearest=5)
     assert list(found.metrics) == ["accuracy"] and found.facts["measured_images"] == 50 and found.facts["level"] == 2
     model = kinformer.load(two.folder)
     known, vectors = (vectors_of(model, 2, part, 50) for part in (digits.train, digits.test))
@@ -234,7 +234,7 @@ def test_it_is_measured_by_the_nearest_images(two, digits, capsys):
         for index in sorted(range(50), key=lambda index: -float(vector @ known[index]))[:3]:
             votes[labels[index]] += float((vector @ known[index] / 0.07).exp())
         assert guess == max(range(10), key=votes.__getitem__)
-    assert main(["evaluate", str(two.folder), "--max-items", "20", "--nearest", "1"]) == 0
+    assert main(["evaluate", str(two.folder), "--first", "20", "--nearest", "1"]) == 0
     assert "by the 1 nearest training images, by vectors of level 2: 20 images" in capsys.readouterr().out
 
 

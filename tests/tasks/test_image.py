@@ -63,7 +63,7 @@ def test_training_says_bits_per_dimension(digits_run):
 
 
 def test_every_value_is_scored_or_the_first_is_left_out(cli, digits_run):
-    code, told, _ = cli("evaluate", digits_run, "--max-items", "6", "--json")
+    code, told, _ = cli("evaluate", digits_run, "--first", "6", "--json")
     told = json.loads(told)
     assert code == 0 and (told["images"], told["dimensions"], told["scored"]) == (6, 64, 64)
     model, images = kinformer.load(digits_run), read_images("digits").test.pixels[:6]
@@ -72,12 +72,12 @@ def test_every_value_is_scored_or_the_first_is_left_out(cli, digits_run):
         logits, _ = model(shifted(values))
     nats = -logits.log_softmax(-1).gather(-1, values[..., None])[..., 0]
     assert told["bits_per_dim"] == pytest.approx(float(nats.mean()) / np.log(2), abs=1e-5)
-    code, found, _ = cli("evaluate", digits_run, "--max-items", "6", "--without-first", "--json")
+    code, found, _ = cli("evaluate", digits_run, "--first", "6", "--without-first", "--json")
     found = json.loads(found)
     assert code == 0 and found["scored"] == 63 and "bits_per_dim" not in found
     rest = float(nats[:, 1:].mean()) / np.log(2)
     assert found["bits_per_dim_without_first"] == pytest.approx(rest, abs=1e-5)
-    code, text, _ = cli("evaluate", digits_run, "--max-items", "6", "--without-first")
+    code, text, _ = cli("evaluate", digits_run, "--first", "6", "--without-first")
     assert "bits per dimension without the first value of an image; 63 of 64 values" in text
     assert "histogram of every place" in text and "four neighbours, counted" in text
 
@@ -206,7 +206,7 @@ def labelled_run(tmp_path_factory):
 
 def test_a_run_that_is_told_classes_is_measured_with_the_true_ones(cli, labelled_run):
     assert open_run(labelled_run).config.input.classes == 10
-    code, told, _ = cli("evaluate", labelled_run, "--max-items", "6", "--json")
+    code, told, _ = cli("evaluate", labelled_run, "--first", "6", "--json")
     model, test = kinformer.load(labelled_run), read_images("digits").test
     with torch.no_grad():
         model.input.classes.weight.normal_()

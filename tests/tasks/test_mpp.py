@@ -95,7 +95,7 @@ def test_the_loss_is_that_of_corrupted_patches():
 
 def test_a_classifier_begins_with_a_run(tmp_path):
     run = kinformer.train("vit", task="mpp", out=tmp_path / "mpp", **QUICK)
-    metrics = kinformer.evaluate(run.folder, max_items=40).metrics
+    metrics = kinformer.evaluate(run.folder, first=40).metrics
     assert 0 < metrics["bits_per_colour"] < 8 and 0 <= metrics["accuracy"] <= 1
     costs = counted_colours(read_images("digits"), run.model())
     assert abs(np.exp2(-costs).sum() - 1) < 1e-9 and len(costs) == 8

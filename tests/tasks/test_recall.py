@@ -110,7 +110,7 @@ def test_what_it_cannot_do_is_one_sentence(capsys, tmp_path):
     for arguments, told in (
         (("generate", tmp_path / "run", "--prompt", "3 x"), "the prompt holds 'x', but must be numbers of symbols"),
         (("generate", tmp_path / "run", "--prompt", "3", "--samples", "2"), "a key has one answer"),
-        (("evaluate", tmp_path / "run", "--max-bytes", "9"), "recall makes its own rows"),
+        (("evaluate", tmp_path / "run", "--first", "9"), "recall makes its own rows"),
         (("evaluate", tmp_path / "run", "--at-pairs", "0"), "does not list numbers of pairs"),
     ):
         capsys.readouterr()

@@ -51,7 +51,7 @@ def test_a_run_is_measured_over_the_small_images(cli, run):
     config = open_run(run).config
     assert open_run(run).task.name == "super-resolution"
     assert (config.input.height, config.encoder.input.height, config.encoder.input.shifted) == (8, 2, False)
-    code, told, _ = cli("evaluate", run, "--max-items", "5", "--json")
+    code, told, _ = cli("evaluate", run, "--first", "5", "--json")
     model, pixels = kinformer.load(run), read_images("digits").test.pixels[:5]
     values, source = EnlargingSequences(config).of(pixels)
     assert torch.equal(source, torch.from_numpy(reduced(np.asarray(pixels), 4).reshape(5, 4).astype(np.int64)))

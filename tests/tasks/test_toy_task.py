@@ -97,7 +97,7 @@ def test_what_it_cannot_do_is_one_sentence(cli, tmp_path):
     kinformer.train("toy", out=tmp_path / "run", task="regression", **SMALL)
     for arguments, told in (
         (("generate", tmp_path / "run", "--prompt", "x"), "the task generates nothing"),
-        (("evaluate", tmp_path / "run", "--lengths", "8"), "--lengths: is for models of the next token"),
+        (("evaluate", tmp_path / "run", "--contexts", "8"), "--contexts: is for models of the next token"),
         (("index", tmp_path / "run", "--datastore", tmp_path / "store"), "is not a causal decoder"),
     ):
         code, _, err = cli(*arguments)

@@ -368,7 +368,7 @@ def test_actions_outside_their_space(tmp_path, changes, env, told):
         ({"context_steps": "0"}, "context_steps 0: is neither a number of steps nor 'carried'"),
         ({"episodes": 0}, "episodes is 0 but must be 1 or more"),
         ({"action_temperature": -1.0}, "action_temperature is -1"),
-        ({"max_bytes": 7}, "max_bytes 7: is for text"),
+        ({"first": 7}, "first 7: is for text"),
     ],
 )
 def test_mistakes_of_measuring(tmp_path, options, told, trained):

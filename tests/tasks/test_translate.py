@@ -203,7 +203,6 @@ def test_number_words_have_their_languages_and_their_split(tmp_path, given, told
 
 def test_other_mistakes(run, pairs, tmp_path):
     for given, told in (
-        ({"max_bytes": 10}, "max_bytes 10: is for running text; give first N"),
         ({"beam": 0}, "beam is 0"),
         ({"split": "tests"}, "split"),
         ({"context": "8"}, "context: is for models of the next token"),

@@ -47,7 +47,7 @@ def test_it_learns_and_is_measured(run, tmp_path):
     correct = sum(each["correct"] for each in found.facts["per_class"])
     assert found.metrics["accuracy"] == pytest.approx(correct / 180)
     table = tmp_path / "predictions.jsonl"
-    assert kinformer.evaluate(run.folder, max_items=7, predictions=str(table)).facts["measured_images"] == 7
+    assert kinformer.evaluate(run.folder, first=7, predictions=str(table)).facts["measured_images"] == 7
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     assert [row["item"] for row in rows] == list(range(1, 8)) and {"label", "class", "probability"} <= rows[0].keys()
     validated = kinformer.evaluate(run.folder, split="validation").metrics["accuracy"]
@@ -68,7 +68,7 @@ def test_from_the_command_line(tmp_path, capsys):
     assert main(["train", "vit", *flags, "--augment", ALL, "--out", str(tmp_path / "run"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 2 and 0 <= told["validation_accuracy"] <= 1
-    assert main(["evaluate", str(tmp_path / "run"), "--max-items", "20"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--first", "20"]) == 0
     text = capsys.readouterr().out
     assert "calibration error" in text and "20 images" in text
     assert main(["train", "vit", "--help"]) == 0

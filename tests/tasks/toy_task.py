@@ -191,7 +191,7 @@ class Regression(Task):
         ),
     )
     evaluation = EvaluationNeeds(
-        refused=dict.fromkeys(("data", "split", "max_bytes", "chunk", "seed"), "waves are made up; leave it out.")
+        refused=dict.fromkeys(("data", "split", "first", "chunk", "seed"), "waves are made up; leave it out.")
     )
     metrics = (ERROR,)
     objectives = {"squared-error": lambda model: squared_error}

@@ -116,7 +116,7 @@ def test_a_run_of_shards_is_used_as_any_other(text_file: Path, tmp_path: Path) -
             part_of({f"model/{name}": tensor for name, tensor in best_weights(out)[0].items()}, CPU), 1, CPU
         )
     assert not (out / "model.safetensors").exists()
-    assert kinformer.open_run(out).metrics == metrics and kinformer.evaluate(out, max_bytes=99).data["same_as_run"]
+    assert kinformer.open_run(out).metrics == metrics and kinformer.evaluate(out, first=99).data["same_as_run"]
     exported = kinformer.export(out, out=tmp_path / "exported")
     imported = kinformer.import_checkpoint(exported.folder, out=tmp_path / "imported").run
     with torch.no_grad():

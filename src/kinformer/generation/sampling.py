@@ -158,9 +158,13 @@ class TokenSampler:
             self._present = present[:, :-1] if self._present is None else self._present | present[:, :-1]
             self._noted = []
         if self._present is not None:
-            penalty = self.sampling.repetition_penalty
-            logits = torch.where(self._present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            logits = penalise_repetition(logits, self._present, self.sampling.repetition_penalty)
         return draw(logits, self.sampling, lambda: self._uniforms.next(logits.device))
+
+
+def penalise_repetition(logits: Tensor, present: Tensor, penalty: float) -> Tensor:
+    """Return ``logits`` [..., vocab], with the penalty of repetition for the tokens ``present`` [..., vocab] bool."""
+    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Callable[[], Tensor]) -> Tensor:

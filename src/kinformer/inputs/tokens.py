@@ -28,7 +28,7 @@ class Lookup(nn.Embedding):
         def build(self, vocab_size: int, dim: int) -> Lookup:
             return Lookup(vocab_size, dim)
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         return super().forward(tokens)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -33,15 +33,17 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from kinformer.core.config import find, from_dict
-from kinformer.core.contract import select_valid
+from kinformer.core.config import find, from_dict, to_dict
+from kinformer.core.contract import Chunk, left_align, select_valid
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import PROTOCOLS, CausalModel, modules_of
-from kinformer.core.stack import ModelConfig
+from kinformer.core.stack import ModelConfig, Stack
 from kinformer.core.state import State, map_tensors, nbytes, pop_aux, repeat_rows, select_rows
 from kinformer.inputs.filterbank import Filterbank, features_of
+from kinformer.inputs.tokens import Lookup
 from kinformer.interop.key_map import ConfigView
 from kinformer.interop.writing import auto_class_of, auto_map, use_of, write_code
+from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError
 
 __all__ = [
@@ -106,7 +108,8 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
     use: ClassVar[str]
     config_class = KinformerConfig
     base_model_prefix = ""
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules: list[str] = []
 
     def __init__(self, config: KinformerConfig) -> None:
@@ -137,6 +140,10 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         self.config.auto_map = auto_map(self.use)
         super().save_pretrained(save_directory, *arguments, **options)
         write_code(Path(save_directory), self.use)
+
+    def _shows_layers(self, requested: bool | None) -> bool:
+        """Return whether a call shows hidden states: as ``requested``, or else as the config says."""
+        return bool(self.config.output_hidden_states if requested is None else requested)
 
     @contextmanager
     def _costs(self) -> Iterator[dict[str, Tensor]]:
@@ -186,7 +193,96 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Refuse another table: the composition says how many ids there are."""
-        raise KinformerError("the table of ids cannot be exchanged; train a run with another vocab_size instead.")
+        raise KinformerError("the table of ids cannot be exchanged; use resize_token_embeddings for more or fewer ids.")
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give the model ``new_num_tokens`` ids, rounded up to ``pad_to_multiple_of``; return the table of the input.
+
+        The rows of old ids stay. The rows of new ids are the mean of the old rows; without ``mean_resizing`` they are
+        drawn as in a new model.
+
+        Errors: ``KinformerError`` for a model whose input or head divides its ids into parts.
+        """
+        old = self.model.vocab_size
+        size = new_num_tokens or old
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if size == old:
+            return self.get_input_embeddings()
+        config = replace(self.model.config, input=replace(self.model.config.input, vocab_size=size))
+        with torch.device("cpu"):
+            model = config.build()
+        kept, shared = self.model.state_dict(), min(old, size)
+        with torch.no_grad():
+            for name, weight in model.state_dict().items():
+                before = kept[name]
+                if before.shape == weight.shape:
+                    weight.copy_(before)
+                elif before.shape[1:] == weight.shape[1:] and (len(before), len(weight)) == (old, size):
+                    weight[:shared] = before[:shared]
+                    if mean_resizing:
+                        weight[shared:] = before.mean(0)
+                else:
+                    raise KinformerError(
+                        f"{name} is {list(before.shape)} and would become {list(weight.shape)}: the ids of this model "
+                        "are divided into parts; train a run with another vocab_size instead."
+                    )
+        weight = next(self.model.parameters())
+        self.model = model.to(weight.device, weight.dtype).train(self.training)
+        self.config.composition, self.config.vocab_size = to_dict(config), size
+        return self.get_input_embeddings()
+
+    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+        """Let a training step compute every layer a second time instead of storing its activations."""
+        for stack in (module for module in self.modules() if isinstance(module, Stack)):
+            stack.config = replace(stack.config, checkpoint=enable)
+        self.gradient_checkpointing = enable
+
+    @contextmanager
+    def _vectors(self, embeds: Tensor | None, valid: Tensor | None) -> Iterator[None]:
+        """Let the table of the input return ``embeds`` [batch, time, dim], whatever ids it is given."""
+        table = self.get_input_embeddings()
+        if embeds is None:
+            yield
+            return
+        if not isinstance(table, Lookup):
+            raise KinformerError("inputs_embeds: this model's vectors depend on more than a table; give input_ids.")
+        if embeds.shape[-1] != table.embedding_dim:
+            raise KinformerError(
+                f"inputs_embeds is {list(embeds.shape)}, but its vectors have {table.embedding_dim} numbers."
+            )
+        rows = embeds if valid is None else left_align(valid).align(embeds)
+        handle = table.register_forward_hook(lambda *_: rows)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def _entered(self, shows: bool, valid: Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Let a call within the context keep the first layer's input. The returned function gives this input for the
+        call's tokens, [batch, time, dim]."""
+        entered: list[Tensor] = []
+
+        def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            # Only the first call: a stack may use a layer more than once. No operation on it: checkpointing would save
+            # its tensors in the forward pass, and miss them when it computes the layer again.
+            if not entered:
+                entered.append(arguments[0].x if isinstance(arguments[0], Chunk) else arguments[0])
+
+        def restored(tokens: Tensor) -> Tensor:
+            x = entered[0][:, -tokens.shape[1] :]  # behind a global input
+            return x if valid is None else left_align(valid).restore(x)
+
+        stack = self.model.stack
+        handle = stack.layers[stack.order[0]].register_forward_pre_hook(keep) if shows else None
+        try:
+            yield restored
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
 def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
@@ -203,11 +299,22 @@ def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
     return None if bool(valid.all()) else valid
 
 
-def require_ids(values: Tensor | None, options: dict[str, object]) -> Tensor:
-    """Return ``values``; refuse a call with vectors in their place."""
-    if values is None or options.get("inputs_embeds") is not None:
+def require_ids(values: Tensor | None, options: dict[str, object], embeds: Tensor | None = None) -> Tensor:
+    """Return ``values``, or ids of the shape of ``embeds`` [batch, time, dim] in their place; refuse a call with
+    neither or both, and scores that no model returns."""
+    if options.get("output_attentions"):
+        raise KinformerError(
+            "output_attentions: the weights of attention are not computed; leave it out, or use kinformer.trace."
+        )
+    if options.get("inputs_embeds") is not None:
         raise KinformerError("inputs_embeds: this model reads input_ids alone; leave it out.")
-    return values
+    if (values is None) == (embeds is None):
+        raise KinformerError("input_ids, inputs_embeds: give either the one or the other.")
+    if embeds is None:
+        return values  # type: ignore[return-value]
+    if embeds.dim() != 3:
+        raise KinformerError(f"inputs_embeds is {list(embeds.shape)}, but must be [batch, time, dim].")
+    return torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
 
 
 def as_output(output: O, options: Mapping[str, object]) -> O | tuple[object, ...]:
@@ -230,7 +337,10 @@ CACHE = next(
 
 
 class StateCache(Cache):  # type: ignore[misc]
-    """The ``state`` after ``length`` tokens, padding included; None before the first."""
+    """The ``state`` after ``length`` tokens, padding included; None before the first.
+
+    A cache that holds tokens is true, so that ``if past_key_values:`` finds it.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -242,6 +352,9 @@ class StateCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.state: State = None
         self.length = 0
+
+    def __bool__(self) -> bool:
+        return self.is_initialized
 
     @property
     def is_initialized(self) -> bool:
@@ -299,13 +412,15 @@ class StateCache(Cache):  # type: ignore[misc]
 
 @dataclass
 class ContinuedOutput(ModelOutput):  # type: ignore[misc]
-    """The ``loss`` if there are labels, ``logits`` [batch, time, vocab], the cache as the version calls it, and of a
-    model of a source the encoder's hidden states [batch, length, dim]."""
+    """The ``loss`` if there are labels, ``logits`` [batch, time, vocab], the cache as the version calls it, where they
+    are requested the ``hidden_states``, and of a model of a source the encoder's hidden
+    states [batch, length, dim]."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     cache: StateCache | None = None
     past_key_values: StateCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
 
 
@@ -327,10 +442,18 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         cache: StateCache | None,
         state: State,
         logits_to_keep: int | Tensor = 0,
+        layers: list[Tensor] | None = None,
     ) -> tuple[Tensor, State]:
         """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``,
-        and the state behind them, which ``cache``, if there is one, then holds."""
-        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
+        and the state behind them, which ``cache``, if there is one, then holds. The outputs of all layers are added to
+        ``layers``, if it is a list."""
+        if layers is None:
+            inputs, state = self.model.head_inputs(tokens, state, valid=valid)
+        else:
+            if type(self.model).head_inputs is not Decoder.head_inputs:
+                raise KinformerError("output_hidden_states: this model's layers depend on the token; leave it out.")
+            inputs, state, taps = self.model.hidden(tokens, state, valid=valid, taps=range(len(self.model.stack.order)))
+            layers += [*taps[:-1], inputs]
         if cache is not None:
             cache.advance(state, tokens.shape[1])
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -366,26 +489,32 @@ class KinformerForCausalLM(ContinuingModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
         **options: object,
     ) -> ContinuedOutput | tuple[object, ...]:
         """Return logits [batch, time, vocab] of ``input_ids`` [batch, time], which follow the tokens in the cache.
 
-        attention_mask: [batch, tokens so far] or [batch, time]; 0 marks padding, on either side. labels: shifted here;
-        -100 is ignored. logits_to_keep: how many last positions have logits, or which; 0 for all. The cache is
-        ``cache`` or ``past_key_values``, whatever the version of transformers.
+        attention_mask: [batch, tokens so far] or [batch, time]; 0 marks padding, on either side. inputs_embeds [batch,
+        time, dim]: vectors in place of rows of the table of ids. labels: shifted here; -100 is ignored.
+        logits_to_keep: how many last positions have logits, or which; 0 for all. output_hidden_states: also return
+        the input of the first layer and the output of every layer, the last after the norm, each [batch, time, dim].
+        The cache is ``cache`` or ``past_key_values``, whatever the version of transformers.
         """
-        tokens, before = require_ids(input_ids, options), cache_in(options)
+        tokens, before = require_ids(input_ids, options, inputs_embeds), cache_in(options)
         state = None if before is None else before.state if labels is None else pop_aux(before.state)[1]
         cache = self._cache_to_fill(before, use_cache)
-        with self._costs() as costs:
-            valid = valid_of(attention_mask, tokens)
-            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep)
+        valid, shows = valid_of(attention_mask, tokens), self._shows_layers(output_hidden_states)
+        layers: list[Tensor] | None = [] if shows else None
+        with self._costs() as costs, self._vectors(inputs_embeds, valid), self._entered(shows, valid) as entered:
+            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        return as_output(ContinuedOutput(loss=loss, logits=logits, **caches), options)
+        states = None if layers is None else (entered(tokens), *layers)
+        return as_output(ContinuedOutput(loss=loss, logits=logits, hidden_states=states, **caches), options)
 
 
 class SourceReader(nn.Module):
@@ -499,26 +628,39 @@ class TextEncoder(KinformerModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         global_attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **options: Any,
     ) -> ModelOutput | tuple[object, ...]:
         """Return the logits of ``input_ids`` [batch, time], zero at padding, or of texts.
 
         attention_mask: 0 marks padding, on either side. global_attention_mask: 1 marks tokens that all others see;
         without one the first are global that the model makes so. ``sentences`` [batch, time]: the sentence of each
-        token, for models with a global input. labels: -100 is ignored.
+        token, for models with a global input. inputs_embeds [batch, time, dim]: vectors in place of rows of the table
+        of ids. labels: -100 is ignored. output_hidden_states: also return the input of the first layer and the output
+        of every layer, the last after the norm, each [batch, time, dim].
         """
-        tokens = require_ids(input_ids, options)
+        tokens = require_ids(input_ids, options, inputs_embeds)
         further = {"kinds": global_attention_mask, "sentences": options.get("sentences"), "types": token_type_ids}
         if token_type_ids is not None and not self.model.config.input.types:
             if bool(token_type_ids.any()):
                 raise KinformerError("token_type_ids: this model does not have types of tokens; leave them out.")
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
-        with self._costs() as costs:
-            logits = self.model(tokens, valid=valid_of(attention_mask, tokens), **marks)
+        valid, states = valid_of(attention_mask, tokens), None
+        shows = self._shows_layers(output_hidden_states)
+        with self._costs() as costs, self._vectors(inputs_embeds, valid), self._entered(shows, valid) as entered:
+            if shows:
+                taps = range(len(self.model.stack.order))
+                encoded = self.model.hidden(tokens, valid=valid, **marks, taps=taps)
+                logits = self.model.logits(encoded.long_input, valid)
+                logits = select_valid(logits, valid) if logits.dim() == 3 else logits
+                states = (entered(tokens), *encoded.tapped[:-1], encoded.long_input)
+            else:
+                logits = self.model(tokens, valid=valid, **marks)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs)
-        return as_output(self.output(loss=loss, logits=logits), options)
+        return as_output(self.output(loss=loss, logits=logits, hidden_states=states), options)
 
 
 class KinformerForMaskedLM(TextEncoder):
@@ -549,9 +691,13 @@ class KinformerForImageClassification(KinformerModel):
         self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: object
     ) -> ImageClassifierOutput | tuple[object, ...]:
         """Return the logits [batch, classes] of ``pixel_values`` [batch, channels, height, width], from 0 to 1 or
-        uint8; the model normalises them itself. Of several classifiers logits and losses are means."""
+        uint8; the model normalises them itself. Of several classifiers logits and losses are means. A model of one
+        channel reads the mean of three, since pipelines make every image RGB."""
         if pixel_values is None:
             raise KinformerError("pixel_values: is missing; give images [batch, channels, height, width].")
+        if self.model.config.input.channels == 1 and pixel_values.shape[1] == 3:
+            dtype = pixel_values.dtype
+            pixel_values = pixel_values.float().mean(1, keepdim=True).to(dtype)
         with self._costs() as costs:
             logits = self.model(pixel_values)
         heads, loss = logits.unbind(1) if logits.dim() == 3 else (logits,), None

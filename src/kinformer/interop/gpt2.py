@@ -269,8 +269,8 @@ def _mpt(full: Settings) -> ConfigData:
     if heads & (heads - 1):
         raise full.error(f"n_heads is {heads}, for which MPT has other slopes; only powers of 2 can be imported.")
     mixer = {"projection": {"kind": "multi_head", "bias": False}, "position": "alibi", "bias": False}
-    hidden_dim = full.integer("d_model") * full.integer("expansion_ratio")
-    feed_forward = {"hidden_dim": hidden_dim, "activation": "gelu", "bias": False}
+    # transformers reads no expansion_ratio: its layers are always four times as wide.
+    feed_forward = {"hidden_dim": 4 * full.integer("d_model"), "activation": "gelu", "bias": False}
     layer = _layer(mixer | {"dropout": settings.number("attn_pdrop")}, feed_forward, {"bias": False})
     return decoder_of(full, MPT, layer)
 
@@ -299,7 +299,6 @@ def _write_opt(model: ConfigView) -> JsonObject:
 def _write_mpt(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
     return MPT.written(model) | {
-        "expansion_ratio": layer["feed_forward"]["hidden_dim"] // model["dim"],
         "max_seq_len": 2048,
         "no_bias": True,
         "attn_config": {"alibi": True, "attn_pdrop": layer["mixer"]["dropout"] or 0},

@@ -13,7 +13,7 @@ from reprlib import repr as excerpt
 from typing import Any, NamedTuple
 
 from kinformer.interop.key_map import ConfigData, ConfigView
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import read_json
 from kinformer.runtime.parsing import JsonObject
 
@@ -224,13 +224,18 @@ def class_names(config: Mapping[str, object], place: Path) -> tuple[str, ...]:
 
 
 def count_classes(full: Settings) -> int:
-    """Return the number of classes, which must exclude each other."""
+    """Return the number of classes, which must be two or more and exclude each other."""
     if full.get("problem_type") not in (None, "single_label_classification"):
         raise full.error(
             f"problem_type is {excerpt(full['problem_type'])}, but only classes that exclude each other, "
             "'single_label_classification', can be imported."
         )
-    return len(class_names(full, full.place))
+    if (count := len(class_names(full, full.place))) < 2:
+        raise full.error(
+            f"the head has {plural(count, 'class')}, so it predicts a number (regression), which no model here does; "
+            "import a classifier of 2 classes or more."
+        )
+    return count
 
 
 def labels_of(names: Iterable[str]) -> JsonObject:

@@ -343,7 +343,7 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Jso
 def _preprocessor(composition: ConfigView) -> JsonObject | None:
     """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
     size = composition["input"].get("size")
-    return None if size is None else preprocessor({"size": size, "channels": 0, "mean": (), "std": ()}, IMAGES)
+    return None if size is None else preprocessor({"size": size, "channels": 3, "mean": (), "std": ()}, IMAGES)
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from kinformer.runtime.errors import KinformerError, nearest
+from kinformer.runtime.errors import KinformerError, nearest, today
 from kinformer.runtime.fields import require_kind, require_list, require_types
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def request(kind: type[O], options: Mapping[str, object], function: str, tasks: 
     texts = {option.name for option in fields(kind) if option.type in ("str", "str | None")}  # type: ignore[arg-type]
     general = {option.name for option in fields(kind)} - {"task_options"}  # type: ignore[arg-type]
     of_tasks = {} if tasks is None else option_names(tasks)
+    options = {today(name, general | of_tasks.keys()): value for name, value in options.items()}
     for name in options:
         if name not in general and name not in of_tasks:
             names = sorted(general | of_tasks.keys())
@@ -95,14 +96,15 @@ def tasks() -> list[Task]:
 def train(
     member: str,
     *,
-    out: str | Path,
+    out: str | Path | None = None,
     data: str | Path | None = None,
     recipe: str | None = None,
     task: str | None = None,
     set: Mapping[str, object] | None = None,
     **options: object,
 ) -> Run:
-    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``.
+    """Train ``member`` as ``kinformer train`` does, and return the run, whose best weights are in the folder ``out``
+    (``runs/<member>-<n>`` with the smallest free n if not given).
 
     data: a file or folder, or "stdlib" (the default of tasks of text), the sources of Python's standard library.
     recipe, set: the recipe ("small" if not given), and overrides such as ``{"layers.*.mixer.num_heads": 8}``.
@@ -137,7 +139,7 @@ def train(
 def evaluate(run: str | Path, **options: object) -> Evaluation:
     """Measure a run folder on held-out data by the run's task: ``.metrics``, ``.units``, ``.baselines``, ``.facts``.
 
-    options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``max_bytes``, ``set``, ...
+    options: by the names of the flags of ``kinformer evaluate``: ``data``, ``split``, ``first``, ``set``, ...
         (see ``lab.runs.options.EvaluateOptions``), and options of the task: ``context``, ``lengths``, ``baseline``, ...
     """
     from kinformer.lab.runs.inference import evaluate
@@ -162,7 +164,7 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
     run: the run's folder.
     inputs: a list of texts (or of paths, if items are files); or the path of a file or folder, as for the command.
-    options: ``top_k`` (1), ``batch_size`` (32), ``max_items``, ``text_field``, ``label_field``, ``format``,
+    options: ``top_k`` (1), ``batch_size`` (32), ``first``, ``text_field``, ``label_field``, ``format``,
         ``skip_bad``, ``set``, ``device``, ``threads``, ``quiet`` (True; see ``lab.runs.options.PredictOptions``), and
         options of the task: ``mask``, ``beam``, ``prefixes``, ...
 
@@ -354,7 +356,7 @@ def index(run: str | Path, *, datastore: str | Path, quiet: bool = True, **optio
     run: the run's folder.
     datastore: a new folder, or with ``append=True`` a datastore of the same run.
     quiet: no progress on a terminal.
-    options: ``data``, ``split``, ``max_bytes``, ``append``, ``approximate``, ``dtype``, ``context``, ...; see
+    options: ``data``, ``split``, ``first``, ``append``, ``approximate``, ``dtype``, ``context``, ...; see
         ``lab.runs.options.IndexOptions``.
 
     Errors: ``KinformerError`` for a datastore of another run or text.
@@ -371,7 +373,7 @@ def embed(run: str | Path, texts: str | Path | Sequence[str | Path], **options: 
 
     run: the folder of a run whose model reads text (an encoder or a decoder), images or speech.
     texts: a list of texts, or of the paths of images or sounds; or the path of a file or folder, as for the command.
-    options: ``pooling`` ("mean" over an item's positions, "first" or "last"), ``batch_size`` (32), ``max_items``,
+    options: ``pooling`` ("mean" over an item's positions, "first" or "last"), ``batch_size`` (32), ``first``,
         ``text_field``, ``format``, ``set``, ``device``, ``threads``, ``quiet`` (True);
         see ``lab.runs.options.EmbedOptions``.
 

@@ -286,8 +286,8 @@ def predict(subject: TaskSubject) -> None:
     rows = subject.predicted()
     require(bool(rows), "nothing was predicted")
     require(json.loads(json.dumps(rows)) == rows, "a prediction is not plain data")
-    first = subject.predicted(max_items=1)
-    require(len(first) == 1, f"max_items 1 gives {plural(len(first), 'prediction')}")
+    first = subject.predicted(first=1)
+    require(len(first) == 1, f"first 1 gives {plural(len(first), 'prediction')}")
     _alike("the first item alone", first[0], rows[0])
     if "batch_size" in subject.task.prediction.reads:
         alone = subject.predicted(batch_size=1)

@@ -150,7 +150,7 @@ class CausalTransition(_Weights, CausalMixer):
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> ConvolutionState:
-        like = self.up.weight
+        like = self.down.weight
         device, dtype = device or like.device, state_dtype(dtype or like.dtype)
         return ConvolutionState(*(torch.zeros(batch, 1, *size, device=device, dtype=dtype) for size in self._sizes))
 
@@ -226,7 +226,7 @@ class CausalChannelMix(Crosses, CausalMixer):
     def initial_state(
         self, batch: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> ShiftState:
-        like = self.up.weight
+        like = self.down.weight
         dtype = state_dtype(dtype or like.dtype)
         return ShiftState(torch.zeros(batch, 1, 1, self.dim, device=device or like.device, dtype=dtype))
 

@@ -261,11 +261,11 @@ class SingleHead(TokenMemory):
         self.dropout = Dropout(config.dropout) if config.dropout else None
 
     def like(self) -> Tensor:
-        return self.query.weight
+        return self.q_gate
 
     def remember(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the queries, and the new memory [batch, 1, time, dim]."""
-        return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.query.weight))
+        return self.input_norm(x), self.memory_norm(x)[:, None].to(activation_dtype(self.q_gate))
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         # (q * g_q) . (m * g_k) = (q * g_q * g_k) . m: the key's gate moves to the query, so m is stored once.
@@ -273,7 +273,7 @@ class SingleHead(TokenMemory):
         q, visibility = q[:, None].to(slots.dtype), Visibility(self.pattern, positions, whole)
         y = attention(q, slots, probe("values", slots), visibility, Scoring(self.dim**-0.5), impl=self.impl).out
         mixed = probe("outputs", y)[:, 0]
-        content, strength = self.value(self.v_gate.sigmoid()).chunk(2, dim=-1)
+        content, strength = self.value(self.v_gate.sigmoid()[None])[0].chunk(2, dim=-1)
         # v = m * sigmoid(f) * tanh(c) is linear in m, so the gate moves out of the sum over keys.
         added = mixed * (strength.sigmoid() * content.tanh())
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)

@@ -119,7 +119,7 @@ class WindowAttention(GridOnly, EncoderMixer):
 
     def bias(self, side: int) -> Tensor:
         """Return the biases of the scores of a window's pairs, [heads, side^2, side^2]."""
-        window, device = self.config.window, self.query.weight.device
+        window, device = self.config.window, self.out.weight.device
         places = torch.cartesian_prod(torch.arange(side, device=device), torch.arange(side, device=device))
         distance = places.view(-1, 1, 2) - places.view(1, -1, 2) + window - 1
         index = distance[..., 0] * (2 * window - 1) + distance[..., 1]
@@ -129,7 +129,7 @@ class WindowAttention(GridOnly, EncoderMixer):
         """Return the biases [(2 window - 1)^2, heads] by distance, from the most negative on, columns first."""
         if self.biases is None:
             return self.table
-        window, weight = self.config.window, self.query.weight
+        window, weight = self.config.window, self.out.weight
         ends = torch.arange(1 - window, window, device=weight.device, dtype=torch.float64) * FARTHEST
         ends = ends / max(1, window - 1)
         # Log-spaced distances (Swin V2, equation 4): sign(d) log2(1 + |8 d / (w - 1)|) / log2 8

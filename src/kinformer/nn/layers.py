@@ -508,6 +508,8 @@ def layer_config(
     if isinstance(settings.get("block"), bool):  # the former name of `whole`; mixers have a setting `block`, a number
         warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=4)
         whole = bool(settings.pop("block"))
+    if not isinstance(whole, bool):
+        raise KinformerError(f"whole is {whole!r}, but must be True for a whole layer, or False for its mixer.")
     config = _layer_config(name, recipe)
     if not whole:
         config = _mixer_config(config)

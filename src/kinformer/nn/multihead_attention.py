@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kinformer.mixers.cross import CrossAttention
 from kinformer.nn.layers import CausalLayer, layer
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.host import checks_calls, has_data
 
 HIDES = -1000.0
 """A number of a mask that hides a key as -inf does: its exponential is 0 beside the exponential of any usual score."""
+
+
+_TORCH_NAMES = (
+    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj.weight",
+    "out_proj.bias",
+)  # fmt: skip
 
 
 class _NoWeights:
@@ -34,13 +42,17 @@ class MultiheadAttention(nn.Module):
 
     It can stand in for that module, also inside ``torch.nn.TransformerEncoderLayer`` and ``TransformerDecoderLayer``.
     Self-attention runs the member's mixer. Attention to another sequence (``key`` is not ``query``) is exact: such a
-    module is made with ``mixer="cross"``. ``from_torch`` takes over the weights of a ``torch.nn.MultiheadAttention``.
+    module is made with ``mixer="cross"``. ``from_torch`` takes over the weights of a ``torch.nn.MultiheadAttention``,
+    and ``load_state_dict`` reads its weights by its names. Padded queries of self-attention give 0, where
+    ``torch.nn.MultiheadAttention`` gives numbers.
     """
 
     in_proj_weight = out_proj = _NoWeights()
     in_proj_bias = None
     """None, so that ``torch.nn.TransformerEncoderLayer`` calls this module rather than its fused kernel."""
     _qkv_same_embed_dim = False
+    bias_k = bias_v = None
+    add_zero_attn = False
 
     def __init__(
         self,
@@ -82,54 +94,85 @@ class MultiheadAttention(nn.Module):
             settings = {"source_dim": kdim} | settings
         self.layer = layer(mixer, embed_dim, device=device, dtype=dtype, **settings)
         self.embed_dim, self.num_heads, self.batch_first, self.mixer = embed_dim, num_heads, batch_first, mixer
+        self.dropout, self.head_dim = dropout, embed_dim // num_heads
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
 
     @classmethod
     def from_torch(
         cls, module: nn.MultiheadAttention, mixer: str = "bidirectional", **settings: Any
     ) -> MultiheadAttention:
         """Return a module with the sizes, weights, device, dtype and mode (training or not) of ``module``, for mixers
-        with its projections (softmax attention: ``"gpt"``, ``"local"``, ``"longformer"``, ``"bert"`` and so on).
+        with its projections: softmax attention (``"gpt"``, ``"local"``, ``"longformer"``, ``"bert"`` and so on), and
+        ``"cross"`` for attention to another sequence.
 
         Errors: ``KinformerError`` for a module with added keys, and for a mixer that the weights do not fit.
         """
-        weight, out = module.in_proj_weight, module.out_proj
-        if weight is None or module.bias_k is not None or module.add_zero_attn:
+        if module.bias_k is not None or module.add_zero_attn:
             raise KinformerError(
-                "module: its keys have another width, or it adds a key (add_bias_kv, add_zero_attn), which no mixer "
-                "here does; build a module without these."
+                "module: it adds a key (add_bias_kv, add_zero_attn), which no mixer here does; build a module without "
+                "these."
             )
+        widths = {} if module.in_proj_weight is not None else {"kdim": module.kdim, "vdim": module.vdim}
         built = cls(
             module.embed_dim,
             module.num_heads,
             module.dropout,
             batch_first=module.batch_first,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=module.out_proj.weight.device,
+            dtype=module.out_proj.weight.dtype,
             mixer=mixer,
+            **widths,
             **settings,
         )
-        inner = built.layer.inner
-        qkv = getattr(getattr(inner, "projection", None), "qkv", None)
-        target = getattr(inner, "out", None)
-        if not isinstance(qkv, nn.Linear) or not isinstance(target, nn.Linear) or qkv.weight.shape != weight.shape:
-            raise KinformerError(
-                f"mixer: {mixer!r} has other projections than torch.nn.MultiheadAttention, so that its weights fit "
-                "nowhere; build it again with kinformer.nn.MultiheadAttention(...)."
-            )
-        with torch.no_grad():
-            for linear, values, bias in ((qkv, weight, module.in_proj_bias), (target, out.weight, out.bias)):
-                linear.weight.copy_(values).requires_grad_(values.requires_grad)
-                if linear.bias is None:
-                    if bias is not None and bool(bias.any()):
-                        raise KinformerError(
-                            f"mixer: {mixer!r} has projections without a bias, but the module has one; give another "
-                            "mixer, such as 'gpt'."
-                        )
-                elif bias is None:
-                    linear.bias.zero_()
-                else:
-                    linear.bias.copy_(bias).requires_grad_(bias.requires_grad)
+        with torch.enable_grad():  # a slice of a weight then requires a gradient as the weight does
+            weights = built._translated(dict(module.named_parameters()))
+        for name, values in weights.items():
+            weight = built.get_parameter(name)
+            weight.data.copy_(values.detach())
+            weight.requires_grad_(values.requires_grad)
         return built.train(module.training)
+
+    def _translated(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the ``weights`` of a ``torch.nn.MultiheadAttention`` under the names of this module's own weights."""
+        inner, joint = self.layer.inner, weights.get("in_proj_weight")
+        products = [weights[f"{name}_proj_weight"] for name in "qkv"] if joint is None else joint.chunk(3)
+        bias = weights.get("in_proj_bias")
+        if isinstance(inner, CrossAttention):
+            parts = {"query": slice(0, 1), "key_value": slice(1, 3)}
+        else:
+            parts = {"projection.qkv": slice(0, 3)}
+        ours: dict[str, tuple[Tensor, Tensor | None]] = {
+            name: (torch.cat(list(products[part])), None if bias is None else torch.cat(bias.chunk(3)[part]))
+            for name, part in parts.items()
+        }
+        ours["out"] = weights["out_proj.weight"], weights.get("out_proj.bias")
+        translated = {}
+        for name, (weight, bias) in ours.items():
+            linear = dict(inner.named_modules()).get(name)
+            if not isinstance(linear, nn.Linear) or linear.weight.shape != weight.shape:
+                raise KinformerError(
+                    f"mixer: {self.mixer!r} has other projections than torch.nn.MultiheadAttention, so that its "
+                    "weights fit nowhere; build it again with kinformer.nn.MultiheadAttention(...)."
+                )
+            translated[f"layer.inner.{name}.weight"] = weight
+            if linear.bias is not None:
+                translated[f"layer.inner.{name}.bias"] = torch.zeros_like(linear.bias) if bias is None else bias
+            elif bias is not None and bool(bias.any()):
+                raise KinformerError(
+                    f"mixer: {self.mixer!r} has projections without a bias, but the module has one; give another "
+                    "mixer, such as 'gpt'."
+                )
+        return translated
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Load weights, also under the names of ``torch.nn.MultiheadAttention``."""
+        names = [f"{prefix}{name}" for name in _TORCH_NAMES if f"{prefix}{name}" in state_dict]
+        theirs = {name.removeprefix(prefix): state_dict[name] for name in names}
+        if "out_proj.weight" in theirs and ("in_proj_weight" in theirs or "q_proj_weight" in theirs):
+            for name in names:
+                del state_dict[name]
+            state_dict |= {f"{prefix}{name}": weight for name, weight in self._translated(theirs).items()}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(
         self,
@@ -145,11 +188,12 @@ class MultiheadAttention(nn.Module):
         """Return (y, None), with y of the shape of ``query`` [time, batch, embed_dim], or [batch, time, embed_dim] with
         ``batch_first``, or [time, embed_dim].
 
-        key, value: ``query`` itself for self-attention; with ``mixer="cross"`` the other sequence, one for both.
+        key, value: ``query`` itself, or an equal view of the same tensor, for self-attention; with ``mixer="cross"``
+            the other sequence, one for both.
         key_padding_mask: [batch, time] bool, True where a key is padding. With self-attention the same tokens are
             padding as queries: y is 0 there, where ``torch.nn.MultiheadAttention`` gives numbers.
         attn_mask, is_causal: the mixer determines whether it is causal. A causal mixer accepts a causal mask or None;
-            any other mixer accepts only None.
+            any other mixer accepts None or a mask that hides nothing.
         Either mask may be floating-point: 0 shows a key, and -inf or another number of -1,000 or less hides it. Mixers
             do not add other numbers to their scores.
         need_weights: must be False, because weights are not computed.
@@ -166,12 +210,12 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = _hidden("key_padding_mask", key_padding_mask)
             key_padding_mask = key_padding_mask[None] if query.dim() == 2 else key_padding_mask
         if isinstance(self.layer, CausalLayer) and self.layer.reads_context:
-            if key is not value and not torch.equal(key, value):
+            if not _is_same(key, value) and not torch.equal(key, value):
                 raise KinformerError(
                     "key, value: cross-attention makes both of one sequence; give the same tensor twice."
                 )
             y = self.layer(x, context=context, context_key_padding_mask=key_padding_mask)
-        elif key is not query or value is not query:
+        elif not (_is_same(key, query) and _is_same(value, query)):
             raise KinformerError(
                 f"key, value: the mixer {self.mixer!r} attends within one sequence; give the tensor of query three "
                 'times, or take mixer="cross".'
@@ -196,6 +240,8 @@ class MultiheadAttention(nn.Module):
                 return
             if bool((hidden == torch.ones(time, time, dtype=torch.bool, device=hidden.device).triu(1)).all()):
                 return
+        elif not causal and not is_causal and _is_readable(attn_mask) and not _hidden("attn_mask", attn_mask).any():
+            return
         raise KinformerError(
             f"attn_mask, is_causal: the mixer {self.mixer!r} is {'' if causal else 'not '}causal and has its own "
             "pattern; "
@@ -219,6 +265,19 @@ def _hidden(name: str, mask: Tensor) -> Tensor:
             "and -inf for a hidden one, or take a position with a bias, such as alibi."
         )
     return hidden
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are one, or equal views of one: in storage, layout and gradient."""
+    if one is other:
+        return True
+    if not (_is_readable(one) and _is_readable(other)):
+        return False
+    ours, theirs = ((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in (one, other))
+    if ours != theirs:
+        return False
+    # A detached tensor shares the storage, but gradients do not flow through it.
+    return not (one.requires_grad or other.requires_grad) or (one._base is not None and one._base is other._base)
 
 
 def _is_readable(mask: Tensor) -> bool:

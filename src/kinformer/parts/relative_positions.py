@@ -470,7 +470,7 @@ class TransformerXL(Position):
 
         With a clamp they are relative to the farthest: a constant per query, which softmax does not see.
         """
-        weight, (heads, head_dim) = self.projection.weight, self.shape
+        weight, (heads, head_dim) = self.biases.content, self.shape
         distance = torch.arange(lowest, highest + 1, device=weight.device)
         if self.config.clamp is not None:
             distance = torch.cat([distance, distance.new_tensor([self.config.clamp])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from decimal import Decimal
@@ -43,6 +43,15 @@ RARE = (
     "log_every", "stages", "plateau_factor", "plateau_patience",
 )  # fmt: skip
 """Rarely changed settings of training: the command line sets them by path (`set`), without flags."""
+
+
+FORMER = {"max_items": "first", "max_bytes": "first", "limit": "first", "lengths": "contexts"}
+"""Former names of options, which still work, and the names of today."""
+
+
+def today(name: str, names: Collection[str]) -> str:
+    """Return the name of today for an option's former ``name`` where ``names`` has the former one no more."""
+    return FORMER[name] if name not in names and FORMER.get(name) in names else name
 
 
 def flag_of(name: str) -> str:

@@ -224,8 +224,8 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
     assert options.search is not None
     tolerance = TOLERANCE if options.tolerance is None else options.tolerance
     with spooled(options.data) as data, locked(run.folder):
-        limit = BYTES if options.max_bytes is None else options.max_bytes
-        held = held_out(run, EvaluationSettings(data=data, split=options.split, max_bytes=limit))
+        limit = BYTES if options.first is None else options.first
+        held = held_out(run, EvaluationSettings(data=data, split=options.split, first=limit))
         held.split.require(2, "a search")
         changes = exit_changes(run, options)
         model = run.model(changes | {"stack.rule.thresholds": [1.0]}).to(device)

@@ -58,7 +58,7 @@ class CalibrateOptions(Machine):
     token whose bits per byte stay within `tolerance` of the bits per byte of all layers."""
     tolerance: float | None = None
     """With `search`: how many bits per byte early exits may cost (0.01 if not given)."""
-    max_bytes: int | None = None
+    first: int | None = None
     """With `search`: measure on the first N bytes only (20,000 if not given)."""
     seed: int = 0
     """The seed by which samples are drawn."""
@@ -79,7 +79,7 @@ class CalibrateOptions(Machine):
         if self.search is not None:
             self._check_search()
             return
-        for name in ("tolerance", "max_bytes"):
+        for name in ("tolerance", "first"):
             if getattr(self, name) is not None:
                 raise KinformerError(f"{marked(name)}: is for `search`; give `search` N too, or leave it out.")
         from kinformer.lab.calibration.risk import samples_needed
@@ -100,14 +100,14 @@ class CalibrateOptions(Machine):
 
     def _check_search(self) -> None:
         require("search", self.search, 1, MAX_DRAWN)
-        require("max_bytes", self.max_bytes, 2)
+        require("first", self.first, 2)
         if self.tolerance is not None and not self.tolerance >= 0:
             raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")
         search_options = {
             "search",
             "after",
             "tolerance",
-            "max_bytes",
+            "first",
             "split",
             "data",
             "seed",

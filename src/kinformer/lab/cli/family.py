@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class List(CommonOptions):
-    """List all members, or draw them as a tree; or list the tasks, or the kinds of parts."""
+    """List all members by the growth of their state, with --verbose their titles, or draw them as a tree; or list the
+    tasks, or the kinds of parts."""
 
     what: Annotated[
         Literal["members", "tasks", "parts"], tyro.conf.Positional, tyro.conf.arg(metavar="members|tasks|parts")
@@ -64,6 +65,13 @@ class List(CommonOptions):
             return 0
         if self.by is not None:
             _print_tree(_groups(records, self.by))
+            return 0
+        if not self.verbose:
+            for title, group in _groups(records, "state").items():
+                names = ", ".join(record.name for record in group)
+                print(f"{title if title.startswith('no') else f'state {title}'} ({len(group)})")
+                print(textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
+            print("\nkinformer show MEMBER describes a member, list --verbose has the titles.")
             return 0
         rows = []
         for record in records:

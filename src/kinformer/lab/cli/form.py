@@ -20,7 +20,7 @@ from kinformer.family.table import FAMILY
 from kinformer.lab.cli.output import print_json
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import RARE, KinformerError, nearest, require_seed, spelled
+from kinformer.runtime.errors import FORMER, RARE, KinformerError, nearest, require_seed, spelled, today
 from kinformer.runtime.fields import Checked, field_docs
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_count, parse_toml
@@ -77,7 +77,7 @@ GROUPS = {
         "optimizer", "schedule", "warmup", "weight_decay", "clip", "average", "ema", "accumulate", "objective",
     ),
     "checkpoint": (
-        "validate_every", "validation_tokens", "patience", "checkpoint_every",
+        "validate_every", "validation_tokens", "patience", "checkpoint_every", "sample_every",
     ),
     "retrieval": ("datastore", "retriever", "weight", "neighbours", "knn_temperature", "probes", "tune", "sizes"),
     "machine": ("device", "threads", "precision", "weights", "chunk", "compile", "devices", "strategy", "parallel",
@@ -374,7 +374,7 @@ def parse(
     """
     name = prog.removeprefix("kinformer ")
     shape = form_of(options, kind)
-    written_options = list(arguments)
+    written_options = [_today(argument, flags(shape)) for argument in arguments]
     before_dashes = written_options[: written_options.index("--")] if "--" in written_options else written_options
     if (path := _value_of("--config", before_dashes)) is not None:
         defaults, written = read(path, flags(shape))
@@ -413,6 +413,15 @@ def named_tasks(arguments: Sequence[str]) -> list[str]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return [str(json.loads((Path(argument) / "config.json").read_text(encoding="utf-8"))["task"]["name"])]
     return []
+
+
+def _today(argument: str, valid_names: Collection[str]) -> str:
+    """Return an ``argument`` with the name of today for an option's former name."""
+    flag, *value = argument.split("=", 1)
+    if not flag.startswith("--"):
+        return argument
+    name = today(flag[2:].replace("-", "_"), [valid.replace("-", "_") for valid in valid_names])
+    return "=".join((f"--{_flag(name)}" if name in FORMER.values() else flag, *value))
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -474,7 +483,7 @@ def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object
     positional: dict[str, object] = {}
     arguments: list[str] = []
     for name, value in settings.items():
-        flag = name.replace("_", "-")
+        flag = _today(f"--{name.replace('_', '-')}", valid_names)[2:]
         if name in RARE and "set" in valid_names:
             raise KinformerError(f'{path}: {name!r} is rarely changed; write set = {{"training.{name}" = {value}}}.')
         if flag not in valid_names or flag == "config":
@@ -529,7 +538,7 @@ OPTIONS = {
         "prompt": "text",
         "temperature": "temp",
         "samples": "num-samples",
-        "max-items": "images limit max-samples",
+        "first": "images max-samples",
     }.items()
     for theirs in names.split()
 }
@@ -626,4 +635,5 @@ def completions() -> dict[str, list[str]]:
         hints = flags(form_of(command.options(), command.tasks))
         first = list(FAMILY) if "member" in hints else []
         words_by_command[name] = first + [f"--{flag}" for flag, hint in hints.items() if not is_positional(hint)]
+    words_by_command["help"] = [*COMMANDS, *FAMILY]
     return words_by_command

@@ -74,19 +74,19 @@ COMMANDS = {
     "launch": Command(
         "train:Launch",
         "Print the command or script that starts a training on many machines, by torchrun or a scheduler.",
-        "kinformer launch --to slurm --nodes 2 --processes 8 -- train gpt --config many.toml",
+        "kinformer launch --to slurm --nodes 2 --processes 8 train gpt --config many.toml",
     ),
     "evaluate": Command(
         "using:Evaluate",
         "Measure a run on held-out data, as its task says.",
-        "kinformer evaluate runs/book --max-bytes 100k",
+        "kinformer evaluate runs/book --first 100k",
         tasks="EvaluationOptions",
         computes=True,
     ),
     "generate": Command(
         "using:Generate",
         "Continue a text with a trained run, token by token.",
-        'kinformer generate runs/book --prompt "It was " --max-new-tokens 300',
+        'kinformer generate runs/book "It was " --max-new-tokens 300',
         tasks="GenerationOptions",
         computes=True,
     ),
@@ -228,11 +228,16 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     if name in ("-V", "--version"):
         print(f"kinformer {__version__}")
         return 0
+    if name == "help":
+        return _help(rest, is_command)
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
     from kinformer.lab.cli.form import parse
 
+    if name == "launch" and "--" not in rest:  # the options that follow are the training's
+        at = next((place for place, word in enumerate(rest) if word in ("train", "kinformer")), len(rest))
+        rest.insert(at, "--")
     command = COMMANDS[name]
     options: Any = parse(command.options(), command.tasks, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
@@ -252,6 +257,19 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         if options.verbose:
             traceback.print_exception(error, file=tolerant(sys.stderr))
         return status
+
+
+def _help(words: list[str], is_command: bool) -> int:
+    """Print the help of all commands, of the command in ``words``, or the page of the member in ``words``."""
+    from kinformer.family.table import FAMILY
+
+    if not words or words[0] in COMMANDS:
+        return _dispatch([*words, "--help"], is_command)
+    if words[0] not in FAMILY:
+        raise KinformerError(
+            f"help: {words[0]!r} is not a command or a member; {nearest(words[0], [*COMMANDS, *FAMILY])}"
+        )
+    return _dispatch(["show", *words], is_command)
 
 
 def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
@@ -278,7 +296,8 @@ def overview() -> str:
             "commands:",
             *lines,
             "",
-            "kinformer COMMAND --help shows a command's options, kinformer --version the version.",
+            "kinformer help COMMAND shows a command's options, kinformer help MEMBER a member, kinformer --version the "
+            "version.",
         ]
     )
 

@@ -58,15 +58,27 @@ def _show(options: Estimate, result: MemberEstimate) -> None:
 
 def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
     print(f"training on devices like {options.hardware} ({cluster.device.source}), a device each:")
-    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, rows", "step", "tokens/s")
+    header = (
+        "devices",
+        "--parallel",
+        "--accumulate",
+        "memory",
+        "fits",
+        "sent, data",
+        "sent, rows",
+        "ideal step",
+        "tokens/s",
+    )
     rows = []
     for devices, costs in cluster.meshes.items():
         for cost in costs if len(cluster.meshes) == 1 else costs[:1]:
             fits = "yes" if cost.fits else "no"
             sent = size(cost.data_bytes), size(cost.tensor_bytes + cost.context_bytes)
-            time = f"{cost.step:.3g} s", f"{cost.tokens_per_second:,.0f}"
+            time = f"{cost.step:.2g} s", _two_digits(cost.tokens_per_second)
             rows.append((f"{devices:,}", cost.mesh, cost.accumulate, size(cost.train_bytes), fits, *sent, *time))
     print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))
+    if any(costs and costs[0].fits and costs[0].mesh.startswith("dp=") for costs in cluster.meshes.values()):
+        print("The model fits on one device: --devices N is enough, and devices need not share it.")
     if cluster.refused:
         print(f"More devices a row: {cluster.refused.partition('; leave')[0]}.")
     if not cluster.serving:
@@ -79,14 +91,25 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
             size(cost.weights),
             size(cost.state),
             f"{cost.rows:,}",
-            f"{1000 * cost.seconds:.3g} ms",
-            f"{cost.tokens_per_second:,.0f}",
+            f"{1000 * cost.seconds:.2g} ms",
+            _two_digits(cost.tokens_per_second),
         )
         for cost in cluster.serving
     ]
-    columns = ("devices a row", "weights", "state of a row", "rows that fit", "a token of one row", "tokens/s a device")
+    columns = (
+        "devices a row",
+        "weights",
+        "state of a row",
+        "rows that fit",
+        "ideal token of a row",
+        "tokens/s a device",
+    )
     print_table(columns, served, numeric=(0, 1, 2, 3, 4, 5))
     print()
+
+
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,.0f}"
 
 
 def _print_parts(result: MemberEstimate) -> None:

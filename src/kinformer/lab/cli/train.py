@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from kinformer.family.table import member
 from kinformer.lab.cli.form import CommonOptions, parse
 from kinformer.lab.cli.output import BEGUN, print_json
 from kinformer.lab.runs.options import TrainOptions
@@ -53,8 +54,8 @@ checkpoints."""
 class Launch(CommonOptions):
     """Print the command or script that starts a training on many machines, by torchrun or by Slurm. Nothing starts."""
 
-    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- train ...")] = ()
-    """The training, as you would type it on one machine, behind two dashes."""
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="train ...")] = ()
+    """The training, as you would type it on one machine, with its `out`, behind the options of launch."""
     to: Literal["torchrun", "slurm"] = "torchrun"
     """How it starts: a line of torchrun to type on every machine, or a script for sbatch."""
     nodes: int = 1
@@ -77,7 +78,7 @@ class Launch(CommonOptions):
         words = self.command[1:] if self.command[:1] == ("kinformer",) else self.command
         if words[:1] != ("train",):
             raise KinformerError(
-                "launch: needs the training behind two dashes, as in: kinformer launch -- train gpt ..."
+                "launch: needs the training at its end, as in: kinformer launch --nodes 2 train gpt ..."
             )
         if any("\n" in word for word in words):
             raise KinformerError(
@@ -87,6 +88,7 @@ class Launch(CommonOptions):
         if training is None:
             return 0
         total = self.nodes * self.processes
+        member(training.member), training.folder  # refuse an unknown member, then a missing folder
         if training.devices not in (1, total):
             flag = f"`devices` {training.devices}" if training.parallel is None else f"`parallel` {training.parallel}"
             remedy = "leave `devices` out" if training.parallel is None else f"give sizes whose product is {total}"
@@ -118,7 +120,7 @@ def slurm_script(options: Launch, words: tuple[str, ...], training: Train) -> st
     gpus = f"#SBATCH --gpus-per-node={options.processes}\n" if training.device != "cpu" else ""
     rendezvous = f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$host:{PORT}"'
     line = _torchrun(f'--nnodes "$SLURM_NNODES" {rendezvous}', options, words)
-    config = shlex.quote(f"{training.out.rstrip('/')}/config.json")
+    config = shlex.quote(f"{str(training.folder)}/config.json")
     find, resume = ("", "") if training.resume else (f"resume=$([ -e {config} ] && echo --resume)\n", " $resume")
     return f"""#!/bin/bash
 #SBATCH --job-name=kinformer

@@ -62,8 +62,10 @@ class Generate(GenerateOptions, Printing):
 
     folder: RunFolder
     """The run folder."""
-    prompt: str | None = None
+    opening: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = None
     """The text to continue; - reads standard input, as a translation does where nothing is given."""
+    prompt: str | None = None
+    """The same by name."""
     prompt_file: str | None = None
     """A file with the text to continue."""
     no_echo: bool = False
@@ -94,15 +96,16 @@ class Generate(GenerateOptions, Printing):
 
     def _read_prompt(self, by_line: bool) -> str | bytes | Iterator[bytes] | None:
         """Return the prompt; with ``by_line`` an iterator of the lines of standard input."""
-        if self.prompt is not None and self.prompt_file is not None:
-            raise KinformerError("there must be one prompt; give --prompt TEXT, --prompt - or --prompt-file PATH.")
+        texts = [text for text in (self.opening, self.prompt, self.prompt_file) if text is not None]
+        if len(texts) > 1:
+            raise KinformerError("there must be one prompt; give PROMPT, --prompt TEXT, or --prompt-file PATH.")
         if self.prompt_file is not None:
             from kinformer.lab.data.files import plain_bytes
 
             return plain_bytes(Path(self.prompt_file))
-        if by_line and self.prompt in (None, "-"):
+        if by_line and texts in ([], ["-"]):
             return iter(sys.stdin.buffer.readline, b"")
-        return sys.stdin.buffer.read() if self.prompt == "-" else self.prompt
+        return sys.stdin.buffer.read() if texts == ["-"] else next(iter(texts), None)
 
     def _print(self, result: Generated, echo: str) -> None:
         speed, state = result.tokens_per_second, result.state_bytes
@@ -274,7 +277,8 @@ class Embed(EmbedOptions, Printing):
     """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
     speech: a file or a folder."""
     out: str | None = None
-    """Write the vectors to this file: .npz (the array `vectors` [items, dim]) or .jsonl (item and vector)."""
+    """Write the vectors to this file: .npz (the arrays vectors [items, dim], names and, with labels, labels) or
+    .jsonl (item, label and vector)."""
     json: bool = False
     """Print a JSON object for every item, one on a line, as without `out`."""
 
@@ -288,8 +292,8 @@ class Embed(EmbedOptions, Printing):
             _refuse_same(self.out, self.inputs)
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
-            for kind, name, vector in vectors:
-                print(dump_json({kind: name, "vector": vector.tolist()}), flush=True)
+            for embedded in vectors:
+                print(dump_json(embedded.row), flush=True)
             return 0
         with writing_vectors(self.out) as write:
             for embedded in vectors:

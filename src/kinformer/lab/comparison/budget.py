@@ -278,7 +278,7 @@ class Turns:
 
     def test_bytes(self, seconds: float) -> int:
         """Return the bytes of the test split that all runs can be measured on in ``seconds``."""
-        most = self.options.max_bytes or MEASURED_BYTES
+        most = self.options.first or MEASURED_BYTES
         left = seconds - self.overhead
         return max(min(most, LEAST_BYTES), min(most, int(left / self.per_byte))) if self.per_byte else most
 

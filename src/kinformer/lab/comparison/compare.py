@@ -168,7 +168,7 @@ def _within(
     """
     for contestant in still_in(contestants):
         contestant.note(lr=rate(contestant, options))
-    key = key_of([options.total_minutes, options.seeds, options.seed, options.max_bytes,
+    key = key_of([options.total_minutes, options.seeds, options.seed, options.first,
                   [[item.model_key, item.record.lr] for item in still_in(contestants)]])  # fmt: skip
     stored, began = cache.get("turns", key), time.monotonic()
     measured_until = began + MEASURED_SHARE * (1 + (options.for_ in ("speed", "memory"))) * (end - began)
@@ -198,7 +198,7 @@ def _within(
     else:
         _measure(contestants, options, cache, clock, measured_until)
     options = replace(options, seeds=stored["seeds"])
-    tested = replace(options, max_bytes=stored["bytes"]) if contestants[0].task.data.running_text else options
+    tested = replace(options, first=stored["bytes"]) if contestants[0].task.data.running_text else options
     anchor, date = still_in(contestants)[0].name, time.strftime("%Y-%m-%d")
     by_name = {item.name: item for item in still_in(contestants)}
     for name, seed, done in stored["runs"]:

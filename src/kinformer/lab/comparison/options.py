@@ -91,7 +91,7 @@ class CompareOptions(LearningOptions):
     ema: float | None = None
     """Measure a moving average of the weights over this share of the steps so far (0, none, or what suits
     `total_minutes`)."""
-    max_bytes: int | None = None
+    first: int | None = None
     """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
     """Lengths of context at which the first seed is measured too, in multiples of `length` or in tokens."""
@@ -108,7 +108,7 @@ class CompareOptions(LearningOptions):
 
     LEAST = {
         "steps": 1, "tokens": 1, "seeds": 1, "length": 1, "batch_size": 1, "rounds": 1, "sweep_steps": 1, "sweep": 0,
-        "max_bytes": 2,
+        "first": 2,
     }  # fmt: skip
     SHARES = {"ema": "[0, 1]"}
 

@@ -376,9 +376,9 @@ def contestants(
     Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
     """
     task, contestants_ = first_task(entrants, options), []
-    if options.max_bytes is not None and (reason := task.evaluation.refused.get("max_bytes")):
-        raise KinformerError(f"`max_bytes` {options.max_bytes}: {reason}")
-    reads_lengths = any(option.name == "lengths" for option in fields(task.EvaluationOptions))
+    if options.first is not None and (reason := task.evaluation.refused.get("first")):
+        raise KinformerError(f"`first` {options.first}: {reason}")
+    reads_lengths = any(option.name == "contexts" for option in fields(task.EvaluationOptions))
     if options.contexts != CompareOptions.contexts and not reads_lengths:
         raise KinformerError(
             f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."

@@ -191,15 +191,15 @@ def measured(
     task = contestant.task
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
-    if first and "lengths" in option_fields:
+    if first and "contexts" in option_fields:
         limit = contestant.record.facts.get("max_length")
         possible = [part for part, tokens in contexts_of(options).items() if limit is None or tokens <= limit]
-        task_options["lengths"] = ",".join(possible) or "1x"
+        task_options["contexts"] = ",".join(possible) or "1x"
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
-    limits = {"max_bytes": options.max_bytes or MEASURED_BYTES, "seed": options.seed}
+    limits = {"first": options.first or (MEASURED_BYTES if task.data.running_text else None), "seed": options.seed}
     settings: dict[str, Any] = {name: limits[name] for name in limits.keys() - task.evaluation.refused.keys()}
-    max_bytes = settings.get("max_bytes")
+    max_bytes = settings.get("first") if task.data.running_text else None
     evaluation_options = EvaluateOptions(
         device=options.device, threads=options.threads, task_options=task_options, **settings
     )

@@ -18,7 +18,7 @@ from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.control.options import ControlData, ControlOptions
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
-from kinformer.lab.training.logging import RETURN
+from kinformer.lab.training.logging import ENVIRONMENT_STEPS, RETURN
 from kinformer.lab.training.loop import rebuilt
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
@@ -351,7 +351,7 @@ class ControlRows(DataModule):
             return {RETURN.name: -means["cost"]}
         recent = self.actor.recent
         outputs = {RETURN.name: sum(recent) / len(recent) if recent else float("nan")}
-        return outputs | {name: means[name] for name in SUMS[1:]} | {"environment_steps": float(self.actor.steps)}
+        return outputs | {name: means[name] for name in SUMS[1:]} | {ENVIRONMENT_STEPS: float(self.actor.steps)}
 
 
 class PolicyLoss:

@@ -248,7 +248,7 @@ def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[byte
 
 def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the number and the cells of every line of a TSV or CSV, without blank lines."""
-    return _tabbed(stream, place) if format == "tsv" else _quoted(stream, place)
+    return _tabbed(stream, place) if format == "tsv" else quoted_rows(stream, place)
 
 
 def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
@@ -277,7 +277,7 @@ def cells_of(line: bytes) -> list[bytes]:
     return [cell.encode("utf-8", "surrogateescape") for cell in row]
 
 
-def _quoted(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
+def quoted_rows(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the rows of CSV, whose quoted cells may hold line ends; bytes outside UTF-8 pass unchanged."""
     rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in _utf8(stream, place)), strict=True)
     while True:

@@ -1,8 +1,8 @@
-"""Pairs of lines, a source and its target: two aligned files, a table of two columns (TSV), JSON lines; plain or gzip.
+"""Pairs of lines, a source and its target: two aligned files, a table (TSV, CSV), JSON lines; plain or gzip.
 
     folder/train.en  train.de  val.en.gz  val.de.gz  ...     a folder: a pair of files for each part
     folder/train     (train.en, train.de)                   the common beginning of the names of two files
-    pairs.tsv        source<TAB>target                      or with a first line that names the columns
+    pairs.tsv        source<TAB>target                      or with a first line that names the columns; or .csv
     pairs.jsonl      {"source": ..., "target": ...}         or by languages, or both in "translation"
 
 A file's language is its ending. In a folder, files whose names begin with ``val``, ``dev`` or ``test`` are the held-out
@@ -12,7 +12,7 @@ parts, and all others are for training. A missing part is held out of the rest, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
-from kinformer.lab.data.labelled import UTF16_MARKS, cells_of
+from kinformer.lab.data.labelled import UTF16_MARKS, cells_of, quoted_rows
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import parse_json_line
@@ -106,7 +106,7 @@ def number_pairs(split: str) -> tuple[list[bytes], list[bytes]]:
 
 # Pairs of lines in one file: tables of two columns, and JSON lines.
 
-TABLES = (".tsv", ".jsonl")
+TABLES = (".tsv", ".csv", ".jsonl")
 Row = tuple[str, str]
 Names = Sequence[str | None]
 """The names of the columns of the source and of the target."""
@@ -117,52 +117,73 @@ ENGLISH = "en"
 def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
     """Return the names of source and target in the ``text`` of a file (``names`` where they are set), and its rows."""
     lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
-    if path.name.removesuffix(".gz").endswith(".tsv"):
-        return _columns(path, lines, names)
-    return _objects(path, lines, names)
+    plain = path.name.removesuffix(".gz")
+    if plain.endswith(".jsonl"):
+        return _objects(path, lines, names)
+    rows: Iterator[tuple[int, list[bytes]]]
+    if plain.endswith(".csv"):
+        rows = quoted_rows(text.encode().splitlines(keepends=True), str(path))
+    else:
+        rows = ((number, cells_of(line.encode())) for number, line in enumerate(lines, start=1) if line)
+    return _columns(path, [(number, [_line(cell.decode()) for cell in cells]) for number, cells in rows], names)
 
 
-def _columns(path: Path, lines: Sequence[str], names: Names) -> tuple[Names, list[Row]]:
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        cells = [cell.decode() for cell in cells_of(line.encode())]
-        if len(cells) != 2:
+def _line(text: str) -> str:
+    """Return ``text`` in one line."""
+    return " ".join(text.split("\n"))
+
+
+def _columns(path: Path, rows: Sequence[tuple[int, list[str]]], names: Names) -> tuple[Names, list[Row]]:
+    first = [cell.strip().lower() for cell in rows[0][1]] if rows else []
+    header = _header(first, names)
+    if header is None and any(names):
+        if missing := [name for name in names if name and name.lower() not in first]:
             raise KinformerError(
-                f"{path}, line {number}: has {plural(len(cells), 'column')} where 2 are expected, a source and its "
-                "target; mend it."
+                f"{path}: its first line names no column {missing[0]!r}; leave `source` and `target` out, the columns "
+                "are source and target then, or name them in the first line."
             )
-        rows.append((cells[0], cells[1]))
-    first = [cell.strip().lower() for cell in rows[0]] if rows else []
-    if rows and _is_header(first, names):
-        order = [
-            first.index(name.lower()) if name and name.lower() in first else side for side, name in enumerate(names)
-        ]
-        if order[0] == order[1]:
-            order[1 if names[0] else 0] = 1 - order[0]
-        return [first[side] for side in order], [(row[order[0]], row[order[1]]) for row in rows[1:]]
-    if any(names):
-        first_name = next(name for name in names if name)
         raise KinformerError(
-            f"{path}: its first line names no column {first_name!r}; leave `source` and `target` out, the columns are "
-            "source and target then, or name them in the first line."
+            f"{path}: its first line names {plural(len(first), 'column')}; say by `source` and `target` which two "
+            f"columns are a pair: {_listed(first)}."
         )
-    if first and all(map(_is_code, first)):
-        note_once(
-            f"note: {path}: its first line, {' and '.join(first)}, is taken for a pair of words; if these are "
-            "languages, name them by `source` and `target`."
-        )
-    return names, rows
+    width = 2 if header is None else len(first)
+    for number, cells in rows:
+        if len(cells) != width:
+            meaning = ", a source and its target; mend it, or say by `source` and `target` which columns they are"
+            raise KinformerError(
+                f"{path}, line {number}: has {plural(len(cells), 'column')} where {width} are expected"
+                f"{meaning if header is None else '; mend it'}."
+            )
+    if header is None:
+        if first and all(map(_is_code, first)):
+            note_once(
+                f"note: {path}: its first line, {' and '.join(first)}, is taken for a pair of words; if these are "
+                "languages, name them by `source` and `target`."
+            )
+        return names, [(cells[0], cells[1]) for _, cells in rows]
+    return [first[side] for side in header], [(cells[header[0]], cells[header[1]]) for _, cells in rows[1:]]
 
 
-def _is_header(cells: Sequence[str], names: Names) -> bool:
-    """Return whether ``cells`` are names of columns: the usual ones, the given ``names``, or the codes of English and
-    another language (two other codes may be two words)."""
+def _header(cells: Sequence[str], names: Names) -> tuple[int, int] | None:
+    """Return where source and target stand if ``cells`` are names of columns, else None.
+
+    They are if the given ``names`` are among them, else the usual names, or the codes of English and another language
+    (two other codes may be two words).
+    """
     named = [name.lower() for name in names if name]
-    if named:
-        return all(name in cells for name in named)
-    return set(cells) == set(_USUAL) or (ENGLISH in cells and cells[0] != cells[1] and all(map(_is_code, cells)))
+    codes = [cell for cell in cells if _is_code(cell) and (cell != "id" or len(cells) == 2)]
+    if not named and set(_USUAL) <= set(cells):
+        names = _USUAL
+    elif not named and len(set(codes)) == len(codes) == 2 and ENGLISH in codes:
+        names = codes
+    elif not named or not set(named) <= set(cells):
+        return None
+    places = [cells.index(name.lower()) if name else None for name in names]
+    left = [place for place, _ in enumerate(cells) if place not in places]
+    if None in places and len(left) != 1:  # which of the others is meant is not said
+        return None
+    source, target = (left[0] if place is None else place for place in places)
+    return None if source == target else (source, target)
 
 
 def _is_code(cell: str) -> bool:
@@ -289,7 +310,7 @@ def _files(path: Path) -> list[SourceFile]:
     if not beside:
         raise KinformerError(
             f"{path} does not exist, and no file's name begins with it; give a folder or the beginning of two aligned "
-            "files (train for train.en and train.de), a .tsv or a .jsonl."
+            "files (train for train.en and train.de), a .tsv, a .csv or a .jsonl."
         )
     return [single_file(item)._replace(name=item.name) for item in beside]
 

@@ -93,7 +93,7 @@ def _is_bounded(steps: list[_Replacement], first: int) -> bool:
 
 
 PIECE, MOST_TOKENS = 1 << 16, 1 << 24
-_NEIGHBOURS = 8
+NEIGHBOURS = 8
 """How many ids before a token are decoded with the token."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
@@ -324,7 +324,7 @@ class FileStream:
 
     def __init__(self, tokenizer: FileTokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
-        self._before = [int(token) for token in before[-_NEIGHBOURS:]]
+        self._before = [int(token) for token in before[-NEIGHBOURS:]]
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, or nothing while a character is incomplete."""
@@ -333,7 +333,7 @@ class FileStream:
             text = self.finish() + self._text(token)
         else:
             text = self._utf8.decode(data)
-        self._before = [token] if text else [*self._before, token][-_NEIGHBOURS:]
+        self._before = [token] if text else [*self._before, token][-NEIGHBOURS:]
         return text
 
     def finish(self) -> str:

@@ -109,7 +109,7 @@ def evaluate_datastore(
 
 def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: object) -> list[int]:
     """Return the further numbers of entries to measure; raise for options that conflict with a datastore."""
-    for flag in ("lengths", "recl", "baseline"):
+    for flag in ("contexts", "recl", "baseline"):
         if getattr(task_options, flag, None):
             raise KinformerError(f"{marked(flag)}: does not go together with `datastore`; leave one out.")
     if len(runs) > 1:
@@ -130,8 +130,8 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
     if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
         tuning = splits["validation"]
-        if options.max_bytes is not None:
-            tuning = first_bytes(tuning, options.max_bytes, held.corpus.tokenizer)
+        if options.first is not None:
+            tuning = first_bytes(tuning, options.first, held.corpus.tokenizer)
         return tuning, held.split
     half = len(held.split) // 2
     tuning, reported = held.split.take(half), held.split.skip(half)

@@ -383,8 +383,8 @@ def open_source(run: StoredRun, model: Decoder, options: IndexOptions) -> Indexe
     if options.split != "all":
         names = [choose(options.split, corpus.splits, "`split`")]
     splits = [corpus.splits[name] for name in names if len(corpus.splits[name])]
-    if options.max_bytes is not None:
-        splits = [first_bytes(splits[0], options.max_bytes, corpus.tokenizer)]
+    if options.first is not None:
+        splits = [first_bytes(splits[0], options.first, corpus.tokenizer)]
     for split in splits:
         split.require(2, "an entry")
     windows = main_windows(run, model, options.context, options.overlap)
@@ -394,7 +394,7 @@ def open_source(run: StoredRun, model: Decoder, options: IndexOptions) -> Indexe
         "fingerprint": corpus.fingerprint,
         "splits": names,
         "holdout": holdout,
-        "max_bytes": options.max_bytes,
+        "max_bytes": options.first,
         "context": None if windows is None else windows.context,
         "overlap": 0.0 if windows is None else windows.overlap,
         "chunk": options.chunk,

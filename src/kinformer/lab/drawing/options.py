@@ -23,6 +23,8 @@ class DrawOptions(Checked):
     """Take the name for a kind of pattern, if a member has the same name."""
     position: bool = False
     """Take the name for a kind of position, if a member has the same name."""
+    curve: bool = False
+    """Of a run: its curve of training, smoothed, and of validation."""
     spans: bool = False
     """Of a run whose heads learn how far back they look: their spans, by layer and head."""
     exits: bool = False

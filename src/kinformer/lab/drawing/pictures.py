@@ -27,7 +27,8 @@ from kinformer.lab.drawing.panels import (
     Panel,
     PatternPanel,
 )
-from kinformer.lab.drawing.plots import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, save
+from kinformer.lab.drawing.plots import BLUE, INK, ORANGE, PAPER, QUIET, SKY, bare, figure, plot_history, save
+from kinformer.lab.training.logging import History
 from kinformer.runtime.errors import plural, spelled
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Picture:
     ``facts`` for JSON. ``more`` follows the title in printed text."""
 
     title: str
-    content: ColouredText | SeenImage | Sequence[Panel]
+    content: ColouredText | SeenImage | History | Sequence[Panel]
     kind: str = "run"
     more: str = ""
     lines: Sequence[str] = ()
@@ -101,6 +102,8 @@ class Picture:
             _draw_text(self.content, self.title, path)
         elif isinstance(self.content, SeenImage):
             _draw_image(self.content, self.title, path)
+        elif isinstance(self.content, History):
+            plot_history(self.content, self.title, path)
         else:
             draw_panels(self.content, self.title, path)
 

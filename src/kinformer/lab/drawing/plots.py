@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from kinformer.lab.evaluation.recl import THRESHOLD, Recl
+from kinformer.lab.training.logging import History
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import write_atomic
 
@@ -169,6 +170,26 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
         high = min(high, max(within) * (1 + HEADROOM))
     margin = 0.04 * ((high - low) or 1.0)
     return low - margin, high + margin
+
+
+def plot_history(history: History, title: str, path: Path) -> None:
+    """Draw a run's curve of training, smoothed, and its validations."""
+    with figure(6.4, 4.0) as drawn:
+        axes = drawn.subplots()
+        plain(axes)
+        named = ((history.training, BLUE, "", "training, smoothed"), (history.validation, RED, "o", "validation"))
+        for points, colour, marker, name in named:
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True), color=colour, marker=marker, markersize=3, linewidth=1.4, label=name
+                )
+        axes.set_ylim(*history.range)
+        axes.set_xlabel("steps")
+        axes.set_ylabel(history.unit)
+        axes.set_title(title, loc="left")
+        axes.legend(frameon=False, fontsize=8)
+        drawn.tight_layout()
+        save(drawn, path)
 
 
 # Returns against target returns, as in figure 4 of Chen et al. 2021.

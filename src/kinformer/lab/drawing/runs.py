@@ -30,6 +30,7 @@ from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.images import pictures
 from kinformer.lab.tasks.texts import held_out, main_windows
 from kinformer.lab.tasks.vision import probabilities_of
+from kinformer.lab.training.logging import history_of
 from kinformer.mixers.windows import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 
@@ -343,6 +344,21 @@ def looked_at(options: DrawOptions) -> Picture:
     lines = [item.name.replace("\n", ", ") for item in over]
     content = SeenImage(pixels=picture.pixels, over=over)
     return Picture(title=title, content=content, lines=lines, facts={"image": title, "panels": lines})
+
+
+def learning_curve(options: DrawOptions) -> Picture:
+    """Return the curve of a run's training and validations."""
+    run = open_run(options.subject)
+    history = history_of(run.folder, run.task.metrics)
+    if not (history.training or history.validation):
+        raise KinformerError(f"{run.folder}: its metrics.jsonl holds no curve; give a run that was trained here.")
+    last = [
+        f"{name}: {history.metric.text(points[-1][1])} at step {points[-1][0]:,}"
+        for name, points in (("training, smoothed", history.training), ("validation", history.validation))
+        if points
+    ]
+    title = f"{run.folder.name} ({run.member}, {run.recipe})"
+    return Picture(title=title, content=history, lines=last, facts=history._asdict() | {"metric": history.metric.name})
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:

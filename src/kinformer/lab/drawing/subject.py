@@ -45,6 +45,7 @@ from kinformer.lab.drawing.pictures import Picture, picture_of
 from kinformer.lab.drawing.plots import check
 from kinformer.lab.drawing.runs import (
     chosen_blocks,
+    learning_curve,
     learnt_spans,
     looked_at,
     text_by_buckets,
@@ -380,6 +381,8 @@ def _picture(options: DrawOptions) -> Picture:
     """Return the picture of the options' subject."""
     if options.image is not None:
         return looked_at(options)
+    if options.curve:
+        return learning_curve(options)
     texts = [name for name in TEXTS if getattr(options, name)]
     if len(texts) > 1:
         raise KinformerError(f"{' and '.join(map(marked, texts))} contradict; give one.")

@@ -11,10 +11,12 @@ the cost of any model. The exchanges of a step, in bytes of a collective's tenso
 
 Devices that share rows wait for their exchanges; exchanges of gradients and weights overlap the computation:
 
-    step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network)
+    step = max(FLOPs / (efficiency * FLOP/s) + bytes of tp and cp / link, bytes of data / link or network,
+               kernels * seconds of a launch)
 
 The last stretch of a row computes most, and the devices of the other stretches wait for it. ``efficiency`` covers
-kernels that wait for memory, latencies and stragglers.
+kernels that wait for memory, latencies and stragglers. The kernels of a step are the operators of a forward that do
+more than view their input, and twice as many in the backward.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core.contract import Chunk, ReadsSource
 from kinformer.core.crossing import Crosses, Crossing, Summary, sent_by_neighbours
@@ -34,9 +37,11 @@ from kinformer.core.stack import units_of
 from kinformer.lab.estimation.estimate import Estimate, Precision, at_length, estimate, horizon_of
 from kinformer.lab.estimation.options import Device
 from kinformer.lab.estimation.parts import Costs, ModelSpec, outputs
+from kinformer.lab.runs.options import Parallel as Mesh
 from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, divide, output_product
 from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.progress import note
 
 # Context parallelism without processes: a model computes the last stretch of a row, and the bytes that it would receive
 # are counted. The last stretch sees most of the past, so every process waits for the process of the last stretch.
@@ -127,31 +132,6 @@ def share_on_paper(model: Any, stretches: PaperStretches) -> None:
 # times the bytes of an all-gather and of a reduce-scatter.
 
 
-class Mesh(NamedTuple):
-    """A mesh of devices. ``tensor`` devices share the heads and features of every row, and ``context`` such groups
-    share its time (with ``ring`` by circulating keys and values). ``replicas`` copies of these devices compute other
-    rows. With the ``strategy`` fsdp, devices with other tokens share the weights."""
-
-    tensor: int
-    replicas: int
-    strategy: str
-    context: int = 1
-    ring: bool = False
-
-    @property
-    def text(self) -> str:
-        """Return the mesh as the option ``parallel`` takes it."""
-        data = "dp" if self.strategy == "ddp" else self.strategy
-        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
-        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
-        return ",".join(named) or "dp=1"
-
-    @property
-    def copies(self) -> int:
-        """Return how many devices have other tokens of the same part of the model."""
-        return self.replicas * self.context
-
-
 class Payload(NamedTuple):
     """The bytes of a step's collectives. ``all_reduce``, ``all_gather`` and ``reduce_scatter``: of gradients and
     weights. ``tensor``: of tensor parallelism. ``context``: the bytes that each device sends for stretches of time."""
@@ -202,6 +182,9 @@ PREFETCHED = 2
 """Units whose whole weights FSDP holds at a time: the unit that computes, and the next."""
 
 
+SHORT = 64
+
+
 class PartConfig:
     """A model config whose model is one of ``parts`` parts of the model of ``config``, and computes one of
     ``stretches`` where there are some."""
@@ -237,6 +220,16 @@ class Shared(NamedTuple):
     ring: bool = False
 
 
+class _Operators(TorchDispatchMode):
+    """Counts the operators that compute, which are all but views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
 class Part:
     """The training work of a device with a share of every row, for any number of rows.
 
@@ -268,6 +261,14 @@ class Part:
             for item in (self._one, self._two)
         )
         return one + (rows - 1) * (two - one)
+
+    @cached_property
+    def kernels(self) -> int:
+        """Return the kernels of a forward, counted on a short row: kernels for a GPU do not cut rows into tiles."""
+        length = self.length if self.config.input.length else min(self.length, SHORT)
+        with _Operators() as operators, torch.no_grad():
+            outputs(self.model, self.model.input.example(1, length, "meta"))
+        return operators.count
 
     @cached_property
     def units(self) -> list[int]:
@@ -402,8 +403,9 @@ class Cluster:
         self._parts: dict[Shared, Part] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
-        """Return the costs of every mesh of this many devices, fastest first, and meshes that do not fit last. Devices
-        share the time of rows only where no other mesh fits, and as few devices as possible."""
+        """Return the costs of every mesh of this many devices: first a mesh that shares nothing, if it fits, then the
+        fastest, and meshes that do not fit last. Devices share the time of rows only where no other mesh fits, and as
+        few devices as possible."""
         costs: list[MeshCost] = []
         whole = self.part(Shared(1))
         for context in powers(devices):
@@ -411,7 +413,8 @@ class Cluster:
             for ring in (False, True) if both else (False,):
                 if not any(cost.fits for cost in costs):
                     costs += self._costs(meshes(devices, self.batch, self.device.node, context, ring))
-        return sorted(costs, key=lambda cost: (not cost.fits, cost.step, cost.train_bytes))
+        key = lambda cost: (not cost.fits, not cost.mesh.startswith("dp="), cost.step, cost.train_bytes)  # noqa: E731
+        return sorted(costs, key=key)
 
     def _costs(self, candidates: Iterable[Mesh]) -> list[MeshCost]:
         costs = []
@@ -425,6 +428,7 @@ class Cluster:
     def part(self, shared: Shared) -> Part | None:
         """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
+            note(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
             except KinformerError as error:
@@ -452,9 +456,10 @@ class Cluster:
             "tensor": tensor / device.link,
             "context": context / (device.link if mesh.tensor * mesh.context <= device.node else device.network),
             "data": data / (device.link if within else device.network),
+            "launches": 3 * accumulate * part.kernels * device.launch,
         }
         rows_done = seconds["compute"] + seconds["tensor"] + seconds["context"]
-        step = max(rows_done, seconds["data"])
+        step = max(rows_done, seconds["data"], seconds["launches"])
         return MeshCost(
             mesh=mesh.text,
             accumulate=accumulate,
@@ -473,7 +478,8 @@ class Cluster:
 
 # The cost of serving a model on devices that share every row: memory, and time as memory and products allow.
 #
-#     seconds a token = max(bytes of weights and states / bandwidth, FLOPs / (efficiency * FLOP/s)) + bytes of tp / link
+#     seconds a token = max(bytes of weights and states / bandwidth, FLOPs / (efficiency * FLOP/s),
+#                           kernels * seconds of a launch) + bytes of tp / link
 #
 # A step reads the weights once for all rows, and the state of every row.
 
@@ -517,4 +523,7 @@ def _seconds(cluster: Cluster, part: Part, devices: int, rows: int) -> float:
     memory, device = part.inference(), cluster.device
     read = (memory["weights"] + rows * memory["state"]) / device.bandwidth
     computed = rows * part.token_flops() / cluster.flops(part.precision)
-    return max(read, computed) + 2 * (1 - 1 / devices) * rows * part.token_payload() / device.link
+    return (
+        max(read, computed, part.kernels * device.launch)
+        + 2 * (1 - 1 / devices) * rows * part.token_payload() / device.link
+    )

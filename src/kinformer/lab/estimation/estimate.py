@@ -50,6 +50,7 @@ from kinformer.lab.estimation.parts import (
     measure_state,
     without_data,
 )
+from kinformer.lab.training import cross_entropy
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, choose
 from kinformer.runtime.workspace import scratch_bytes
@@ -182,6 +183,25 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
         if any(want.get(key, 0) != got.get(key, 0) for key in want.keys() | got.keys()):
             return measure(length)
     return through(samples, start, STEP, length)
+
+
+def at_batch(
+    measure: Callable[..., Costs], config: ModelSpec, model: Model, batch: int, length: int, **options: bool
+) -> Costs:
+    """Return ``measure(config, batch, length, pieces=..., **options)`` for the ``model`` of ``config``.
+
+    Where logits are made in pieces, a large batch has thousands of pieces, each with some twenty operators. The costs
+    are then extrapolated from two small batches; the smaller one has two pieces.
+    """
+    if not (pieces := in_pieces(model, batch * length)):
+        return measure(config, batch, length, pieces=False, **options)
+    least = max(2 * cross_entropy.LEAST, cross_entropy.LOGITS // model.vocab_size)
+    # Counts are linear in the batch. Peaks are the maximum of linear functions, and the steepest needs more rows.
+    few = max(8 if measure is measure_live else 2, -(-least // length))
+    if batch <= 2 * few:
+        return measure(config, batch, length, pieces=pieces, **options)
+    low, high = (measure(config, rows, length, pieces=pieces, **options) for rows in (few, 2 * few))
+    return {key: low.get(key, 0) + (batch - few) * (high[key] - low.get(key, 0)) // few for key in high}
 
 
 def through(samples: list[Costs], start: int, step: int, length: int) -> Costs:
@@ -416,21 +436,20 @@ def _window(module: nn.Module) -> int:
 def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> Costs:
     """Return the costs of the model of distinct layers."""
     single = distinct(config)
-    pieces = in_pieces(model, batch * length)
-    usual = [partial(item, pieces=pieces) for item in (measure, measure_live)]
-    measures = usual if config.stack.recomputes else usual[:1]
+    measures = (measure, measure_live) if config.stack.recomputes else (measure,)
     costs: Costs = {}
     for one in measures:
-        costs |= at_length(partial(one, single, batch), length, horizon_of(model))
+        costs |= at_length(partial(at_batch, one, single, model, batch), length, horizon_of(model))
     if precision == "fp32":
         return costs
     step, settled = 64, 320  # from this length on kernels no longer switch to their variants for small calls
     start = settled + step * (horizon_of(model) // step)
     for one in measures:
         if length <= start:
-            result = one(single, batch, length, autocast=True)
+            result = at_batch(one, single, model, batch, length, autocast=True)
         else:
-            samples = [one(single, 1, start + i * step, autocast=True) for i in range(3)]
+            pieces = in_pieces(model, batch * length)
+            samples = [one(single, 1, start + i * step, autocast=True, pieces=pieces) for i in range(3)]
             fixed, row = through(samples, start, step, 0), through(samples, start, step, length)
             result = {key: fixed[key] + batch * (row[key] - fixed[key]) for key in row}
         costs |= {key: amount for key, amount in result.items() if key[0] in ("saved", "live")}
@@ -592,10 +611,10 @@ def _temporaries(config: ModelSpec, length: int, batch: int) -> int:
     single = distinct(config)
     model = without_data(single)
     usual = measure_live if config.stack.recomputes else measure
-    pieces = in_pieces(model, batch * length)
-    live = partial(measure_live, single, batch, pieces=pieces, inside=True)
-    measures = (partial(usual, single, batch, pieces=pieces), live)
-    usually, at_most = (at_length(item, length, horizon_of(model)) for item in measures)
+    usually, at_most = (
+        at_length(partial(at_batch, one, single, model, batch, **options), length, horizon_of(model))
+        for one, options in ((usual, {}), (measure_live, {"inside": True}))
+    )
     if config.stack.recomputes:
         return max(at_most.values()) - max(usually.values())
     return max(0, max(at_most.values()) - sum(amount for (kind, _), amount in usually.items() if kind == "saved"))

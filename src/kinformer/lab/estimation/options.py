@@ -25,7 +25,7 @@ class Device:
     ``flops``: FLOP/s in bfloat16. ``flops_fp32``: FLOP/s in float32 (TF32 if the device supports it). ``memory``:
     bytes. ``bandwidth``, ``link``, ``network``: bytes a second of its memory, of its link to the other devices of a
     node, and of its share of the network between nodes. ``node``: how many devices a node has. ``source``: the source
-    of the numbers.
+    of the numbers. ``launch``: seconds from one kernel to the next where PyTorch starts them one by one.
     """
 
     flops: float
@@ -36,6 +36,7 @@ class Device:
     network: float
     node: int
     source: str
+    launch: float = 5e-6
 
 
 DEVICES = {

@@ -93,7 +93,7 @@ def check(contexts: Sequence[int], hardest: float) -> None:
 
 def spread_positions(split: Split, longest: int, count: int) -> NDArray[np.int64]:
     """Return at most ``count`` tokens of ``split``, evenly spread, each with ``longest`` tokens before it."""
-    split.require(longest + 1, f"a context of {longest}", " or smaller `lengths`")
+    split.require(longest + 1, f"a context of {longest}", " or smaller `contexts`")
     last = len(split) - 1
     return np.unique(np.linspace(longest, last, min(count, last - longest + 1)).round().astype(np.int64))
 

@@ -30,6 +30,7 @@ from kinformer.lab.runs.planner import (
     plan_config,
     recipe_config,
 )
+from kinformer.lab.runs.report import check_sampling
 from kinformer.lab.runs.rows import data_of, staged_rows
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, creating, open_run, require_empty, settings_in
 from kinformer.lab.tasks.table import options_for
@@ -133,13 +134,14 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
     Errors: ``KinformerError`` for options that do not go together; everything written is removed then.
     """
-    folder = Path(options.out)
+    folder = options.folder
     require_empty(folder)
     group = group_of(options.parallelism, device)
     with creating(folder):
         requested = options
         planner, options = open_planner(requested)
         task, base = planner.task, planner.base
+        check_sampling(task, options.sample_every)
 
         def planned(options: TrainOptions) -> TrainingPlan:
             return checked(planner.plan(options), task, group)
@@ -226,8 +228,8 @@ def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
 # A resumed run keeps its own options; MAY_CHANGE names the exceptions.
 
 MAY_CHANGE = {
-    "steps", "minutes", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "keep", "log_every",
-    "accumulate", "async_saves", "average", "compile", "lr",
+    "steps", "minutes", "validate_every", "patience", "sample_every", "checkpoint_every", "checkpoint_minutes", "keep",
+    "log_every", "accumulate", "async_saves", "average", "compile", "lr",
 }  # fmt: skip
 
 
@@ -236,7 +238,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 
     Errors: ``KinformerError`` for options or data that differ from the run's own.
     """
-    run = open_run(Path(options.out))
+    run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
         raise KinformerError(
             f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another `out`."

@@ -408,7 +408,7 @@ if TYPE_CHECKING:
 
     LoadedTasks = Mapping[str, Mapping[str, Task]]
 
-READ = ("set", "chunk", "seed", "device", "threads", "task_options")
+READ = ("set", "first", "chunk", "seed", "device", "threads", "task_options")
 """The general options that tasks of the harness read."""
 RESAMPLES = 1000
 """Bootstrap resamples for the standard errors of metrics without a formula for the error."""
@@ -506,9 +506,7 @@ def _evaluate(
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
         loaded = _loaded(tasks, task_options.fewshot, options.seed)
-        results: JsonObject = evaluate(
-            lm, loaded, limit=task_options.limit, bootstrap_iters=RESAMPLES, log_samples=False
-        )
+        results: JsonObject = evaluate(lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False)
     values = values_of(results)
     carried = lm.length is None
     read = "the state carried, so that rolling texts are read whole" if carried else f"contexts of {lm.length} tokens"
@@ -526,7 +524,7 @@ def _evaluate(
             "prefix_token": lm.prefix_token_id,
             "requests": lm.requests,
             "cut": lm.cut,
-            "limit": task_options.limit,
+            "limit": options.first,
             "tasks": {name: _facts(name, values, results) for name in dict.fromkeys(value.task for value in values)},
         },
         since=started_at,

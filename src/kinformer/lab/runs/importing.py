@@ -26,7 +26,7 @@ from kinformer.lab.tasks.table import task_of
 from kinformer.lab.tasks.texts import vocab_size_of
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, spelled
+from kinformer.runtime.errors import KinformerError, plural, spelled
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.plugins import current_folder
@@ -98,6 +98,19 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
             model = config.build()
     except KinformerError as error:
         raise KinformerError(f"{place}: {error}") from error
+    expected = model.state_dict()
+    if missing := sorted(expected.keys() - imported.weights.keys()):
+        others = f" and {plural(len(missing) - 1, 'other weight')}" if missing[1:] else ""
+        raise KinformerError(
+            f"{place}: lacks {missing[0]}{others}, so it holds a part of a model; import the whole model, with its "
+            "decoder and its head."
+        )
+    for name, weight in expected.items():
+        if (shape := imported.weights[name].shape) != weight.shape:
+            raise KinformerError(
+                f"{place}: {name} is {list(shape)}, which is not what config.json says ({list(weight.shape)}); restore "
+                "both from a copy."
+            )
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
     return sum(parameter.numel() for parameter in model.parameters())
 

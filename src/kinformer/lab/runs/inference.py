@@ -306,7 +306,7 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
     Errors: ``KinformerError`` for a run that reads neither text, images nor sound, and for a bad item.
     """
     run = open_run(folder)
-    for option in ("text_field", "format"):
+    for option in ("text_field", "label_field", "format"):
         value = getattr(options, option)
         if value is not None and run.tokenizer is None:
             raise KinformerError(
@@ -319,6 +319,8 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
 # Files of vectors: .npz, which NumPy reads, or JSON lines of items and vectors; written vector by vector.
 
 F = TypeVar("F")
+NAMED = 200
+"""Characters that name a text in a file of vectors."""
 WriteVector = Callable[[Embedded], None]
 
 
@@ -333,38 +335,40 @@ def check_vectors(path: str | Path) -> None:
 def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
     """Yield a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
 
-    An .npz file, whose array ``vectors`` is [items, dim], appears when all vectors are written. JSON lines appear one
-    by one.
+    An .npz file appears when all vectors are written. Its arrays are ``vectors`` [items, dim], ``names`` (paths, or the
+    first ``NAMED`` characters of texts) and, where items have labels, ``labels``. JSON lines appear one by one.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
         with _opened(path, lambda: path.open("w", encoding="utf-8")) as lines:
 
             def write_line(embedded: Embedded) -> None:
-                row = {embedded.kind: embedded.name, "vector": embedded.vector.tolist()}
-                print(dump_json(row), file=lines, flush=True)
+                print(dump_json(embedded.row), file=lines, flush=True)
 
             yield write_line
         return
     with _opened(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
-        dim = 0
+        dim, texts = 0, {"names": list[str](), "labels": list[str]()}
 
         def write_bytes(embedded: Embedded) -> None:
             nonlocal dim
             dim = len(embedded.vector)
+            texts["names"].append(embedded.name[:NAMED] if embedded.kind == "text" else embedded.name)
+            texts["labels"].append(embedded.label or "")
             bare.write(embedded.vector.astype("<f4").tobytes())
 
         yield write_bytes
         count = bare.tell() // (4 * max(1, dim))
         bare.seek(0)
         header = {"descr": "<f4", "fortran_order": False, "shape": (count, dim)}
-        with (
-            atomic_write(path) as file,
-            zipfile.ZipFile(file, "w") as archive,
-            archive.open("vectors.npy", "w", force_zip64=True) as array,
-        ):
-            np.lib.format.write_array_header_1_0(array, header)
-            shutil.copyfileobj(bare, array, 1 << 20)
+        with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+            with archive.open("vectors.npy", "w", force_zip64=True) as array:
+                np.lib.format.write_array_header_1_0(array, header)
+                shutil.copyfileobj(bare, array, 1 << 20)
+            for name, words in texts.items():
+                if any(words):
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as array:
+                        np.lib.format.write_array(array, np.array(words), allow_pickle=False)
 
 
 def _opened(path: Path, open_file: Callable[[], F]) -> F:

@@ -3,8 +3,8 @@
 A budget of computation has an optimal model size (Hoffmann et al. 2022): a larger model makes too few steps, and a
 smaller model stops improving. The seconds of a step are measured here. The table ``SIZES`` has the number of steps
 that a size needs to become better than the size before. The rows of the table up to dim 192, the recipe and the
-vocabularies were chosen by sweeps (``benchmarks/minutes.py``); the larger rows follow by proportion. The user's
-options do not change.
+vocabularies were chosen by sweeps (``benchmarks/minutes.py``); the larger rows follow by proportion. Tasks without
+running text have recipes of members as sizes, in the table ``RUNGS``. The user's options do not change.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from kinformer.core.config import override
 from kinformer.core.stack import ModelConfig
+from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.lab.data import Split
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.tasks.task import Task, TrainingPlan
-from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.data_module import DataModule, rows_of, take_rows
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer, Updater
-from kinformer.lab.training.schedule import FORWARD_SHARE, PROBE_SHARE, Pace
-from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
+from kinformer.lab.training.schedule import PROBE_SHARE
+from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural, spelled
 
 # Choosing options by a budget of minutes: the base of choosers, the timing of a step, and the choice as flags.
@@ -66,6 +67,15 @@ class Choosing:
         """Return the remaining seconds of the budget."""
         return self.budget - (time.monotonic() - self.started_at)
 
+    def step_seconds(self, options: TrainOptions) -> float:
+        """Return the measured seconds of a step of the training that ``options`` describe."""
+        update, _ = measured_update(self.plan(options), self.task, self.device)
+        return update.seconds_per_step(PROBE_SHARE * self.budget)
+
+    def has_width(self) -> bool:
+        """Return whether ``set`` names a width."""
+        return any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
+
 
 def measured_update(plan: TrainingPlan, task: Task, device: str) -> tuple[Updater, DataModule]:
     """Return an updater that makes the steps of ``plan``, and its data, for timing a step."""
@@ -94,86 +104,176 @@ def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
             yield f"{marked(field.name)} {new}"
 
 
-# The recipe and rows of ``--minutes M`` where rows are not parts of a running text: images, speech, episodes.
-#
-# Such rows cannot be shortened, so only the recipe and the number of rows can be chosen. Recipes and rows form a
-# ladder from cheap to dear. Each rung is measured before the next rung, and the climb ends at the first rung that
-# makes fewer than ``STEPS`` steps in the time.
-
-STEPS = 10 * WARM_UP_STEPS
-"""The fewest steps for which a dearer rung is taken. A judgement, not measured: ten warm-ups, so that the learning rate
-falls for nine tenths of the run."""
-RECIPES, ROWS = ("tiny", "small"), (0.25, 1.0)
-"""From cheap to dear: recipes, and the share of the usual rows of a step."""
-ROOM = 4.0
-"""The factor by which a rung has to exceed ``STEPS`` before the next recipe is measured. A judgement, not measured: a
-step of ``small`` takes about four times as long as a step of ``tiny`` or longer, so less room would not suffice."""
-
-
 @dataclass(frozen=True)
-class Rung:
-    """A rung of the ladder: ``options`` with a recipe and a number of rows, and the ``steps`` that the time allows."""
+class Choice:
+    """The complete options, and the facts for the lines about the choice. ``passes``: how often the data are read, for
+    running text."""
 
     options: TrainOptions
     flags: tuple[str, ...]
     steps: int
+    tokens: int = 0
+    seconds: float = 0.0
+    passes: float | None = None
 
     @property
     def text(self) -> str:
-        """The number of steps that fit into the time on this machine, and the flags that make the same choice."""
-        steps = plural(self.steps, "step")
-        chosen = f"; chosen for that: {spelled(' '.join(self.flags))}" if self.flags else ""
-        return f"kinformer: in {self.options.minutes:g} minutes about {steps} can be made{chosen}"
+        """Two lines: the number of steps that fit into the time on this machine, and the flags of the same choice."""
+        speed = self.steps * self.tokens / max(self.seconds, 1e-9)
+        steps = f"{'about ' if self.passes is None else ''}{plural(self.steps, 'step')} can be made"
+        facts = "" if self.passes is None else f" ({speed:,.0f} tokens/s), {self.passes:.2g} times the data"
+        chosen = f"; chosen for that:\nkinformer: {spelled(' '.join(self.flags))}" if self.flags else ""
+        return f"kinformer: in {self.options.minutes:g} minutes {steps}{facts}{chosen}"
+
+
+# The size, rows and length of ``--minutes M`` where rows are not parts of a running text: images, speech, episodes.
+#
+# ``Task.in_minutes`` and ``Task.row_lengths`` hold the data of a task. The smallest size comes first. Its rows double
+# while a step takes little longer, or while the time still allows enough steps. Then sizes grow while the time allows
+# the steps that a size needs.
+
+
+class Rung(NamedTuple):
+    """A size: a recipe, the factor of its width, and the number of steps from which on this size is better than the
+    size before. The steps are a judgement, not measured."""
+
+    recipe: str
+    scale: float
+    steps: int
+
+
+RUNGS = (Rung("tiny", 1, 0), Rung("tiny", 2, 2000), Rung("small", 0.5, 6000), Rung("small", 1, 15000))
+ROWS = (8, 16, 32, 64)
+GROWTH, STEPS = 1.5, 600
+"""Rows double while a step takes at most ``GROWTH`` times as long, or while the time allows ``STEPS`` steps."""
+USUAL: Mapping[str, Any] = {"ema": 0.07}
+"""The recipe of tasks whose ``in_minutes`` names no other values."""
+RATE, WIDTH = 3e-3, 32
+"""The learning rate of a model of ``WIDTH`` at the most rows. It falls with the root of the width, and with the fourth
+root of fewer rows."""
+WHOLE, MULTIPLE = 99, 8
+"""The percentage of rows that fit into the length, and the multiple to which the length is rounded."""
+
+
+def learning_rate(width: int, rows: int) -> float:
+    """Return the learning rate of AdamW, to two digits."""
+    return float(f"{RATE * (WIDTH / width) ** 0.5 * (rows / ROWS[-1]) ** 0.25:.1e}")
+
+
+class Part(NamedTuple):
+    """The rows of a batch, the same in every step, for timing a step."""
+
+    rows: Any
+    carries: bool
+    sums: tuple[str, ...]
+
+    def batch(self, step: int, rank: int, world: int) -> Any:
+        """Return the rows."""
+        return self.rows
 
 
 class Ladder(Choosing):
-    """Chooses the recipe and the rows that the options leave open, for tasks without running text."""
+    """Chooses the length, size, rows and learning rate that the options leave open, for tasks without running text."""
 
-    def choose(self) -> Rung:
-        """Return the dearest rung that makes ``STEPS`` steps in the time, or else the cheapest rung."""
-        best: Rung | None = None
-        for options, recipe in self._rungs():
-            changes_recipe = best is not None and recipe != (best.options.recipe or "small")
-            if best is not None and best.steps < STEPS * (ROOM if changes_recipe else ROWS[1] / ROWS[0]):
+    def choose(self) -> Choice:
+        """Return the choice of the largest size that makes its steps in the time."""
+        usual = self._usual()
+        sizes = self._sizes(usual)
+        _, options = next(sizes, (0, replace(usual, length=self.options.length)))
+        options, seconds = self._with_rows(options)
+        for least, larger in sizes:
+            if self.left() < GROWTH * least * seconds:
                 break
-            rung = self._measured(options)
-            if best is not None and rung.steps < STEPS:
+            larger = replace(larger, batch_size=options.batch_size)
+            measured = self.step_seconds(larger)
+            if self.left() < least * measured:
                 break
-            best = rung
-        assert best is not None
-        return best
+            options, seconds = larger, measured
+        options, left = self._with_rate(options), max(0.0, self.left())
+        return Choice(options, tuple(flags_between(self.requested, options)), max(1, int(left / seconds)))
 
-    def _rungs(self) -> list[tuple[TrainOptions, str]]:
-        """Return the options and the recipe of every rung that can be planned, from cheap to dear.
-
-        The last rung has the usual options.
-        """
-        wanted = self.options
-        usual = int(wanted.batch_size or self.task.settings.get("batch_size") or Settings.batch_size)
-        share = wanted.parallelism.replicas * wanted.accumulate
-        shares = ROWS if wanted.batch_size is None else (1.0,)
-        rows = {max(share, int(usual * part) // share * share) for part in shares}
-        recipes = (
-            [name for name in RECIPES if name in member(wanted.member).recipes] if self.recipe is not None else [None]
-        )
-        rungs = []
-        for recipe, number in product(recipes, sorted(rows)):
-            options = replace(
-                wanted,
-                recipe=wanted.recipe if recipe in (None, "small") else recipe,
-                batch_size=wanted.batch_size if number == usual else number,
-            )
+    def _usual(self) -> TrainOptions:
+        """Return the options with the values of the task for a limited time, and a length that fits most rows."""
+        values = {**USUAL, **self.task.in_minutes}
+        of_model = values.pop("set", {})
+        if self.recipe is None:  # the user chose the model
+            values.pop("recipe", None)
+            of_model = {}
+        if self.options.init is not None:
+            values.pop("lr", None)
+        own = {field.name for field in fields(self.task.Options)}
+        chosen = {
+            name: value for name, value in values.items() if name not in own and getattr(self.options, name) is None
+        }
+        task_options = {name: value for name, value in values.items() if name in own} | self.options.task_options
+        options = replace(self.options, **chosen, task_options=task_options)
+        with suppress(KinformerError):  # a member without these parts keeps its own
+            changed = replace(options, set={**of_model, **options.set})
+            self.plan(changed)
+            options = changed
+        if options.length is None:
             with suppress(KinformerError):
-                self.plan(options)
-                rungs.append((options, recipe or wanted.recipe or "small"))
-        return rungs or [(wanted, wanted.recipe or "small")]
+                plan = self.plan(options)
+                lengths = self.task.row_lengths(plan.data, plan.config)
+                if lengths is not None:
+                    most = int(np.percentile(lengths, WHOLE, method="higher"))
+                    return replace(options, length=-(-most // MULTIPLE) * MULTIPLE)
+        return options
 
-    def _measured(self, options: TrainOptions) -> Rung:
+    def _sizes(self, options: TrainOptions) -> Iterator[tuple[int, TrainOptions]]:
+        """Yield the options of every size that can be planned, from small to large, with the steps that it needs."""
+        fixed = self.recipe is None or options.recipe is not None
+        for rung in [Rung(options.recipe or "small", 1, 0)] if fixed else RUNGS:
+            if rung.scale != 1 and self.has_width():
+                continue
+            with suppress(KinformerError):
+                sized = options if self.options.init else self._of_size(options, rung)
+                self.plan(sized)
+                yield rung.steps, sized
+
+    def _of_size(self, options: TrainOptions, rung: Rung) -> TrainOptions:
+        """Return the options with the recipe and the width of ``rung``, and with positions for the length."""
+        config = configure(options.member, rung.recipe)
+        changes: dict[str, object] = {}
+        if rung.scale != 1:
+            changes |= resized(config, round(rung.scale * config.dim), heads_of_64=False)
+        if options.length is not None and self.options.length is None:
+            changes |= position_changes(override(config, dict(options.set), kinds()), options.length)
+        recipe = None if rung.recipe == "small" else rung.recipe
+        return replace(options, recipe=options.recipe or recipe, set={**changes, **options.set})
+
+    def _with_rows(self, options: TrainOptions) -> tuple[TrainOptions, float]:
+        """Return the options with as many rows as a step learns from in little more time, and the seconds of a step."""
+        if options.batch_size is not None:
+            return options, self.step_seconds(options)
+        share = options.parallelism.replicas * options.accumulate
+        choices = sorted({-(-rows // share) * share for rows in ROWS})
+        update, data = measured_update(self.plan(replace(options, batch_size=choices[-1])), self.task, self.device)
+        # On a busy machine the time of a processor tells sizes apart, and the time of the clock does not.
+        clock = time.process_time if self.device == "cpu" else time.monotonic
+        started_at, worked = time.monotonic(), clock()
+        batch = data.batch(0, 0, 1)
+        reading, count = (clock() - worked) / choices[-1], rows_of(batch)
+        best, times = 0, list[float]()
+        for rows in choices:
+            if len(times) > best + 2 or (times and self.left() < 0):  # one measurement alone may be wrong
+                break
+            part = take_rows(batch, slice(max(options.accumulate, count * rows // choices[-1])))
+            update.data = Part(part, data.carries, data.sums)  # type: ignore[assignment]
+            times.append(update.seconds_per_step(PROBE_SHARE * self.budget / len(choices), clock) + rows * reading)
+            slowness = (time.monotonic() - started_at) / max(1e-9, clock() - worked)
+            grows = times[-1] > GROWTH ** (len(times) - 1) * times[0]
+            if not grows or self.left() >= STEPS * slowness * times[-1]:
+                best = len(times) - 1
+        return replace(options, batch_size=choices[best]), slowness * times[best]
+
+    def _with_rate(self, options: TrainOptions) -> TrainOptions:
+        """Return the options with AdamW's learning rate that suits the width and the rows; a trained model keeps the
+        usual one."""
+        if options.lr is not None or options.init is not None or options.optimizer not in (None, "adamw"):
+            return options
         plan = self.plan(options)
-        update, data = measured_update(plan, self.task, self.device)
-        seconds = update.seconds_per_step(PROBE_SHARE * self.budget)
-        steps = Pace(seconds, FORWARD_SHARE * seconds * data.validations).steps(self.left())
-        return Rung(options, tuple(flags_between(self.requested, options)), max(1, steps))
+        return replace(options, lr=learning_rate(getattr(plan.config, "dim", WIDTH), plan.settings.batch_size))
 
 
 class Size(NamedTuple):
@@ -225,28 +325,6 @@ class Reread(NamedTuple):
 REREAD = (Reread(4.5, 0.0, 0.3), Reread(7.0, 0.1, 0.3), Reread(15.0, 0.2, 0.5))
 PROBED = 1
 """The index of the size to measure first."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The complete options, and the facts for the lines about the choice."""
-
-    options: TrainOptions
-    flags: tuple[str, ...]
-    steps: int
-    tokens: int
-    seconds: float
-    passes: float
-
-    @property
-    def text(self) -> str:
-        """Two lines: the number of steps that fit into the time on this machine, and the flags of the same choice."""
-        speed = self.steps * self.tokens / max(self.seconds, 1e-9)
-        return (
-            f"kinformer: in {self.options.minutes:g} minutes {plural(self.steps, 'step')} can be made ({speed:,.0f} "
-            f"tokens/s), {self.passes:.2g} times the data; chosen for that:\n"
-            f"kinformer: {spelled(' '.join(self.flags))}"
-        )
 
 
 def decides(options: TrainOptions) -> bool:
@@ -321,6 +399,26 @@ def rotated(config: ModelConfig) -> dict[str, str]:
     return {}
 
 
+def position_changes(config: ModelConfig, length: int) -> dict[str, int]:
+    """Return the changes after which a model of ``config`` reads ``length`` positions; none if no change suffices."""
+    changes: dict[str, int] = {}
+
+    def suffices() -> bool:
+        with unallocated():
+            return (getattr(override(config, changes, kinds()).build(), "max_length", None) or length) >= length
+
+    if suffices():
+        return {}
+    for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
+        with suppress(KinformerError):
+            longer = override(config, changes | {path: length}, kinds())
+            if storable(longer) != storable(override(config, changes, kinds())):
+                changes[path] = length
+    with suppress(KinformerError):
+        return changes if suffices() else {}
+    return {}
+
+
 def _kind(layer: nn.Module, slot: str) -> str | None:
     return getattr(getattr(getattr(layer, "mixer", None), slot, None), "kind", None)
 
@@ -355,12 +453,12 @@ class Chooser(Choosing):
     def choose(self) -> Choice:
         """Return the choice of the largest size that makes its steps in the time."""
         base = SIZES[PROBED]
-        seconds = self._seconds_per_step(base, PROBE_SHARE * self.budget)
+        seconds = self.step_seconds(self._complete(base))
         left = max(0.0, self.left())
         size = [size for size in SIZES if left >= size.steps * seconds * size.cost / base.cost][-1]
         exact = seconds * size.cost / base.cost
         if size.cost > base.cost:  # the cost relative to the probed size is a rough guide, so this size is measured too
-            exact = self._seconds_per_step(size, PROBE_SHARE * self.budget)
+            exact = self.step_seconds(self._complete(size))
             left = self.left()
             if left < size.steps * exact:
                 smaller = SIZES[SIZES.index(size) - 1]
@@ -410,15 +508,10 @@ class Chooser(Choosing):
 
     def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, int]:
         """Return the changes to the width of ``size``; none if ``set`` names a width."""
-        has_width = any(path == "dim" or path.endswith("hidden_dim") for path in self.options.set)
-        return {} if has_width else resized(recipe, size.dim)
+        return {} if self.has_width() else resized(recipe, size.dim)
 
     def _positions(self, recipe: ModelConfig) -> dict[str, str]:
         """Return the changes from learned to rotary positions; none for encoders and for configs with other
         positions."""
         config = override(recipe, dict(self.options.set), kinds())
         return rotated(config) if member(self.options.member).causal else {}
-
-    def _seconds_per_step(self, size: Size, limit: float) -> float:
-        update, _ = measured_update(self.plan(self._complete(size)), self.task, self.device)
-        return update.seconds_per_step(limit)

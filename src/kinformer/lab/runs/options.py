@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
@@ -52,6 +53,19 @@ class Parallel(NamedTuple):
     def devices(self) -> int:
         """Return the number of processes."""
         return self.tensor * self.context * self.replicas
+
+    @property
+    def copies(self) -> int:
+        """Return how many devices have other tokens of the same part of the model."""
+        return self.replicas * self.context
+
+    @property
+    def text(self) -> str:
+        """Return the mesh as the option ``parallel`` takes it."""
+        data = "dp" if self.strategy == "ddp" else self.strategy
+        axes = {"tp": self.tensor, "ring" if self.ring else "cp": self.context, data: self.replicas}
+        named = [f"{axis}={size}" for axis, size in axes.items() if size > 1 or (axis == "fsdp" and self.context > 1)]
+        return ",".join(named) or "dp=1"
 
 
 def parallel_of(text: str) -> Parallel:
@@ -214,14 +228,14 @@ class LearningOptions(OfTask, Machine):
 class TrainOptions(Processes, Settings, LearningOptions):
     """Train a member.
 
-    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it on running text (see
-    ``lab.runs.minutes``), then the recipe's paper, then the default of :class:`Settings`.
+    A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it (see ``lab.runs.minutes``),
+    then the recipe's paper, then the default of :class:`Settings`.
     """
 
     member: str
     """A member of the family (see: kinformer list)."""
-    out: str
-    """The run folder: new, or with `resume` an existing one."""
+    out: str | None = None
+    """The run folder: new, or with `resume` an existing one (runs/MEMBER-N with the smallest free N)."""
     text_field: str | None = None
     """The field with the text in JSON lines, which is written into the run folder; for classify the text's column."""
     recipe: str | None = None
@@ -249,9 +263,21 @@ class TrainOptions(Processes, Settings, LearningOptions):
     hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
+    @property
+    def folder(self) -> Path:
+        """The run folder.
+
+        Errors: ``KinformerError`` without one.
+        """
+        if self.out is None:
+            raise KinformerError("`out`: is needed to resume a run, and by several machines; give the run folder.")
+        return Path(self.out)
+
     def __post_init__(self) -> None:
         self.settings()
         require("devices", self.devices, 1)
+        if self.sample_every and self.devices > 1:
+            raise KinformerError(f"`sample_every` {self.sample_every}: one process draws samples; leave it out.")
         for name, value in spread(self.parallel, self.devices).items():
             object.__setattr__(self, name, value)
         require("neighbours", self.neighbours, 1)
@@ -312,7 +338,7 @@ class IndexOptions(ListOptions, Machine):
     """Hold out the last share of the data, instead of the run's."""
     append: bool = False
     """Add the text to the datastore."""
-    max_bytes: int | None = None
+    first: int | None = None
     """Take the first N bytes only."""
     context: str | None = None
     """Read in windows of N tokens, or with the state carried. If not given, as the run was trained."""
@@ -327,7 +353,7 @@ class IndexOptions(ListOptions, Machine):
 
     def __post_init__(self) -> None:
         require("chunk", self.chunk, 1)
-        require("max_bytes", self.max_bytes, 2)
+        require("first", self.first, 2)
         require_seed(self.seed)
         require_share("holdout", self.holdout)
         require_share("overlap", self.overlap, zero=True)
@@ -377,7 +403,7 @@ class ServeOptions(RunOptions):
     """The options of a server for a trained run."""
 
     host: str = "127.0.0.1"
-    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks. The server is without a password."""
+    """Where to listen: this machine alone, or 0.0.0.0 for all of its networks; then give an `api_key` too."""
     port: int = 8000
     """The port; 0 takes a free one."""
     name: str | None = None
@@ -396,12 +422,17 @@ class ServeOptions(RunOptions):
     """End the answer of a chat before this text; may be given again."""
     seed: int | None = None
     """The seed of requests that name none; a new one for each if not given."""
+    api_key: str | None = None
+    """The key that clients must send, as OpenAI's clients send it; the value of the variable KINFORMER_API_KEY if not
+    given, which other users of the machine cannot read. Without either, the server asks for no key."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory."""
     quiet: bool = False
     """Print nothing but errors."""
 
     def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise KinformerError("`api_key` is empty; give a key, or leave it out.")
         for name in ("max_streams", "max_state_bytes", "chunk"):
             require(name, getattr(self, name), 1)
         for name in ("port", "max_waiting"):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 
 from kinformer.core.config import override
 from kinformer.core.stack import ModelConfig
-from kinformer.family.build import configure, storable
+from kinformer.family.build import configure
 from kinformer.family.inheritance import inherited_config, require_width
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
@@ -25,7 +24,7 @@ from kinformer.lab.data import ByteTokenizer, FileTokenizer, Tokenizer, open_cor
 from kinformer.lab.data.corpus import STDLIB, mixture_of
 from kinformer.lab.data.files import atomic_write, write_field
 from kinformer.lab.data.packed import is_packed, packed_tokenizer
-from kinformer.lab.runs.minutes import with_vocabulary
+from kinformer.lab.runs.minutes import position_changes, with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan
 from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
@@ -85,7 +84,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
-    spec = named_data(options, task, Path(options.out))
+    spec = named_data(options, task, options.folder)
     options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"]))
     return planner_for(options, task, spec, base), options
 
@@ -302,16 +301,8 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
 
 def _longer(config: ModelConfig, length: int) -> str:
     """Return, for a message, the changes after which a model of ``config`` reads ``length`` positions; "" for none."""
-    changes: dict[str, int] = {}
-    for path in ("position.max_length", "layers.*.mixer.max_length", "layers.*.mixer.position.max_length"):
-        with suppress(KinformerError):
-            longer = override(config, changes | {path: length}, kinds())
-            if storable(longer) != storable(override(config, changes, kinds())):
-                changes[path] = length
-    with unallocated(), suppress(KinformerError):
-        if (override(config, changes, kinds()).build().max_length or length) >= length:
-            return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items())
-    return ""
+    changes = position_changes(config, length)
+    return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items()) if changes else ""
 
 
 def group_of(parallel: Parallel, device: str) -> Group:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
 
+from kinformer.family.table import member
 from kinformer.lab.runs.create import JOB, Plan, inheritance_text, plan, set_threads
 from kinformer.lab.runs.options import Parallel, TrainOptions
+from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
 from kinformer.lab.runs.run import CONFIG, Run, writing
 from kinformer.lab.tasks.task import TrainingPlan
@@ -142,15 +145,35 @@ def train(options: TrainOptions, quiet: bool = False, started_at: float | None =
     """
     started_at = time.monotonic() if started_at is None else started_at
     require("devices", options.devices, 1)
-    options = replace(options, resume=True) if _started_again(Path(options.out)) else options
+    if options.out is None and not options.resume and not distributed.started_by_torchrun():
+        folder = _new_folder(member(options.member).name)
+        if not quiet:
+            print(f"kinformer: the run folder is {folder}", file=tolerant(sys.stderr), flush=True)
+        try:
+            return train(replace(options, out=str(folder)), quiet, started_at)
+        finally:
+            with suppress(OSError):  # after an error the folder is empty
+                folder.rmdir()
+                folder.parent.rmdir()
+    options = replace(options, resume=True) if _started_again(options.folder) else options
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet, started_at)
-    with writing(Path(options.out)):
+    with writing(options.folder):
         planned = plan(options, quiet, started_at)
         if planned.parallel.devices > 1:
             return distributed.launch(_join_and_work, (planned,), planned.parallel.devices)
         torch.manual_seed(planned.settings.seed)
         return work(planned, Group(planned.device))
+
+
+def _new_folder(name: str) -> Path:
+    """Create the folder ``runs/<name>-<n>`` with the smallest free n; two processes never get the same one."""
+    for number in count(1):
+        folder = Path("runs") / f"{name}-{number}"
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError
 
 
 def work(plan: Plan, group: Group) -> Summary:
@@ -188,7 +211,12 @@ def _stage(plan: Plan, training: TrainingPlan, stage: Stage, group: Group, annou
         print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
     if announces and group.first:
         run.task.tell(training)
-    result = Trainer(model, data, objective, settings, run.folder, group, plan.quiet, plan.started_at).run()
+    reporter = Reporter(run, model, data.metrics, group.device) if group.first else None
+    trainer = Trainer(model, data, objective, settings, run.folder, group, plan.quiet, plan.started_at, reporter)
+    result = trainer.run()
+    if reporter:
+        reporter.result = result
+        reporter.write()
     return Summary(run.folder, run.member, parameters, result, data.metrics)
 
 
@@ -214,7 +242,7 @@ def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Su
         set_threads(options.threads, world, group.device.type)
 
         def planned() -> Plan:
-            locks.enter_context(writing(Path(options.out)))
+            locks.enter_context(writing(options.folder))
             return plan(options, quiet, started_at)
 
         return work(group.on_first(planned), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from kinformer.lab.data import Tokenizer
 from kinformer.lab.serving.engine import TokenScore
 from kinformer.lab.serving.fields import Body
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.parsing import dump_json
+from kinformer.runtime.parsing import dump_json, with_finite_numbers
 
 # Tokens of a request on their way to a client: as text that never ends in half a character or in a stop string.
 
@@ -86,7 +87,8 @@ class TextListener:
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
         """Pass on the text that the token completes; return whether the token or a stop string ends the copy."""
         choice = self._choice(copy)
-        choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
+        if token not in self._ends:
+            choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
         if text := choice.text.feed(token):
             self._send(Piece(self._first + copy, text, choice.show(text)))
         return choice.text.stopped
@@ -134,9 +136,16 @@ def encoded(data: object) -> bytes:
     return dump_json(data, compact=True).encode("utf-8", "backslashreplace")
 
 
-def event(data: object) -> bytes:
+def encoded_by_parts(data: object) -> bytes:
+    """Return the same as :func:`encoded`, for a large answer. Other threads can run meanwhile, which Python's faster
+    way to write JSON blocks: for a third of a second with the largest answer."""
+    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+    return "".join(encoder.iterencode(with_finite_numbers(data))).encode("utf-8", "backslashreplace")
+
+
+def event(data: object, encode: Callable[[object], bytes] = encoded) -> bytes:
     """Return ``data`` as one server-sent event."""
-    return b"data: " + encoded(data) + b"\n\n"
+    return b"data: " + encode(data) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

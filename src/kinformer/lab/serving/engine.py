@@ -36,7 +36,7 @@ from kinformer.core.state import (
     value,
 )
 from kinformer.generation.recording import logits_after
-from kinformer.generation.sampling import Sampling, UniformStreams, draw
+from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalise_repetition
 from kinformer.generation.session import Steps, require_continuing, require_ids
 from kinformer.runtime.errors import KinformerError, plural, require, require_finite
 from kinformer.runtime.fields import Checked
@@ -46,6 +46,16 @@ from kinformer.runtime.matmul import FEW, few_rows
 
 DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
 """The temperature, top_k, top_p and min_p of a draw."""
+
+
+class Penalties(NamedTuple):
+    """Changes of the logits before a draw, as OpenAI defines them: ``bias`` is added to the logits of its tokens;
+    ``presence`` is subtracted from the logit of each token of the continuation so far, and ``frequency`` as often as
+    the token occurs in it."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
 
 
 class TokenScore(NamedTuple):
@@ -89,6 +99,7 @@ class Request:
     listener: Listener
     sampling: Sampling
     max_new_tokens: int
+    penalties: Penalties = Penalties()
     copies: int = 1
     first_stream: int = 0
     logprobs: int | None = None
@@ -101,12 +112,16 @@ class Request:
 
 
 class Row:
-    """One copy of a request while it is continued: its place in its stream of random numbers, and its length."""
+    """One copy of a request while it is continued: its place in its stream of random numbers, its length, and the
+    tokens that its penalties count."""
 
     def __init__(self, request: Request, copy: int) -> None:
         self.request, self.copy = request, copy
         self.new_tokens = 0
         self._uniforms = UniformStreams(request.sampling.seed, [request.first_stream + copy])
+        self.changes_logits = request.penalties != Penalties() or request.sampling.repetition_penalty != 1
+        self._continuation: list[int] = []
+        self._in_prompt: Tensor | None = None
 
     @property
     def remaining(self) -> int:
@@ -122,6 +137,29 @@ class Row:
     def uniform(self, device: torch.device) -> Tensor:
         """Return the next random number [1, 1] of this row."""
         return self._uniforms.next(device)
+
+    def note(self, token: int) -> None:
+        """Note the next token of the continuation."""
+        self.new_tokens += 1
+        if self.changes_logits:
+            self._continuation.append(token)
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """Return ``logits`` [vocab] with the bias and the penalties of this row."""
+        if not self.changes_logits:
+            return logits
+        penalties, repetition = self.request.penalties, self.request.sampling.repetition_penalty
+        if penalties.bias:
+            tokens, bias = zip(*penalties.bias, strict=True)
+            logits = logits.index_add(0, _indices(tokens, logits), logits.new_tensor(bias))
+        continuation = _indices(self._continuation, logits)
+        if repetition != 1:
+            if self._in_prompt is None:
+                absent = torch.zeros_like(logits, dtype=torch.bool)
+                self._in_prompt = absent.index_fill_(0, _indices(self.request.tokens, logits), True)
+            logits = penalise_repetition(logits, self._in_prompt.index_fill(0, continuation, True), repetition)
+        counts = torch.zeros_like(logits).index_add_(0, continuation, logits.new_ones(()).expand(len(continuation)))
+        return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
 
 
 # How many rows may be continued at a time, and how large their state may become.
@@ -432,6 +470,9 @@ class Engine:
         if len(request.tokens) == 0:
             raise KinformerError("the prompt is empty; give one token or more.")
         require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
+        for token, _ in request.penalties.bias:
+            if token >= self.model.vocab_size:
+                raise KinformerError(f"logit_bias names token {token}, but tokens end at {self.model.vocab_size - 1}.")
         needed, limit = max(len(request.tokens), request.length - 1), self.model.max_length
         if limit is not None and needed > limit:
             raise KinformerError(
@@ -570,6 +611,8 @@ class Engine:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
+        if any(row.changes_logits for row in rows):
+            logits = torch.stack([row.changed(values) for row, values in zip(rows, logits, strict=True)])
         kinds: dict[DrawSettings, list[int]] = {}
         for index, row in enumerate(rows):
             kinds.setdefault(row.draw_settings, []).append(index)
@@ -589,7 +632,7 @@ class Engine:
             request, score = row.request, None
             if request in broken:
                 continue
-            row.new_tokens += 1
+            row.note(token)
             self.counts["drawn"] += 1
             if request.logprobs is not None:
                 (score,) = scores(logits[index : index + 1], tokens[index : index + 1], request.logprobs)
@@ -605,6 +648,10 @@ class Engine:
 _NOT_FINITE = (
     "the model's predictions are not finite numbers; its weights are damaged or diverged, or need a wider type (fp32)."
 )
+
+
+def _indices(tokens: Sequence[int] | np.ndarray, logits: Tensor) -> Tensor:
+    return torch.as_tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
 
 from kinformer.generation.sampling import Sampling
 from kinformer.lab.data.files import reading_corpus
+from kinformer.lab.serving.engine import Penalties
 from kinformer.runtime.errors import LARGEST, KinformerError, nearest, plural
 from kinformer.runtime.fields import is_of_kind, kind_name
 from kinformer.runtime.parsing import JsonObject
@@ -23,24 +25,27 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-MOST_STOPS, MOST_LOGPROBS, MOST_TOKENS = 4, 20, 1 << 20
-MOST_NESTED = 1 << 17
-"""The most lists and objects of a body. Python's JSON reader blocks all other threads, one second for each million."""
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+MOST_STOPS, MOST_STOP_TOKENS, MOST_BIASES, MOST_LOGPROBS, MOST_TOKENS = 4, 64, 1024, 20, 1 << 20
+MOST_INPUTS = 2048
+"""The most texts of a request for embeddings, as at OpenAI."""
+MOST_VALUES = 1 << 17
+"""The most values, names and lists of a body. Python's JSON reader blocks all other threads: a million names take a
+second."""
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 """Fields without effect on the generated text."""
 NEUTRAL: Mapping[str, object] = {
-    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "suffix": "",
-    "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "functions": [],
-    "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
+    "best_of": 1, "suffix": "", "response_format": {"type": "text"}, "tools": [], "tool_choice": "none",
+    "functions": [], "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": "none",
 }  # fmt: skip
 """Unsupported fields, each with the one value that requests nothing and is accepted."""
 SHARED = (
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stream", "stream_options", "stop", "seed",
-    "return_token_ids",
+    "return_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "stop_token_ids",
+    "ignore_eos",
 )  # fmt: skip
 COMPLETION = (*SHARED, "prompt", "echo", "logprobs")
-CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs")
+CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice")
+EMBEDDING = ("model", "input", "encoding_format")
 
 
 class FieldError(KinformerError):
@@ -61,9 +66,12 @@ class Body:
 
     model: str
     sampling: Sampling
+    penalties: Penalties
     max_tokens: int | None
     n: int
     stops: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignore_eos: bool
     logprobs: int | None
     echo: bool
     stream: bool
@@ -74,12 +82,13 @@ class Body:
 
 def parse(data: bytes) -> JsonObject:
     """Return the fields in the JSON of ``data``."""
-    if data.count(b"[") + data.count(b"{") > MOST_NESTED:  # some may be text
-        outside = _STRING.sub(b"", data)
-        if (count := outside.count(b"[") + outside.count(b"{")) > MOST_NESTED:
-            raise FieldError(f"the body has {count} lists and objects, but may have at most {MOST_NESTED}; send fewer.")
+    if len(data) > MOST_VALUES and (count := _count_values(data)) > MOST_VALUES:
+        raise FieldError(
+            f"the body has {count:,} values, names and lists, but may have at most {MOST_VALUES:,}; send fewer, or a "
+            "prompt of many ids as text."
+        )
     try:
-        fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_int=_whole)
     except UnicodeDecodeError as error:
         raise FieldError(f"the body is not UTF-8 ({error.reason} at byte {error.start}); send JSON in UTF-8.") from None
     except (ValueError, RecursionError) as error:
@@ -90,9 +99,53 @@ def parse(data: bytes) -> JsonObject:
     return fields
 
 
+def _count_values(data: bytes) -> int:
+    """Return the number of commas, colons and opening brackets in the JSON of ``data``, texts left out.
+
+    NumPy counts while other threads run, which a regular expression does not.
+    """
+    signs = np.frombuffer(data.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
+    inside = np.logical_xor.accumulate(signs == ord('"'))
+    return sum(int(np.count_nonzero((signs == sign) & ~inside)) for sign in b",:[{")
+
+
+def _whole(text: str) -> int:
+    """Return a whole number. Other threads can run between two calls, but not between two numbers that the JSON reader
+    converts itself, and a number of thousands of digits takes a tenth of a millisecond."""
+    return int(text)
+
+
 def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
     """Return the request in ``fields``; only the ``supported`` fields may request anything. ``seed`` is the seed of a
     request that does not name one; None draws a seed."""
+    values = _supported(fields, supported)
+    options = _mapping(values, "stream_options")
+    stream = _value(values, "stream", bool, False)
+    if options and not stream:
+        raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
+    chat = "messages" in supported
+    return Body(
+        model=_value(values, "model", str, ""),
+        sampling=_sampling(values, seed),
+        penalties=Penalties(_penalty(values, "presence_penalty"), _penalty(values, "frequency_penalty"), _bias(values)),
+        max_tokens=_count(
+            values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None, MOST_TOKENS), MOST_TOKENS
+        ),
+        n=_count(values, "n", 1, 1) or 1,
+        stops=_stops(values),
+        stop_tokens=_stop_tokens(values),
+        ignore_eos=_value(values, "ignore_eos", bool, False),
+        logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
+        echo=_value(values, "echo", bool, False),
+        stream=stream,
+        include_usage=_value(options, "include_usage", bool, False),
+        return_token_ids=_value(values, "return_token_ids", bool, False),
+        fields=values,
+    )
+
+
+def _supported(fields: Mapping[str, object], supported: tuple[str, ...]) -> dict[str, object]:
+    """Return the fields that are not null, after checking that each is supported and that the model is among them."""
     values = {name: value for name, value in fields.items() if value is not None}
     for name, value in values.items():
         if name in supported or name in IGNORED:
@@ -103,31 +156,12 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
             raise FieldError(f"{name} is {short(value)}, but this server does not support it; leave it out.", name)
     if "model" not in values:
         raise FieldError("the request names no model; give the field model (/v1/models lists what there is).", "model")
-    options = _mapping(values, "stream_options")
-    stream = _value(values, "stream", bool, False)
-    if options and not stream:
-        raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
-    chat = "messages" in supported
-    return Body(
-        model=_value(values, "model", str, ""),
-        sampling=_sampling(values, seed),
-        max_tokens=_count(
-            values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None, MOST_TOKENS), MOST_TOKENS
-        ),
-        n=_count(values, "n", 1, 1) or 1,
-        stops=_stops(values),
-        logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
-        echo=_value(values, "echo", bool, False),
-        stream=stream,
-        include_usage=_value(options, "include_usage", bool, False),
-        return_token_ids=_value(values, "return_token_ids", bool, False),
-        fields=values,
-    )
+    return values
 
 
-def prompts(fields: Mapping[str, object]) -> list[str | list[int]]:
-    """Return the prompts of a completion, each a text or a list of token ids."""
-    prompt = fields.get("prompt")
+def prompts(fields: Mapping[str, object], name: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts in the field ``name``, each a text or a list of token ids."""
+    prompt = fields.get(name)
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -135,27 +169,82 @@ def prompts(fields: Mapping[str, object]) -> list[str | list[int]]:
             return [prompt]
         if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_id, item))) for item in prompt):
             return prompt
-    raise FieldError("prompt must be a text, a list of texts, a list of token ids, or a list of such lists.", "prompt")
+    raise FieldError(f"{name} must be a text, a list of texts, a list of token ids, or a list of such lists.", name)
 
 
-def messages(fields: Mapping[str, object]) -> list[dict[str, str]]:
-    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text."""
+class EmbeddingBody(NamedTuple):
+    """A request for embeddings: the ``model``, the ``inputs``, and whether vectors are sent as base64."""
+
+    model: str
+    inputs: list[str | list[int]]
+    base64: bool
+
+
+def read_embedding(fields: Mapping[str, object]) -> EmbeddingBody:
+    """Return the request for embeddings in ``fields``."""
+    values = _supported(fields, EMBEDDING)
+    inputs = prompts(values, "input")
+    if len(inputs) > MOST_INPUTS:
+        raise FieldError(f"input holds {plural(len(inputs), 'text')}, but may hold at most {MOST_INPUTS:,}.", "input")
+    form = _value(values, "encoding_format", Literal["float", "base64"], "float")
+    return EmbeddingBody(_value(values, "model", str, ""), inputs, form == "base64")
+
+
+def tools(fields: Mapping[str, object]) -> list[dict[str, object]] | None:
+    """Return the tools that the model may call, for the chat template; None without tools.
+
+    The server renders tools and does not parse calls: an answer is text, whatever the model writes.
+    """
+    if _value(fields, "tool_choice", Literal["none", "auto"], "auto") == "none":
+        return None
+    items = fields.get("tools", [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise FieldError("tools must be a list of objects.", "tools")
+    return items or None
+
+
+def messages(fields: Mapping[str, object]) -> list[dict[str, object]]:
+    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text; other keys, such as
+    ``tool_calls``, stay in the message."""
     items = fields.get("messages")
     if not isinstance(items, list) or not items:
         raise FieldError("messages must be a list of one message or more.", "messages")
     return [_message(item, place) for place, item in enumerate(items)]
 
 
-def _message(item: object, place: int) -> dict[str, str]:
+def _message(item: object, place: int) -> dict[str, object]:
     where = f"messages[{place}]"
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise FieldError(f"{where} must be an object with role and content.", where)
     content = item.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in content)
+    if content is None and item.get("tool_calls"):
+        content = ""  # as OpenAI's clients send an answer that only calls tools
     if not isinstance(content, str):
         raise FieldError(f"{where}.content must be text, or a list of parts of the type text.", where)
-    return {"role": item["role"], "content": content}
+    return item | {"content": content} | ({"tool_calls": _tool_calls(item, where)} if "tool_calls" in item else {})
+
+
+def _tool_calls(message: Mapping[str, object], where: str) -> list[dict[str, Any]]:
+    """Return the calls of tools in a message, their arguments as an object. OpenAI writes the arguments as JSON in a
+    text, and chat templates read an object."""
+    calls = message["tool_calls"] or []
+    where = f"{where}.tool_calls"
+    if not isinstance(calls, list):
+        raise FieldError(f"{where} must be a list of objects.", where)
+    parsed = []
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(function := call.get("function"), dict):
+            raise FieldError(f"{where} must hold objects with a function.", where)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                raise FieldError(f"the arguments of {where} are not JSON; send an object as JSON.", where) from None
+        parsed.append(call | {"function": function | {"arguments": arguments}})
+    return parsed
 
 
 def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
@@ -165,6 +254,7 @@ def _sampling(values: Mapping[str, object], seed: int | None) -> Sampling:
         top_k=None if top_k in (0, -1) else top_k,  # as clients of other servers switch it off
         top_p=_number(values, "top_p", 1.0) if "top_p" in values else None,
         min_p=_number(values, "min_p", 0.0) or None,
+        repetition_penalty=_number(values, "repetition_penalty", 1.0),
         seed=_count(values, "seed", 0, secrets.randbits(48) if seed is None else seed, LARGEST - 1),
     )
 
@@ -177,6 +267,37 @@ def _stops(values: Mapping[str, object]) -> tuple[str, ...]:
     if len(stops) > MOST_STOPS:
         raise FieldError(f"stop has {plural(len(stops), 'text')}, but may have at most {MOST_STOPS}.", "stop")
     return tuple(stops)
+
+
+def _penalty(values: Mapping[str, object], name: str) -> float:
+    penalty = _number(values, name, 0.0)
+    if not -2 <= penalty <= 2:
+        raise FieldError(f"{name} is {short(values[name])} but must be a number from -2 to 2.", name)
+    return penalty
+
+
+def _bias(values: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
+    """Return the bias of each token; JSON writes the ids as texts."""
+    bias = _mapping(values, "logit_bias")
+    if len(bias) > MOST_BIASES:
+        raise FieldError(
+            f"logit_bias has {plural(len(bias), 'token')}, but may have at most {MOST_BIASES:,}.", "logit_bias"
+        )
+    for token, change in bias.items():
+        is_token = token.isascii() and token.isdigit() and len(token) < 10
+        if not (is_token and is_of_kind(change, float) and -100 <= change <= 100):
+            raise FieldError(
+                f"logit_bias holds {short(token)}: {short(change)}, but must give token ids a number from -100 to 100.",
+                "logit_bias",
+            )
+    return tuple((int(token), float(change)) for token, change in bias.items())
+
+
+def _stop_tokens(values: Mapping[str, object]) -> tuple[int, ...]:
+    tokens = values.get("stop_token_ids", [])
+    if not isinstance(tokens, list) or not all(map(_is_id, tokens)) or len(tokens) > MOST_STOP_TOKENS:
+        raise FieldError(f"stop_token_ids must be a list of at most {MOST_STOP_TOKENS} token ids.", "stop_token_ids")
+    return tuple(tokens)
 
 
 def _chat_logprobs(values: Mapping[str, object]) -> int | None:
@@ -195,7 +316,7 @@ def _mapping(values: Mapping[str, object], name: str) -> Mapping[str, object]:
     return value
 
 
-def _value(values: Mapping[str, object], name: str, kind: type, default: object) -> Any:
+def _value(values: Mapping[str, object], name: str, kind: object, default: object) -> Any:
     if name not in values:
         return default
     if not is_of_kind(values[name], kind):
@@ -257,8 +378,11 @@ class ChatTemplate:
         with reading_corpus(path):
             self.source = source = Path(path).read_text(encoding="utf-8")
         environment = _environment()
+        from jinja2.meta import find_undeclared_variables
+
         try:
             self._template = environment.from_string(source)
+            self.reads_tools = "tools" in find_undeclared_variables(environment.parse(source))
         except Exception as error:  # the parser also raises the errors of Python's parser, and RecursionError
             raise KinformerError(f"{path}: is not a Jinja template ({_reason(error)}); mend it.") from None
 

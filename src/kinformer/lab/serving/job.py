@@ -10,7 +10,7 @@ import numpy as np
 
 from kinformer.generation.sampling import ends_of_text
 from kinformer.lab.data import Tokenizer
-from kinformer.lab.data.tokenizer import as_bytes, prompt_ids
+from kinformer.lab.data.tokenizer import NEIGHBOURS, as_bytes, prompt_ids
 from kinformer.lab.serving.answers import Failure, Piece, TextListener
 from kinformer.lab.serving.engine import Engine, Request, TokenScore
 from kinformer.lab.serving.fields import Body
@@ -31,14 +31,19 @@ class ClientLeftError(Exception):
 
 
 class Job:
-    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or lists of ids.
+    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or ids.
 
     Choice number i equals row i of ``kinformer.generate`` for the prompts repeated ``n`` times each. A job may be built
     outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, body: Body, prompts: Sequence[str | list[int]], new: int | None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        body: Body,
+        prompts: Sequence[str | list[int] | np.ndarray],
+        new: int | None,
     ) -> None:
         engine.check_rows(len(prompts), body.n)
         self.engine, self.body = engine, body
@@ -108,10 +113,13 @@ class Job:
             pass
         self._queue.put_nowait(None)
 
-    def _request(self, tokenizer: Tokenizer, prompt: str | list[int], first: int, new: int | None) -> Request:
+    def _request(
+        self, tokenizer: Tokenizer, prompt: str | list[int] | np.ndarray, first: int, new: int | None
+    ) -> Request:
         body = self.body
-        tokens = prompt if isinstance(prompt, list) else prompt_ids(tokenizer, prompt).tolist()
-        listener = _Counting(self, tokenizer, first, tokens)
+        # An array: a list of millions of ids takes half a second in which no other thread runs.
+        tokens = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else np.array(prompt, np.int64)
+        listener = _Counting(self, tokenizer, first, tokens[-NEIGHBOURS:].tolist())
         self.prompt_tokens += len(tokens)
         limit = self.engine.model.max_length
         if body.max_tokens is not None:
@@ -119,9 +127,10 @@ class Job:
         elif limit is not None and new is not None:
             new = max(1, min(new, limit + 1 - len(tokens)))
         request = Request(
-            tokens=np.array(tokens, np.int64),
+            tokens=tokens,
             listener=listener,
             sampling=body.sampling,
+            penalties=body.penalties,
             max_new_tokens=new or 0,
             copies=body.n,
             first_stream=first,
@@ -131,9 +140,12 @@ class Job:
         self.engine.check(request)
         self._require_size(request)
         if body.echo:
-            text = tokenizer.decode(tokens) if isinstance(prompt, list) else as_bytes(prompt).decode("utf-8", "replace")
-            added = 0 if isinstance(prompt, list) else len(tokens) - len(tokenizer.encode(prompt))
-            listener.echo(text, tokens, body.n, added)
+            if isinstance(prompt, str):
+                text = as_bytes(prompt).decode("utf-8", "replace")
+                added = len(tokens) - len(tokenizer.encode(prompt))
+            else:
+                text, added = tokenizer.decode(tokens), 0
+            listener.echo(text, tokens.tolist(), body.n, added)
         return request
 
     def _require_size(self, request: Request) -> None:
@@ -179,7 +191,9 @@ class _Counting(TextListener):
     """A listener that also counts the tokens of its job."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, first: int, before: list[int]) -> None:
-        super().__init__(job._send, tokenizer, job.body.stops, first, ends_of_text(job.engine.model), before)
+        body = job.body
+        ends = (*body.stop_tokens, *(() if body.ignore_eos else ends_of_text(job.engine.model)))
+        super().__init__(job._send, tokenizer, body.stops, first, ends, before)
         self._job = job
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:

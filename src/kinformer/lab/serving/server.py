@@ -10,27 +10,34 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from hmac import compare_digest
 from json import dumps
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
+from anyio.to_thread import current_default_thread_limiter
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kinformer.generation.packed import pack
+from kinformer.generation.session import require_ids
 from kinformer.lab.data import Tokenizer
+from kinformer.lab.data.labelled import TextItem
 from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.runs.run import open_run
@@ -39,9 +46,11 @@ from kinformer.lab.serving.answers import Answer, ChatAnswer, Piece
 from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
+from kinformer.lab.tasks.evaluation import TrainedRun
+from kinformer.lab.tasks.texts import TextEmbedder
 from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.distributed import heeded
-from kinformer.runtime.errors import KinformerError, as_flags
+from kinformer.runtime.errors import KinformerError, as_flags, plural
 from kinformer.runtime.progress import note
 
 # The engine's numbers in the text format of Prometheus.
@@ -85,9 +94,29 @@ NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 chat."""
 LARGE = 256
 """A part of a stream with more tokens is built outside of the event loop."""
+THREADS = 4
+"""The threads that read requests and build answers. The event loop waits up to 5 ms for each busy thread."""
 PAGE = Path(__file__).parent / "assets" / "page.html"
+OPEN = ("/", "/health")
 LOCAL = ["127.0.0.1", "localhost", "[::1]", "::1"]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+class Turns:
+    """A lock that counts the requests that hold it or wait for it (``busy``)."""
+
+    def __init__(self) -> None:
+        self.busy, self._lock = 0, asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the other requests, then hold the lock."""
+        self.busy += 1
+        try:
+            async with self._lock:
+                yield
+        finally:
+            self.busy -= 1
 
 
 @dataclass(frozen=True)
@@ -98,10 +127,12 @@ class Served:
     name: str
     created: int
     engine: Engine
+    run: TrainedRun
     tokenizer: Tokenizer
     template: ChatTemplate | None
     alive: Callable[[], bool]
     seed: int | None
+    embedding: Turns = field(default_factory=Turns)
 
     @property
     def facts(self) -> dict[str, object]:
@@ -109,9 +140,10 @@ class Served:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "kinformer"}
 
 
-def application(served: Served, local: bool) -> Starlette:
+def application(served: Served, local: bool, key: str | None = None) -> Starlette:
     """Return the application. A ``local`` application answers only requests to a name of this machine, so that a
-    foreign page cannot reach it by its own name with this machine's address (DNS rebinding)."""
+    foreign page cannot reach it by its own name with this machine's address (DNS rebinding). With a ``key``, only
+    requests that send it are answered (:class:`RequireKey`)."""
     routes = [
         Route("/", _page),
         Route("/health", _health),
@@ -120,14 +152,37 @@ def application(served: Served, local: bool) -> Starlette:
         Route("/v1/models/{name:path}", _model),
         Route("/v1/completions", _completions, methods=["POST"]),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
+        Route("/v1/embeddings", _embeddings, methods=["POST"]),
     ]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)] if local else []
+    if key is not None:
+        middleware.append(Middleware(RequireKey, key=key))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)] if local else [],
+        middleware=middleware,
         exception_handlers={HTTPException: _http_error, KinformerError: _error},
     )
     app.state.served = served
     return app
+
+
+class RequireKey:
+    """A middleware that answers 401 to requests without ``key`` in their header ``Authorization: Bearer KEY``. The
+    paths :data:`OPEN` stay open: monitors ask for ``/health``, and a browser loads the page before the key is typed."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self.app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            # compare_digest takes the same time wherever two keys differ.
+            if scheme.lower() != "bearer" or not compare_digest(key.strip().encode("latin-1"), self._key):
+                sentence = "the request does not send this server's key; send the header Authorization: Bearer KEY."
+                problem = answers.error(sentence, "invalid_request_error", code="invalid_api_key")
+                await JSON(problem, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 class JSON(Response):
@@ -154,7 +209,7 @@ class Events(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         def built(piece: Piece) -> bytes:
-            return answers.event(answer.chunk(piece))
+            return answers.event(answer.chunk(piece), answers.encoded_by_parts)
 
         job, answer = self._job, self._answer
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -163,7 +218,7 @@ class Events(Response):
                 await write(answers.event(opening))
             async for piece in job.pieces(receive):
                 large = len(piece.tokens) > LARGE  # for example a prompt with its scores
-                await write(await run_in_threadpool(built, piece) if large else built(piece))
+                await write(await run_in_threadpool(built, piece) if large else answers.event(answer.chunk(piece)))
             if answer.body.include_usage:
                 await write(answers.event(answer.usage_chunk(job.usage)))
         except ClientLeftError:
@@ -201,9 +256,49 @@ def _chat_job(served: Served, data: bytes) -> Job:
             "messages",
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
-    prompt = served.template.prompt(fields.messages(body.fields))
-    ids = served.tokenizer.encode(prompt).tolist()  # the template writes BOS itself, as in transformers
+    tools = fields.tools(body.fields)
+    if tools and not served.template.reads_tools:
+        raise FieldError("this server's chat template does not read tools; leave tools out.", "tools")
+    prompt = served.template.prompt(fields.messages(body.fields), tools=tools)
+    ids = served.tokenizer.encode(prompt)  # the template writes BOS itself, as in transformers
     return Job(served.engine, served.tokenizer, body, [ids], NEW_CHAT_TOKENS)
+
+
+async def _embeddings(request: Request) -> Response:
+    served: Served = request.app.state.served
+    data, waiting = await _body(request), served.engine.limits.max_waiting
+    if served.embedding.busy > waiting:
+        raise BusyError(f"{waiting} requests for embeddings wait, as many as this server takes; repeat it later.")
+    async with served.embedding.turn():
+        return await run_in_threadpool(lambda: _large(_embedded(served, data)))
+
+
+def _embedded(served: Served, data: bytes) -> dict[str, object]:
+    """Return the vectors of a request's inputs: the mean of the last hidden states, as ``kinformer embed`` makes it."""
+    body = fields.read_embedding(fields.parse(data))
+    _require_model(served, body.model)
+    embedder = TextEmbedder(served.run, served.engine.model, "mean")
+    texts = [embedder.encode(item) if isinstance(item, str) else np.array(item, np.int64) for item in body.inputs]
+    for place, ids in enumerate(texts):
+        if not 0 < len(ids) <= embedder.length:
+            raise FieldError(
+                f"input {place} has {plural(len(ids), 'token')}, but must have 1 to {embedder.length}, as in "
+                "training; send parts of it.",
+                "input",
+            )
+        require_ids(served.engine.model, int(ids.min()), int(ids.max()))
+    vectors = [embedder([(TextItem("", ""), ids)])[0].vector for ids in texts]
+    entries = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(vector).decode() if body.base64 else vector.tolist(),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    total = sum(map(len, texts))
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": entries, "model": body.model, "usage": usage}
 
 
 async def _answered(request: Request, job: Job, answer: Answer) -> Response:
@@ -217,7 +312,12 @@ async def _answered(request: Request, job: Job, answer: Answer) -> Response:
         return Response(status_code=499)
     except KinformerError as error:
         return JSON(answers.error(str(error), "server_error"), 500)
-    return await run_in_threadpool(lambda: JSON(answer.full(job.usage)))
+    return await run_in_threadpool(lambda: _large(answer.full(job.usage)))
+
+
+def _large(content: object) -> Response:
+    """Return an answer in JSON that may be large."""
+    return Response(answers.encoded_by_parts(content), media_type=JSON.media_type)
 
 
 async def _body(request: Request) -> bytes:
@@ -341,11 +441,17 @@ class Server:
         assert run.tokenizer is not None
         self.name = name = options.name or Path(folder).resolve().name
         created = int(os.path.getmtime(place_of_best(run.folder)))
-        served = Served(name, created, self.engine, run.tokenizer, template, self._thread.is_alive, options.seed)
+        served = Served(name, created, self.engine, run, run.tokenizer, template, self._thread.is_alive, options.seed)
         host = self.socket.getsockname()[0]
+        local, key = host in ("127.0.0.1", "::1"), options.api_key or os.environ.get("KINFORMER_API_KEY") or None
+        if not (local or key or options.quiet):
+            note(
+                "warning: every machine that reaches this address can use the model; give a key in the variable "
+                "KINFORMER_API_KEY."
+            )
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            application(served, host in ("127.0.0.1", "::1")),
+            application(served, local, key),
             log_level="critical" if options.quiet else "warning",
             access_log=False,
             timeout_graceful_shutdown=_GRACE,
@@ -382,6 +488,9 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # asyncio does it for sockets that name their protocol alone. Without it, parts of an answer wait 40 ms for the
+        # client's confirmation of the part before.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._head = self.loop.call_later(self.head_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
@@ -421,6 +530,7 @@ class _Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and keep the log short while connections cannot be opened."""
         asyncio.get_running_loop().set_exception_handler(sparing(logging.getLogger("uvicorn.error").error))
+        current_default_thread_limiter().total_tokens = THREADS
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

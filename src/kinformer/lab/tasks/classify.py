@@ -97,6 +97,11 @@ def vocab_size(data: Labelled) -> int:
     return data.vocab_size + SPECIAL_TOKENS
 
 
+def row_lengths(data: Labelled, config: ModelConfig) -> np.ndarray:
+    """Return the tokens of each training example, BOS and EOS included."""
+    return data.splits["train"].lengths + ends_of(config).size
+
+
 def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
     """Return the overrides: a head for the classes of the data."""
     classes = FEWEST if data is None else len(data.classes)

@@ -281,7 +281,7 @@ def predict(
     actions, size = environment.actions, environment.observation_dim
     agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)
     episode = step = 0
-    for observation in islice(_observations(_lines(source), size), settings.max_items):
+    for observation in islice(_observations(_lines(source), size), settings.first):
         if observation.begins:
             episode, step = episode + 1, 0
             agent.begin(np.zeros(1, np.int64))

@@ -448,7 +448,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on held-out images, beside the most frequent class."""
     run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, settings, options, labelled=True)
+    result, part, count, same = held_out_images(run, settings, labelled=True)
     level, started_at = run.options.level, time.perf_counter()
     with progressing(quiet) as progress:
         train_vectors = vectors_of(model, level, result.train, len(result.train), progress)

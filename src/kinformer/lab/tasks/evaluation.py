@@ -40,7 +40,7 @@ class ItemSettings(Checked):
     """How the rows of the input are written. If not given, by the file's ending, and lines on standard input."""
     batch_size: int = 32
     """Items computed at a time; bounds the memory, does not change the result."""
-    max_items: int | None = None
+    first: int | None = None
     """Take the first N items only."""
     quiet: bool = False
     """Print only the result, without progress or notes."""
@@ -49,7 +49,7 @@ class ItemSettings(Checked):
     seed: int = 0
     """Decides all random numbers, such as the hashes of a member with hashing."""
 
-    LEAST = {"batch_size": 1, "max_items": 1}
+    LEAST = {"batch_size": 1, "first": 1}
 
     def __post_init__(self) -> None:
         require_seed(self.seed)
@@ -72,17 +72,27 @@ class PredictionSettings(ItemSettings):
 class EmbeddingSettings(ItemSettings):
     """How runs of any task make vectors."""
 
+    label_field: str | None = None
+    """The column or field with a label to write beside the vector, where it is not called label."""
+
     pooling: Literal["mean", "first", "last"] = "mean"
     """How an item becomes a vector: the mean over its positions, or the vector of the first or the last position."""
 
 
 class Embedded(NamedTuple):
     """A vector, float32 [dim], of the item ``name``: a text, or the path of a file. ``kind``: the kind of
-    item, ``text``, ``image`` or ``audio``."""
+    item, ``text``, ``image`` or ``audio``. ``label``: the item's label where its table has labels."""
 
     kind: str
     name: str
     vector: np.ndarray
+    label: str | None = None
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The item as data that JSON can hold."""
+        label = {} if self.label is None else {"label": self.label}
+        return {self.kind: self.name, **label, "vector": self.vector.tolist()}
 
 
 class Predicted(NamedTuple):
@@ -104,14 +114,14 @@ class EvaluationSettings(Checked):
     """Data to measure on: a path, - for standard input, or stdlib; the run's own if not given."""
     split: str = "test"
     """Which part of the data: train, validation or test."""
-    max_bytes: int | None = None
-    """Measure on the first N bytes only."""
+    first: int | None = None
+    """Measure on the first N only: bytes of a text, else images, pairs, or with `harness` items of every task."""
     chunk: int = 2048
     """Tokens computed at a time; bounds the memory, does not change the result."""
     seed: int = 0
     """The seed of all random numbers."""
 
-    LEAST = {"max_bytes": 2, "chunk": 1}
+    LEAST = {"first": 1, "chunk": 1}
 
     def __post_init__(self) -> None:
         require_seed(self.seed)

@@ -346,7 +346,7 @@ def evaluate(
     data = data_of(run, settings.data)
     split = data.splits[choose(settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, settings.data is not None)
-    pixels = split.pixels[: options.max_items]
+    pixels = split.pixels[: settings.first]
     sequences, labels = Sequences(input_of(run.config)), labels_of(run, data, split.labels)
 
     def score(part: slice) -> tuple[Tensor, Tensor]:

@@ -466,7 +466,7 @@ def picture_batches(taken: Inputs[Picture], settings: ItemSettings, doing: str) 
 def embed_pictures(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the vectors of the pictures of ``source``, in order: the last hidden states of an encoder, pooled."""
     model: WholeModel = subject.model
-    pictures = pictures_in(subject.run, source, settings.max_items, skip_bad=settings.skip_bad)
+    pictures = pictures_in(subject.run, source, settings.first, skip_bad=settings.skip_bad)
     for batch in picture_batches(pictures, settings, "embedding"):
         with torch.inference_mode():
             states = model.hidden(laid(batch, model)).long_input

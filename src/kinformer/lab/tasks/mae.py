@@ -35,7 +35,7 @@ from kinformer.lab.data.sampling import in_epochs, mix
 from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, Made, evaluated, input_of, part_of
 from kinformer.lab.tasks.image import OCCLUDED, grid
 from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
-from kinformer.lab.tasks.options import FirstImages, MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
+from kinformer.lab.tasks.options import MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
 from kinformer.lab.tasks.task import GenerationSettings
 from kinformer.lab.tasks.texts import heading, identity_of_part
 from kinformer.lab.tasks.vision import (
@@ -288,10 +288,10 @@ class MaskedPatches:
 AT_ONCE = 64
 
 
-def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always with the same mask."""
     run, model, device = subject.run, subject.model, device_of(subject.model)
-    result, part, count, same = held_out_images(run, settings, options)
+    result, part, count, same = held_out_images(run, settings)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         total, plain, masked = 0.0, 0.0, 0
@@ -538,10 +538,10 @@ def counted_colours(data: ImageData, model: Encoder) -> np.ndarray:
     return -np.log2(counts / counts.sum())
 
 
-def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
+def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always corrupted alike."""
     run, model, device = subject.run, subject.model, device_of(subject.model)
-    result, part, count, same = held_out_images(run, settings, options)
+    result, part, count, same = held_out_images(run, settings)
     started_at = time.perf_counter()
     with progressing(quiet) as progress:
         costs = torch.from_numpy(counted_colours(result, model)).to(device)

@@ -117,7 +117,7 @@ def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[i
         return sorted({length.tokens(first) for length in lengths})
     trained = trained_at(first)
     if trained is None:
-        raise KinformerError(f"{first.folder}: does not say its training length; give `lengths` 64,128,192,256.")
+        raise KinformerError(f"{first.folder}: does not say its training length; give `contexts` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
 
 
@@ -225,9 +225,9 @@ def evaluate(
         from kinformer.lab.drawing.plots import check
 
         check(Path(options.plot))
-        if options.lengths is None and not options.recl:
-            raise KinformerError(f"`plot` {options.plot}: draws what `lengths` measures; give `lengths` 1x,2x,4x too.")
-    lengths = parse_lengths(options.lengths)
+        if options.contexts is None and not options.recl:
+            raise KinformerError(f"`plot` {options.plot}: draws what `contexts` measures; add `contexts` 1x,2x,4x.")
+    lengths = parse_lengths(options.contexts)
     if options.recl:
         return evaluate_recl(runs, load, settings, options, contexts_of(runs, lengths), quiet)
     results = [_measure(load(run), settings, options, lengths, quiet) for run in runs]
@@ -245,7 +245,7 @@ def _measure(
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
-    beside = options.lengths is not None
+    beside = options.contexts is not None
     main = main_windows(run, model, options.context, options.overlap, beside_lengths=beside)
     tokens, limit = [length.tokens(run) for length in lengths], model.max_length
     within = [length for length in tokens if limit is None or length <= limit]

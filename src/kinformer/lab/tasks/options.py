@@ -38,10 +38,6 @@ class NextTokenOptions:
             raise KinformerError("`reset_documents`: `segments` begin a new sequence at every document; leave one out.")
 
 
-OF_HARNESS = ("fewshot", "limit")
-"""The options of tasks of lm-evaluation-harness."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NextTokenEvaluationOptions(Checked):
     """Options of evaluating models of the next token."""
@@ -51,13 +47,13 @@ class NextTokenEvaluationOptions(Checked):
     was trained: carried after training with `segments`, else in windows of the training length."""
     overlap: float = 0.0
     """The share of each window that repeats the one before and is not scored again."""
-    lengths: str | None = None
+    contexts: str | None = None
     """Also measure in windows of each of these lengths and by position within them, as in 128,512,2048, or 1x,4x,16x
     for multiples of the training length. A length beyond a model's positions is left out."""
     plot: str | None = None
-    """Draw what `lengths`, `recl` or `datastore` measured, as PNG or SVG by the ending of this name."""
+    """Draw what `contexts`, `recl` or `datastore` measured, as PNG or SVG by the ending of this name."""
     recl: bool = False
-    """Measure the relative effective context length of a group of runs instead; `lengths` are the contexts tried."""
+    """Measure the relative effective context length of a group of runs instead; `contexts` are the contexts tried."""
     hardest: float = 0.1
     """With `recl`: the share of tokens that count: the tokens that the shorter context explains least."""
     positions: int = 512
@@ -70,10 +66,8 @@ class NextTokenEvaluationOptions(Checked):
     """Instead do these tasks of lm-evaluation-harness, by name or as YAML files, as in blimp,own/task.yaml."""
     fewshot: int | None = None
     """With `harness`: N examples before every question (the task's own number if not given)."""
-    limit: int | None = None
-    """With `harness`: the first N items of every task."""
 
-    LEAST = {"positions": 1, "fewshot": 0, "limit": 1}
+    LEAST = {"positions": 1, "fewshot": 0}
     SHARES = {"overlap": "[0, 1)", "holdout": "(0, 1)", "hardest": "(0, 1]"}
 
     def __post_init__(self) -> None:
@@ -82,9 +76,9 @@ class NextTokenEvaluationOptions(Checked):
                 continue
             if option.name in ("hardest", "positions") and not self.recl:
                 raise KinformerError(f"{marked(option.name)}: says how `recl` is measured; give `recl` too.")
-            if option.name in OF_HARNESS and self.harness is None:
+            if option.name == "fewshot" and self.harness is None:
                 raise KinformerError(f"{marked(option.name)}: is for tasks of a harness; give `harness` TASKS too.")
-            if option.name not in ("context", "harness", *OF_HARNESS) and self.harness is not None:
+            if option.name not in ("context", "harness", "fewshot") and self.harness is not None:
                 raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
             if option.name in ("context", "overlap", "baseline") and self.recl:
                 raise KinformerError(f"{marked(option.name)}: does not go together with `recl`; leave one out.")
@@ -169,11 +163,6 @@ class Decoding(BeamOptions):
 @dataclass(frozen=True, kw_only=True)
 class TranslateEvaluationOptions(Decoding, PredictionTable):
     """Options of evaluating translation."""
-
-    first: int | None = None
-    """Measure the first N pairs only."""
-
-    LEAST = {"first": 1}
 
 
 # Data that a task makes.
@@ -340,16 +329,6 @@ PATCH_AUGMENTATIONS = ("crop", "resized-crop", "flip")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstImages(Checked):
-    """Options of evaluating on images."""
-
-    max_items: int | None = None
-    """Measure on the first N images only."""
-
-    LEAST = {"max_items": 1}
-
-
-@dataclass(frozen=True, kw_only=True)
 class PictureOptions(Checked):
     """Options of training on images."""
 
@@ -386,7 +365,7 @@ class ImageOptions(PictureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageEvaluationOptions(FirstImages):
+class ImageEvaluationOptions:
     """Options of evaluating models of images."""
 
     without_first: bool = False
@@ -504,11 +483,6 @@ class VisionOptions(PictureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionEvaluationOptions(FirstImages, PredictionTable):
-    """Options of evaluating image classification."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class VisionGenerationOptions(Checked):
     """Options of classifying images."""
 
@@ -554,7 +528,7 @@ class DinoOptions(PictureOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DinoEvaluationOptions(FirstImages):
+class DinoEvaluationOptions(Checked):
     """Options of evaluating self-distillation."""
 
     nearest: int = 20

@@ -42,6 +42,7 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metr
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 
 if TYPE_CHECKING:
+    from kinformer.core.stack import ModelConfig
     from kinformer.lab.tasks.options import RecallEvaluationOptions
 
 
@@ -87,6 +88,11 @@ def open_rows(source: Source, options: RecallOptions, cache: Path | None = None)
 def vocab_size(data: Recall) -> int:
     """Return how many symbols there are."""
     return data.symbols
+
+
+def row_lengths(data: Recall, config: ModelConfig) -> list[int]:
+    """Return the tokens that the most pairs and as many queries take."""
+    return [4 * max(data.pairs)]
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:

@@ -88,7 +88,7 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import note, progressing
+from kinformer.runtime.progress import note, note_once, progressing
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import SpeechEvaluationOptions, SpeechGenerationOptions, SpeechPredictionOptions
@@ -113,6 +113,11 @@ def fit(config: ModelConfig, data: Sound | None) -> dict[str, object]:
     if config.head.kind == HEAD:
         head = {"head.classes": classes}
     return head if config.input.kind == INPUT else {"input": {"kind": INPUT}} | head
+
+
+def row_lengths(data: Sound, config: ModelConfig) -> np.ndarray:
+    """Return the positions of each training utterance."""
+    return Rows(data, "train", config).positions
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
@@ -234,7 +239,7 @@ class Rows:
             words = self.left_out(split, left)
             if not len(self.usable):
                 raise KinformerError(f"{words}, and none is left; give a larger `length` or other data.")
-            note(f"note: {words} and are left out.")
+            note_once(f"note: {words} and are left out.")
 
     def left_out(self, split: str, left: np.ndarray) -> str:
         """Return in words how many utterances are too long, or too short for their transcripts, as ``left`` says."""
@@ -700,9 +705,7 @@ def predict(
     paths), in order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
-    for file, samples, sound_rate in sounds(
-        source, settings.max_items, settings.quiet, "predicting", settings.skip_bad
-    ):
+    for file, samples, sound_rate in sounds(source, settings.first, settings.quiet, "predicting", settings.skip_bad):
         with torch.inference_mode():
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
         transcript = join_symbols([symbols[symbol - 1] for symbol in decode(logits)], unit)
@@ -749,7 +752,7 @@ def embed(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -
     """Yield the vectors of the files of ``source`` (a WAV or FLAC file, a folder, or a list of paths), in order."""
     model, heard_rate = subject.model, writing_of(subject.run)[2]
     bank = Filterbank(heard_rate, model.config.input.mels)
-    for file, samples, rate in sounds(source, settings.max_items, settings.quiet, "embedding", settings.skip_bad):
+    for file, samples, rate in sounds(source, settings.first, settings.quiet, "embedding", settings.skip_bad):
         heard = Resampler(rate, heard_rate).feed(torch.from_numpy(samples), True)
         frames = features_of(heard, bank, model.config)[None].to(device_of(model))
         with torch.inference_mode():

@@ -64,7 +64,7 @@ from kinformer.lab.tasks.image import (
     shifted,
 )
 from kinformer.lab.tasks.images import files_in, open_images, png_of
-from kinformer.lab.tasks.options import FirstImages, SuperResolutionOptions
+from kinformer.lab.tasks.options import SuperResolutionOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data
 from kinformer.lab.training.logging import BITS_PER_DIM
@@ -198,13 +198,13 @@ class EnlargingLoss(PixelLoss):
 # Bits per dimension of large images given small images, beside baselines of counting.
 
 
-def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: FirstImages, quiet: bool) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored."""
     run, started_at = subject.run, time.perf_counter()
     data = data_of(run, settings.data)
     split = data.splits[choose(settings.split, data.splits, "`split`")]
     same = note_other_data(run, data, settings.data is not None)
-    pixels, sequences = np.asarray(split.pixels[: options.max_items]), EnlargingSequences(run.config)
+    pixels, sequences = np.asarray(split.pixels[: settings.first]), EnlargingSequences(run.config)
     model: SourceModel = subject.model
 
     def score(part: slice) -> tuple[Tensor, Tensor]:

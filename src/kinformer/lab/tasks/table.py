@@ -59,9 +59,7 @@ OF_IMAGES = DataNeeds(
     default="digits",
     refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for images; leave it out."),
 )
-EVALUATED_IMAGES = EvaluationNeeds(
-    refused={"max_bytes": "is for text; give `max_items` N instead.", "seed": NOTHING_DRAWN}
-)
+EVALUATED_IMAGES = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
 EVALUATED_PATCHES = EvaluationNeeds(
     refused={
         **EVALUATED_IMAGES.refused,
@@ -116,16 +114,23 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=refuse("data max_bytes", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
+            refused=refuse("data first", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         ),
         generation=Generation(reads=(), unread="a key has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"recall": "recall:RecallLoss"},
+        in_minutes={
+            "recipe": "tiny",
+            "batch_size": 64,
+            "lr": 1e-2,
+            "set": {"dim": 64, "initialisation.scheme": "framework"},
+        },  # fmt: skip
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
         open="recall:open_rows",
         vocab_size="recall:vocab_size",
+        row_lengths="recall:row_lengths",
         check="recall:check",
         data_module="recall:RecallData",
         measure="recall:evaluate",
@@ -148,7 +153,7 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused=refuse("data max_bytes", "an algorithm makes its own problems; give `problems` and `at_digits`.")
+            refused=refuse("data first", "an algorithm makes its own problems; give `problems` and `at_digits`.")
         ),
         generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
@@ -212,13 +217,14 @@ RECORDS = (
             default="key-to-door",
             refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for trajectories; leave it out."),
         ),
-        evaluation=EvaluationNeeds(refused={"max_bytes": "is for text, not for trajectories; leave it out."}),
+        evaluation=EvaluationNeeds(refused={"first": "is for text, not for trajectories; leave it out."}),
         generation=Generation(
             prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
         ),
         prediction=Prediction(reads=("top_k", "batch_size")),
         metrics=(BITS_PER_ACTION, ACCURACY),
         objectives={"actions": "trajectories:ActionLoss"},
+        in_minutes={"length": 60},
         Options=acting.TrajectoryOptions,
         EvaluationOptions=acting.TrajectoryEvaluationOptions,
         GenerationOptions=acting.TrajectoryGenerationOptions,
@@ -250,7 +256,7 @@ RECORDS = (
         ),
         evaluation=EvaluationNeeds(
             refused=refuse(
-                "data split max_bytes chunk",
+                "data split first chunk",
                 "control acts in new episodes; leave it out, or give `env` and `episodes`.",
             )
         ),
@@ -261,6 +267,15 @@ RECORDS = (
         metrics=(RETURN,),
         objectives={"policy": "control:policy_loss"},
         settings={"length": 32, "batch_size": 32, "lr": 3e-4},
+        # The value's squared errors of returns of some hundreds would outweigh the policy in weights that both share.
+        in_minutes={
+            "recipe": "tiny",
+            "batch_size": 16,
+            "lr": 3e-3,
+            "ema": 0.0,
+            "entropy_weight": 0.0,
+            "value_weight": 0.01,
+        },  # fmt: skip
         Options=acting.ControlOptions,
         EvaluationOptions=acting.ControlEvaluationOptions,
         GenerationOptions=acting.ControlGenerationOptions,
@@ -312,7 +327,7 @@ RECORDS = (
             refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
         ),
         evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
+            refused={"first": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
         ),
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
@@ -322,6 +337,7 @@ RECORDS = (
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
         vocab_size="classify:vocab_size",
+        row_lengths="classify:row_lengths",
         fit="classify:fit",
         check="classify:check",
         tell="classify:tell",
@@ -347,7 +363,7 @@ RECORDS = (
         ),
         evaluation=EvaluationNeeds(
             refused={
-                "max_bytes": "is for text, not for examples; leave it out.",
+                "first": "is for text, not for examples; leave it out.",
                 "seed": NOTHING_DRAWN,
                 "data": "ListOps brings its own data; leave it out.",
             }
@@ -360,6 +376,7 @@ RECORDS = (
         EvaluationOptions=PredictionTable,
         open="classify:open_examples",
         vocab_size="classify:vocab_size",
+        row_lengths="classify:row_lengths",
         fit="classify:fit",
         check="classify:check",
         tell="classify:tell",
@@ -386,7 +403,7 @@ RECORDS = (
             ),
         ),
         evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
+            refused={"first": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
         ),
         generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
         prediction=Prediction(reads=("skip_bad",)),
@@ -398,6 +415,7 @@ RECORDS = (
         PredictionOptions=options.SpeechPredictionOptions,
         open="speech:open_clips",
         fit="speech:fit",
+        row_lengths="speech:row_lengths",
         check="speech:check",
         data_module="speech:SpeechRows",
         measure="speech:evaluate",
@@ -423,7 +441,7 @@ RECORDS = (
         metrics=(ACCURACY, BITS_PER_LABEL),
         objectives={"classification": "vision:class_loss"},
         Options=options.VisionOptions,
-        EvaluationOptions=options.VisionEvaluationOptions,
+        EvaluationOptions=PredictionTable,
         GenerationOptions=options.VisionGenerationOptions,
         open="vision:open_classes",
         fit="vision:fitted",
@@ -458,6 +476,7 @@ RECORDS = (
         metrics=(ACCURACY,),
         objectives={"self-distillation": "dino:self_distillation"},
         settings={"validate_every": 0},
+        in_minutes={"ema": 0.0},
         Options=options.DinoOptions,
         EvaluationOptions=options.DinoEvaluationOptions,
         open="images:open_images",
@@ -486,7 +505,6 @@ RECORDS = (
         metrics=(Metric("masked_error", "mean squared error of masked patches"),),
         objectives={"masked-patches": "mae:MaskedPatches"},
         Options=options.MaeOptions,
-        EvaluationOptions=options.FirstImages,
         GenerationOptions=options.MaeGenerationOptions,
         open="images:open_images",
         suits="mae:suits_masks",
@@ -516,7 +534,6 @@ RECORDS = (
         metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
         objectives={"patch-colours": "mae:PatchColours"},
         Options=options.MppOptions,
-        EvaluationOptions=options.FirstImages,
         open="images:open_images",
         suits="mae:suits_colours",
         fit="mae:fitted_to_colours",
@@ -540,9 +557,7 @@ RECORDS = (
             tokenized=True,
             refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
         ),
-        evaluation=EvaluationNeeds(
-            refused={"max_bytes": "is for running text; give `first` N pairs.", "seed": NOTHING_DRAWN}
-        ),
+        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
         generation=Generation(
             prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
         ),
@@ -550,6 +565,17 @@ RECORDS = (
         metrics=(BITS_PER_BYTE, BLEU, CHRF),
         objectives={"translation": "translate:translation_loss", "exits": "translate:exit_losses"},
         settings={"schedule": "inverse-sqrt", "average": 5},
+        in_minutes={
+            "schedule": "cosine",
+            "average": 0,
+            # At the learning rates of short runs, a post-norm encoder soon gives every source the same vectors.
+            "set": {
+                "layers.*.residual": "pre",
+                "encoder.layers.*.residual": "pre",
+                "norm": "layer_norm",
+                "encoder.norm": "layer_norm",
+            },
+        },
         Options=options.TranslateOptions,
         EvaluationOptions=options.TranslateEvaluationOptions,
         GenerationOptions=options.Decoding,
@@ -558,6 +584,7 @@ RECORDS = (
         default_vocabulary="translate:default_vocabulary",
         texts="translate:texts_of_both",
         vocab_size="translate:vocab_size",
+        row_lengths="translate:row_lengths",
         check="translate:check_pairs",
         data_module="translate:training_rows",
         measure="translate:evaluate",
@@ -588,7 +615,6 @@ RECORDS = (
         metrics=(BITS_PER_DIM,),
         objectives={"pixels": "super_resolution:EnlargingLoss"},
         Options=options.SuperResolutionOptions,
-        EvaluationOptions=options.FirstImages,
         GenerationOptions=options.SuperResolutionGenerationOptions,
         open="super_resolution:open_blocks",
         vocab_size="image:values_of",

@@ -81,7 +81,7 @@ class DataNeeds:
     ``default`` names the data of a run that does not name any. None means that a run must name data, and ``missing``
     then says in one sentence which. With ``tokenized``, a tokenizer turns the data into ids. With ``columns``, the task
     itself reads the column of its tables that `text_field` names. With ``running_text``, a row may be any part of the
-    text, so that ``minutes`` alone decide sizes and recipe. ``refused`` holds general options of training that mean
+    text, so that ``minutes`` also decide the vocabulary. ``refused`` holds general options of training that mean
     nothing to the task, each with the reason and the remedy.
     """
 
@@ -222,7 +222,8 @@ class Task:
     ``evaluation``, ``generation`` and ``prediction`` state which models the task takes, which data it needs, and which
     options the commands read. ``objectives`` maps names to functions that return an objective for a model; the first
     is the usual one. ``metrics`` are the metrics of an evaluation; the first decides which weights are the best.
-    ``settings`` are the settings of training that differ from the general defaults. ``Options``,
+    ``settings`` are the settings of training that differ from the general defaults, and ``in_minutes`` the settings and
+    own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``Options``,
     ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
     task has.
 
@@ -243,6 +244,7 @@ class Task:
     objectives: Mapping[str, Callable[..., Objective]]
     metrics: tuple[Metric, ...]
     settings: Mapping[str, float | str] = {}
+    in_minutes: Mapping[str, Any] = {}
     Options: type = NoOptions
     EvaluationOptions: type = NoOptions
     GenerationOptions: type = NoOptions
@@ -313,6 +315,11 @@ class Task:
 
     def length(self, data: Any, config: ModelConfig) -> int | None:
         """Return how many positions a row has, where the data decide it; None where --length does."""
+        return None
+
+    def row_lengths(self, data: Any, config: ModelConfig) -> Any:
+        """Return how many positions training rows take as whole, int [rows]; None where :meth:`length` decides, or
+        where every length suits the data."""
         return None
 
     def check(self, plan: TrainingPlan, model: nn.Module) -> None:

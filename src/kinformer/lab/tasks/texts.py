@@ -148,8 +148,8 @@ def measured_part(run: TrainedRun, settings: EvaluationSettings, holdout: float 
     holdout = run.data.get("holdout") if holdout is None else holdout
     corpus = open_corpus(spec_of(run, settings.data), tokenizer=run.tokenizer, holdout=holdout)
     part = corpus.splits[choose(settings.split, corpus.splits, "`split`")]
-    if settings.max_bytes is not None:
-        part = first_bytes(part, settings.max_bytes, corpus.tokenizer)
+    if settings.first is not None:
+        part = first_bytes(part, settings.first, corpus.tokenizer)
     return corpus, part
 
 
@@ -195,7 +195,7 @@ def texts_in(
     """Return the texts of ``source`` to predict from, as ``settings`` say; ``check`` raises for one that the task
     cannot read (by default, an empty one). ``usual``: how the task names and orders the columns of tables."""
     columns = usual._replace(text=settings.text_field, label=settings.label_field)
-    return read_texts(source, columns, settings.format, settings.max_items, check, settings.skip_bad)
+    return read_texts(source, columns, settings.format, settings.first, check, settings.skip_bad)
 
 
 def main_windows(
@@ -216,7 +216,7 @@ def main_windows(
     if context == CARRIED or (context is None and endless and getattr(run.options, "segments", False)):
         if overlap and not beside_lengths:
             raise KinformerError(
-                f"`overlap` {overlap:g}: the state is carried here; give `context` N or `lengths` too."
+                f"`overlap` {overlap:g}: the state is carried here; give `context` N or `contexts` too."
             )
         return None
     if context is not None:
@@ -237,7 +237,7 @@ def check_positions(model: Model, windows: Windows | None) -> None:
     if windows is not None and model.max_length is not None and windows.context > model.max_length:
         raise KinformerError(
             f"a context of {plural(windows.context, 'token')} is beyond this model's positions, which end at "
-            f"max_length = {model.max_length}; give `context` and `lengths` no larger."
+            f"max_length = {model.max_length}; give `context` and `contexts` no larger."
         )
 
 
@@ -259,8 +259,8 @@ def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSetti
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
     embedder = TextEmbedder(run, subject.model, settings.pooling)
-    columns = Columns(settings.text_field)
-    inputs = read_texts(source, columns, settings.format, settings.max_items, refuse_empty, settings.skip_bad)
+    columns = Columns(settings.text_field, settings.label_field)
+    inputs = read_texts(source, columns, settings.format, settings.first, refuse_empty, settings.skip_bad)
     pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
     yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
     embedder.note_cut()
@@ -311,7 +311,9 @@ class TextEmbedder(TextReader):
             encoded = self.model.hidden(tokens, valid=valid)
             real = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
             vectors = pooled(encoded[0], real, self.pooling)
-        return [Embedded("text", item.text, row) for (item, _), row in zip(batch, vectors.numpy(), strict=True)]
+        return [
+            Embedded("text", item.text, row, item.label) for (item, _), row in zip(batch, vectors.numpy(), strict=True)
+        ]
 
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
@@ -348,7 +350,7 @@ class Length:
         trained = trained_at(run)
         if trained is None:
             raise KinformerError(
-                f"`lengths` {self.number}x: {run.folder} does not say its training length; give tokens."
+                f"`contexts` {self.number}x: {run.folder} does not say its training length; give tokens."
             )
         return self.number * trained
 
@@ -360,7 +362,7 @@ def parse_lengths(text: str | None) -> list[Length]:
         return [Length(parse_counts(part.removesuffix("x"))[0], part.endswith("x")) for part in parts]
     except ValueError:
         raise KinformerError(
-            f"`lengths` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
+            f"`contexts` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
             "multiples of the training length."
         ) from None
 

@@ -393,7 +393,7 @@ def predict(
     trajectories = data.trajectories
     steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     discrete = isinstance(data.actions, Discrete)
-    episodes = range(len(trajectories.lengths))[: settings.max_items]
+    episodes = range(len(trajectories.lengths))[: settings.first]
     with progressing(settings.quiet, "predicting") as progress:
         for episode in episodes:
             outputs = []

@@ -81,6 +81,12 @@ def open_parallel(source: Source, options: TranslateOptions, cache: Path | None 
     return open_pairs(source.spec, tokenizer=source.tokenizer, holdout=source.holdout, languages=options.languages)
 
 
+def row_lengths(data: Parallel, config: ModelConfig) -> np.ndarray:
+    """Return the tokens of the longer side of the first pairs to train on."""
+    source, target = (side[:1000] for side in data.splits["train"])
+    return EncodedPairs(Pairs(source, target), data.tokenizer).widths
+
+
 def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
     """Return how many tokens a new tokenizer should have; None, for bytes, where the text is short or the package
     tokenizers is missing."""
@@ -611,7 +617,7 @@ def evaluate(
     """Evaluate a run on held-out pairs: how well it predicts the references, and how similar its translations are."""
     check_ends(subject.run.config)
     data, pairs, same = held_out_pairs(subject.run, settings)
-    pairs = Pairs(pairs.source[: options.first], pairs.target[: options.first])
+    pairs = Pairs(pairs.source[: settings.first], pairs.target[: settings.first])
     scores([""], [""])  # before an hour's work
     started_at = time.perf_counter()
     bits = bits_per_byte(subject, data, pairs, settings.chunk)

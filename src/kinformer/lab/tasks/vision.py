@@ -65,7 +65,7 @@ from kinformer.lab.tasks.images import (
     pictures_in,
     require_channels,
 )
-from kinformer.lab.tasks.options import FirstImages, VisionEvaluationOptions, VisionOptions
+from kinformer.lab.tasks.options import VisionOptions
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source
 from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
@@ -73,6 +73,7 @@ from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, CALIBRATION
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.tables import PredictionTable
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
@@ -489,11 +490,9 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
     return float(np.abs(gaps).sum() / len(sure))
 
 
-def evaluate(
-    subject: LoadedRun, settings: EvaluationSettings, options: VisionEvaluationOptions, quiet: bool
-) -> Evaluation:
+def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, class by class, beside the most frequent class."""
-    result, images, count, same = held_out_images(subject.run, settings, options, labelled=True)
+    result, images, count, same = held_out_images(subject.run, settings, labelled=True)
     classes, number = classes_of(subject.run), numbers_of(subject.run, result.name, result.classes)
     assert images.labels is not None
     labels = number[np.asarray(images.labels)]
@@ -534,9 +533,7 @@ class HeldOut(NamedTuple):
     same: bool
 
 
-def held_out_images(
-    run: TrainedRun, settings: EvaluationSettings, options: FirstImages, labelled: bool = False
-) -> HeldOut:
+def held_out_images(run: TrainedRun, settings: EvaluationSettings, labelled: bool = False) -> HeldOut:
     """Return the images that ``settings`` name, or the images of ``run``; ``labelled``: they must have labels."""
     data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
     same = note_other_data(run, data, settings.data is not None)
@@ -544,7 +541,7 @@ def held_out_images(
         raise KinformerError(f"{data.name}: its images do not have labels to measure by; give others.")
     require_channels(data, run)
     part = data.splits[choose(settings.split, data.splits, "`split`")]
-    return HeldOut(data, part, len(part) if options.max_items is None else min(options.max_items, len(part)), same)
+    return HeldOut(data, part, len(part) if settings.first is None else min(settings.first, len(part)), same)
 
 
 # The most probable classes of pictures: of a file, of the files in a folder, or of test images.
@@ -589,7 +586,7 @@ def predict(
     folders, the test images of data, or a list of pictures' paths."""
     names = classes_of(subject.run)
     batches = picture_batches(
-        pictures_in(subject.run, source, settings.max_items, names, settings.skip_bad), settings, "predicting"
+        pictures_in(subject.run, source, settings.first, names, settings.skip_bad), settings, "predicting"
     )
     for picture, classes, line in predicted_classes(subject.model, batches, names, settings.top_k):
         label = {} if picture.label is None else {"label": picture.label}

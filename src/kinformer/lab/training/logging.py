@@ -6,13 +6,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import dump_json, parse_json
@@ -58,6 +58,8 @@ BITS_PER_DIM = Metric("bits_per_dim", "bits per dimension")
 BITS_PER_SYMBOL = Metric("bits_per_symbol", "bits per symbol")
 ERROR_RATE = Metric("error_rate", SHARE)
 BLEU = Metric("bleu", "BLEU", lower_is_better=False)
+ENVIRONMENT_STEPS = "environment_steps"
+"""The entry of the log with the steps of an environment so far, in all its copies together."""
 CHRF = Metric("chrf", "chrF2", lower_is_better=False)
 
 
@@ -177,6 +179,80 @@ class Log:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+    def write_sample(self, step: int, sample: Mapping[str, str]) -> None:
+        """Write a sample of the model at ``step``."""
+        self._file.write(dump_json({"step": step} | dict(sample)) + "\n")
+        self._file.flush()
+
+
+SMOOTH = 0.8
+"""The share of the mean so far in the next mean."""
+
+
+class Smoothing:
+    """Smooths the metrics of successive steps: a moving mean without a bias to its beginning. NaN and infinity do
+    not count."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add ``metrics``, and return their means so far."""
+        for name, value in metrics.items():
+            if isfinite(value):
+                total, weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (SMOOTH * total + value, SMOOTH * weight + 1)
+        return {
+            name: self._sums[name][0] / self._sums[name][1] if name in self._sums else metrics[name] for name in metrics
+        }
+
+
+class History(NamedTuple):
+    """The log of a run: points (step, value) of ``metric`` in training, smoothed, and in validation, in ``unit``; and
+    the records of ``samples``."""
+
+    metric: Metric
+    steps: int
+    training: list[tuple[int, float]]
+    validation: list[tuple[int, float]]
+    samples: list[Mapping[str, Any]]
+
+    @property
+    def unit(self) -> str:
+        """The unit of the metric in words."""
+        return self.metric.name.replace("_", " ") if self.metric.unit == SHARE else self.metric.unit
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The range of the values that a picture shows: without the first steps of training, which fall steeply."""
+        late = [value for step, value in self.training if step >= self.steps / 20] or [
+            item[1] for item in self.training
+        ]
+        values = [value for _, value in self.validation] + late
+        margin = 0.05 * ((max(values) - min(values)) or abs(values[0]) or 1.0)
+        return min(values) - margin, max(values) + margin
+
+
+def history_of(folder: Path, metrics: Sequence[Metric]) -> History:
+    """Return the history of the run in ``folder`` by the first of ``metrics`` that its log has, or by its loss."""
+    path = folder / METRICS
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    rows = [parse_json(line) for line in lines if _step(line) < float("inf")]
+    names = set().union(*rows) if rows else set()
+    metric = next((item for item in metrics if item.name in names), Metric("mean_loss", "mean loss in nats"))
+    smooth, validated = Smoothing(), f"validation_{metric.name}"
+    return History(
+        metric,
+        max((row["step"] for row in rows), default=0),
+        [(row["step"], smooth({metric.name: row[metric.name]})[metric.name]) for row in rows if _has(row, metric.name)],
+        [(row["step"], row[validated]) for row in rows if _has(row, validated)],
+        [row for row in rows if isinstance(row.get("sample"), str)],
+    )
+
+
+def _has(row: Mapping[str, Any], name: str) -> bool:
+    return isinstance(row.get(name), int | float) and isfinite(row[name])
 
 
 def _step(line: str) -> float:

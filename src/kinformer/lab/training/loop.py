@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from math import isfinite
@@ -56,7 +56,15 @@ from kinformer.lab.training.distributed import (
     compile_units,
     wrapped,
 )
-from kinformer.lab.training.logging import Log, Metric, Result, Silence, TrainingProgress
+from kinformer.lab.training.logging import (
+    ENVIRONMENT_STEPS,
+    Log,
+    Metric,
+    Result,
+    Silence,
+    Smoothing,
+    TrainingProgress,
+)
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
@@ -78,6 +86,7 @@ from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
     from kinformer.core.state import State
+    from kinformer.lab.runs.report import Reporter
     from kinformer.lab.training.distributed import Group
 
 
@@ -363,12 +372,12 @@ class Updater:
         self.optimiser.forget()
         self.carried.clear()
 
-    def seconds_per_step(self, limit: float) -> float:
-        """Return the seconds of an update, measured for about ``limit`` seconds. The measured updates have the learning
-        rate 0, and their other effects are undone."""
+    def seconds_per_step(self, limit: float, clock: Callable[[], float] = time.monotonic) -> float:
+        """Return the seconds of an update, measured for about ``limit`` seconds of ``clock``. The measured updates have
+        the learning rate 0, and their other effects are undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
         seconds = seconds_per_step(
-            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(time.monotonic())[0]
+            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(clock())[0]
         )
         self.forget()
         for buffer, before in buffers:
@@ -469,7 +478,7 @@ class Trainer:
     ``model`` is any module that the objective can call; where the data carries states, it has ``initial_state(batch)``.
     The trainer changes ``model`` in place; with several processes the model belongs to the trainer from then on.
     ``quiet``: the trainer reports nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if
-    None.
+    None. ``reporter`` draws samples, and writes the run's page with every checkpoint.
     """
 
     def __init__(
@@ -482,8 +491,10 @@ class Trainer:
         group: Group,
         quiet: bool = False,
         started_at: float | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
-        self.data, self.folder, self.group = data, folder, group
+        self.data, self.folder, self.group, self.reporter = data, folder, group, reporter
+        self.smooth = Smoothing()
         self.silent = quiet or not group.first
         self.model = model.to(group.device).train()
         self.storage = Storage(folder, settings, data.metrics, group)
@@ -603,12 +614,14 @@ class Trainer:
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
             validating = seconds_of(self._validate) if validates else 0.0
+            if self.settings.sample_every and (last or self.step % self.settings.sample_every == 0):
+                validating += seconds_of(self._sample)
             if validates and not last and self._out_of_patience(validate_every):
                 last = saves = True
             if last:
                 self._finish(bool(validate_every))
             saving = seconds_of(self._save, due) if saves else 0.0
-            if validates or saves:
+            if validating or saves:
                 self.window.restart()
                 if pace:
                     pace.spent(validating, saving, self.storage.saves.seconds)
@@ -653,13 +666,16 @@ class Trainer:
         mean = sum(losses) / len(losses)
         means = {name: sum(item) / len(item) for name, item in zip(self.data.sums, sums, strict=True)}
         metrics = {**self.data.measured(means, "train"), **regularization_metrics(self.regularized)}
-        self.progress.update(self.step, self._text(metrics), self.window.tokens, self.window.seconds)
+        text = f"train, smoothed {self._text(self.smooth(metrics))}"
+        self.progress.update(self.step, text, self.window.tokens, self.window.seconds)
         if self.log:
             values = {"loss": losses[-1], "mean_loss": mean, **metrics, "lr": rate, "gradient_norm": norms[-1]}
             self.log.write(self.step, values | {"tokens_per_second": self.window.speed, "seconds": self.seconds})
 
     def _text(self, metrics: Mapping[str, float]) -> str:
-        return ", ".join(metric.text(metrics[metric.name]) for metric in self.data.metrics)
+        texts = [metric.text(metrics[metric.name]) for metric in self.data.metrics]
+        acted = [f"{metrics[ENVIRONMENT_STEPS]:,.0f} environment steps"] if ENVIRONMENT_STEPS in metrics else []
+        return ", ".join(texts + acted)
 
     def _finish(self, measures: bool) -> None:
         """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
@@ -671,6 +687,16 @@ class Trainer:
         if measures and earlier:
             with replaced(self.model, mean_weights(self.model, self.checkpoints, earlier, self.layouts)):
                 self._measure(f"mean of {plural(len(earlier) + 1, 'checkpoint')}", "averaged")
+
+    def _sample(self) -> None:
+        """Log and show a sample of the present weights."""
+        if self.reporter is None or self.group.world > 1:
+            return
+        with self.moving.applied():
+            sample = self.reporter.sample(self.step)
+        if sample and self.log:
+            self.log.write_sample(self.step, sample)
+            self.progress.say(f"step {self.step}/{self.total}  sample: {sample['sample'].strip()}")
 
     def _validate(self) -> None:
         with self.moving.applied():
@@ -702,6 +728,8 @@ class Trainer:
         numbers = vars(self.course) | self.rate.state | times
         self.storage.save(self.step, groups, files, numbers)
         self.saved_at = time.monotonic()
+        if self.reporter:
+            self.reporter.write()
 
     def _pace(self) -> Pace:
         """Return the pace of the run: how many steps fit in the minutes, and how often to validate and to save."""

@@ -78,7 +78,7 @@ LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
 WARM_UP_STEPS = 20
 """A run has at least this many steps: at the usual share, the learning rate then rises for one step."""
 
-_COUNTS = ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens")
+_COUNTS = ("steps", "length", "batch_size", "accumulate", "keep", "log_every", "validation_tokens", "sample_every")
 _FROM_ZERO = (
     "plateau_patience", "validate_every", "patience", "checkpoint_every", "checkpoint_minutes", "average", "warmup",
     "table_lr", "weight_decay", "clip",
@@ -159,6 +159,9 @@ class Settings(Checked):
     """Steps between checkpoints. The default is a tenth of the run; 0 means only the last."""
     checkpoint_minutes: float = 10.0
     """Also write a checkpoint every this many minutes; 0 turns it off."""
+    sample_every: int | None = None
+    """Steps between samples, texts or images by the model, in the log and in the run's report.html. The default is
+    none. Samples need a training in one process."""
     average: int = 0
     """Checkpoints whose weights are averaged at the end: the last one, and earlier ones due by
     `checkpoint_every`. The average is kept if it is better (0, none; for translation 5)."""
