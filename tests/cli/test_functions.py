@@ -77,7 +77,6 @@ def test_bench(monkeypatch):
 
 def test_compare_and_merge(text_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparing, "memory_of", lambda *_: None)
-    monkeypatch.setattr(comparing, "badges", lambda *_: [])
     sizes = {"recipe": "tiny", "length": 16, "batch_size": 4, "steps": 4, "sweep": 0, "lengths": [16], "rounds": 1}
     single = {"data": text_file, "first": 300, "contexts": "1x", "device": "cpu"}
     report = kinformer.compare(["gpt"], out=tmp_path / "one", **sizes, **single)

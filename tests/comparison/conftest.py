@@ -19,16 +19,15 @@ FLAGS = ["--quiet", *(word for name, value in SIZES.items() for word in (f"--{na
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory, text_file):
-    """(folder, flags, what it wrote) of gpt, a hybrid and a member that fails, compared once; memory (in this process)
-    and laws, which take longest, of one of them."""
+    """(folder, flags, what it wrote) of gpt, a hybrid and a member that fails, compared once; memory (in this process),
+    which takes longest, of one of them."""
     folder = tmp_path_factory.mktemp("compare")
     flags = ["--data", str(text_file), *FLAGS, "--out", str(folder)]
     members = ["gpt", "linear-transformer:1,gpt:1", "short=gpt", "--set", "short:layers.*.mixer.impl=none"]
-    memory, laws = comparing.memory_of, comparing.badges
+    memory = comparing.memory_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "in_fresh_process", lambda function, *arguments: function(*arguments))
         patch.setattr(comparing, "memory_of", lambda one, *rest: memory(one, *rest) if one.name == "gpt" else MEMORY)
-        patch.setattr(comparing, "badges", lambda one: [] if one.name == "gpt" else laws(one))
         assert main(["compare", *members, *flags]) == 1
     first = (folder / "comparison.json").rename(folder / "first.json")
     return folder, flags, json.loads(first.read_text(encoding="utf-8"))
@@ -36,9 +35,8 @@ def compared(tmp_path_factory, text_file):
 
 @pytest.fixture
 def cheap(monkeypatch):
-    """Without memory and laws, which take longest."""
+    """Without memory, which takes longest."""
     monkeypatch.setattr(comparing, "memory_of", lambda *_: MEMORY)
-    monkeypatch.setattr(comparing, "badges", lambda *_: [])
 
 
 @pytest.fixture
@@ -52,17 +50,18 @@ def entrant(name, values, lr=0.01, **more):
     runs = tuple(
         SeedRun(
             seed=seed,
-            value=value,
-            figures={"bits_per_byte": value},
+            test=value,
+            test_metrics={"bits_per_byte": value},
             steps=20,
             seconds=10.0 + seed,
             curve=tuple(
-                Point(step=step, value=value + 1 / step, seconds=step / 2, flops=1e9 * step) for step in (5, 10, 20)
+                Point(step=step, validation=value + 1 / step, seconds=step / 2, flops=1e9 * step)
+                for step in (5, 10, 20)
             ),
             contexts=[
                 {
                     "context": 64 * times,
-                    "value": value + 0.1 * (times - 1),
+                    "test": value + 0.1 * (times - 1),
                     "positions": [
                         {"first": 1, "last": 1, "tokens": 9, "bits_per_byte": 4.0},
                         {"first": 2, "last": 2, "tokens": 9, "bits_per_byte": 3.0},
@@ -85,13 +84,12 @@ def entrant(name, values, lr=0.01, **more):
             ],
             "config": {"dim": 32, "layers": [1, 2]},
             "max_length": None,
-            "patterns": [{"pattern": "causal", "tokens_per_cell": 1, "rows": ["■ ·", "■ ■"]}],
             "needs": [],
         },
         "parameters": 1000,
         "flops_step": 1e9,
         "error": None,
-        "sweep": (Trial(lr=0.01, value=3.0), Trial(lr=0.02, value=None)),
+        "sweep": (Trial(lr=0.01, validation=3.0), Trial(lr=0.02, validation=None)),
         "lr": lr,
         "moved": None,
         "runs": runs,
@@ -106,7 +104,6 @@ def entrant(name, values, lr=0.01, **more):
             ]
         },
         "memory": {"training": 2**20, "lengths": [{"length": 64, "bytes": 5000}, {"length": 256, "bytes": 50000}]},
-        "badges": [{"name": "causality", "law": "causal", "holds": True, "why": "", "left_out": []}],
         "machine": {"processor": "one", "threads": 1, "device": "cpu", "python": "3", "versions": {"torch": "2"}},
         "settings": {"length": 64, "batch_size": 2},
     }  # fmt: skip

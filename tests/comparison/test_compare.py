@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from kinformer.family.build import configure
 from kinformer.lab.cli.main import main
 from kinformer.lab.comparison import compare as comparing
 from kinformer.lab.comparison import training
-from kinformer.lab.comparison.options import DEFAULT_MEMBERS, PLANS, CompareOptions, planned
+from kinformer.lab.comparison.options import USES, CompareOptions, planned
 from kinformer.lab.comparison.plan import USUAL_LENGTH, contestants, entrants, with_length, with_tokenizer
-from kinformer.lab.comparison.record import EntrantRecord, read
+from kinformer.lab.comparison.record import read
 from kinformer.lab.comparison.words import summary
 from kinformer.runtime.errors import KinformerError
 
@@ -31,7 +32,6 @@ def test_all_measures_are_there(report):
             (kind, length) for kind in ("forward", "step") for length in (16, 32)
         }
         assert each["memory"]["training"] >= 0  # of this process, which has room already
-    assert all(badge["holds"] for badge in two["badges"]) and len(two["badges"]) == 5
     assert [row["length"] for row in one["memory"]["lengths"]] == [16, 32]
     assert [layer["mixer"]["kind"] for layer in two["facts"]["config"]["layers"]] == ["linear", "softmax"]
     assert report["baselines"]["ngram_bits_per_byte"] > 0
@@ -67,8 +67,8 @@ def test_the_same_seed_gives_the_same_losses(compared, report, tmp_path, cheap):
     assert main(["compare", "gpt", *own]) == 0
     again = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))["entrants"][0]
     before = report["entrants"][0]
-    values = [[point["value"] for point in each["runs"][0]["curve"]] for each in (again, before)]
-    assert values[0] == values[1] and again["runs"][0]["value"] == before["runs"][0]["value"]
+    values = [[point["validation"] for point in each["runs"][0]["curve"]] for each in (again, before)]
+    assert values[0] == values[1] and again["runs"][0]["test"] == before["runs"][0]["test"]
 
 
 def test_a_stopped_comparison_goes_on_where_it_was(compared, report, tmp_path, monkeypatch, cheap):
@@ -89,7 +89,7 @@ def test_a_stopped_comparison_goes_on_where_it_was(compared, report, tmp_path, m
     assert main(["compare", "gpt", *own]) == 0
     assert not set(first) & set(later) and later
     again = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))["entrants"][0]
-    assert [run["value"] for run in again["runs"]] == [run["value"] for run in report["entrants"][0]["runs"]]
+    assert [run["test"] for run in again["runs"]] == [run["test"] for run in report["entrants"][0]["runs"]]
 
 
 def test_a_run_that_is_killed_again_and_again_is_told(tmp_path):
@@ -106,6 +106,9 @@ def test_a_run_that_is_killed_again_and_again_is_told(tmp_path):
         (["--steps", "5", "--tokens", "9"], "--steps and --tokens contradict"),
         (["--minutes", "0"], "--minutes is 0 but must be above 0"),
         (["--sweep", "2"], "--sweep 2: does not have a middle"),
+        (["--sweep", "3", "--total-minutes", "1"], "--total-minutes 1: takes learning rates from a table"),
+        (["--for", "fun"], "--for: 'fun' is not one of long, memory, recall, speed, text"),
+        (["--plan", "text"], "--plan text: did you mean --for?"),
         (["--lr", "0"], "--lr is 0 but must be above 0"),
         (["--lengths", "1,x"], "--lengths 1,x: is not a list of whole numbers"),
         (["--contexts", "twice"], "--contexts twice: is not a list of lengths"),
@@ -122,25 +125,28 @@ def test_bad_options_are_one_sentence(cli, tmp_path, flags, told):
     assert not list((tmp_path / "out").glob("*.html"))
 
 
-def test_the_default_comparison_has_the_yardstick_with_rotary_positions_beside_what_else_changes_them():
-    members, found = planned((), CompareOptions())
-    assert members == DEFAULT_MEMBERS and members[:3] == ("gpt", "rope", "local")
-    assert (found.seeds, found.total_minutes) == (3, 45.0)
-    assert int(found.set["local:layers.*.mixer.pattern.window"]) < (found.length or USUAL_LENGTH)
+def test_the_default_comparison_is_of_text():
+    members, chosen = planned((), CompareOptions())
+    assert members == USES["text"]["members"] and (chosen.for_, chosen.total_minutes) == ("text", 20.0)
+    assert int(chosen.set["local:layers.*.mixer.pattern.window"]) < (chosen.length or USUAL_LENGTH)
     assert planned(("gpt",), CompareOptions()) == (("gpt",), CompareOptions())
-    _, other = planned((), CompareOptions(steps=5, seeds=4, tokenizer="bytes", set={"dropout": "0"}))
-    assert (other.steps, other.total_minutes, other.seeds, other.train_tokenizer) == (5, None, 4, None)
+    _, other = planned((), CompareOptions(steps=5, seeds=4, set={"dropout": "0"}))
+    assert (other.steps, other.total_minutes, other.seeds) == (5, None, 4)
     assert other.set["dropout"] == "0" and len(other.set) == 2
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_a_plan_is_ready_and_gives_way_to_what_is_asked_for(name):
-    members, found = planned(("rope", "gla"), CompareOptions(plan=name, rounds=2))
-    assert members == ("rope", "gla") and found.rounds == 2 and not found.set
-    assert {key: getattr(found, key) for key in PLANS[name] if key != "set"} == {
-        key: value for key, value in PLANS[name].items() if key != "set"
+@pytest.mark.parametrize("use", USES)
+def test_a_use_is_ready_and_gives_way_to_what_is_asked_for(use):
+    members, chosen = planned(("rope", "gla"), CompareOptions(for_=use, rounds=2))
+    assert members == ("rope", "gla") and chosen.rounds == 2 and not chosen.set
+    assert {key: getattr(chosen, key) for key in USES[use].keys() - {"set", "members"}} == {
+        key: value for key, value in USES[use].items() if key not in ("set", "members")
     }
-    assert planned(("gpt",), CompareOptions(plan=name, parameters=9))[1].parameters == 9
+    assert planned(("gpt",), CompareOptions(for_=use, total_minutes=9))[1].total_minutes == 9
+    usual, hybrids = USES[use]["members"], [spec for spec in USES[use]["members"] if ":" in spec]
+    assert len(entrants(usual, {})) == 5 and (hybrids or use in ("speed", "memory"))
+    configs = [configure(entrant.member, "tiny", 64) for entrant in entrants(usual, {})]
+    assert all(config.build().max_length is None for config in configs)  # each reads the longest text
 
 
 def test_members_share_a_tokenizer_that_is_trained_once(tmp_path, text_file):
@@ -153,17 +159,6 @@ def test_members_share_a_tokenizer_that_is_trained_once(tmp_path, text_file):
     assert with_tokenizer(chosen, options) == found and path.stat().st_mtime_ns == written
     both = contestants(chosen, with_length(chosen, found))
     assert len({one.config.input.vocab_size for one in both} - {256}) == 1
-
-
-def test_the_steps_follow_from_the_measured_speeds():
-    class Fast:
-        record = EntrantRecord(name="a", spec="a", set={}, training={"seconds": 0.1})
-
-    steps = comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=10, seeds=2), 0.0)
-    made = 0.2 * comparing.VALIDATED * steps * (2 + 4 / training.SWEEP_SHARE)
-    assert 400 < made <= 0.75 * 600
-    with pytest.raises(KinformerError, match="total_minutes 0.5: suffices for 0 steps"):
-        comparing._steps_in([Fast, Fast], CompareOptions(total_minutes=0.5), 0.0)
 
 
 def test_a_comparison_plans_what_training_trains(tmp_path, text_file):

@@ -16,6 +16,18 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert as_json(read(tmp_path / "a.json")) == json.loads(json.dumps(as_json(made)))
 
 
+def test_a_comparison_of_the_first_schema_is_read():
+    path = Path(__file__).parents[2] / "docs" / "comparison" / "comparison.json"
+    old, read_again = json.loads(path.read_text(encoding="utf-8")), read(path)
+    assert old["schema"] == 1
+    for before, now in zip(old["entrants"], read_again.entrants, strict=True):
+        assert [run["value"] for run in before["runs"]] == list(now.values)
+        assert [point["value"] for point in before["runs"][0]["curve"]] == [
+            point.validation for point in now.runs[0].curve
+        ]
+        assert now.facts["config"] == before["facts"]["config"] and now.runs[0].contexts[0]["test"] > 0
+
+
 def test_seeds_join_and_others_get_a_name_of_their_own():
     first = comparison(entrant("a", [2.0]), entrant("b", [2.5]))
     more = comparison(entrant("a", [9.0, 2.1]), entrant("b", [2.6], lr=0.5), entrant("c", [2.2]))
@@ -43,7 +55,7 @@ def test_unlike_comparisons_do_not_merge(other, told):
         (lambda data: data.clear(), "is not a comparison"),
         (lambda data: data.update(schema=9), "has schema 9"),
         (lambda data: data.update(entrants=[{"name": "a"}]), "entrants.0"),
-        (lambda data: data["entrants"][0]["runs"][0].update(value="good"), "'good' is not a number"),
+        (lambda data: data["entrants"][0]["runs"][0].update(test="good"), "'good' is not a number"),
         (lambda data: data.update(seconds={"training": "long"}), "seconds.training: 'long' is not a number"),
         (lambda data: data.update(seconds="long"), "seconds: 'long' is not a table"),
         (lambda data: data["entrants"][0].update(state_bytes={"8": []}), "state_bytes.8: [] is not a whole number"),
@@ -75,7 +87,7 @@ def test_two_files_are_merged_as_one_types_it(cli, tmp_path):
     code, told, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "b.json", "--out", out)
     assert code == 0, err
     assert [each.name for each in read(out / "comparison.json").entrants] == ["a", "b"]
-    assert "a has the best bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
+    assert "a has the best test bits per byte" in told and "b" in (out / "comparison.html").read_text(encoding="utf-8")
     assert "| b | 2.5500 |" in (out / "comparison.md").read_text(encoding="utf-8")
     code, _, err = cli("compare", "--merge", tmp_path / "a.json", tmp_path / "no.json", "--out", out)
     assert code == 2 and "no.json: the file does not exist" in err

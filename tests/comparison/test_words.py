@@ -5,7 +5,8 @@ import pytest
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.family.table import member
-from kinformer.lab.comparison.report import charts, columns, markdown
+from kinformer.lab.comparison.record import as_json
+from kinformer.lab.comparison.report import charts, columns, markdown, ordered
 from kinformer.lab.comparison.words import (
     costs,
     crossover,
@@ -15,6 +16,7 @@ from kinformer.lab.comparison.words import (
     differing,
     slots,
     summary,
+    too_few,
 )
 from tests.comparison.conftest import comparison, entrant
 
@@ -26,7 +28,7 @@ def test_significance_is_said_first_and_the_best_second():
     told = summary(made)
     assert told[0].startswith("Equal within noise (p >= 0.") and told[0].endswith("): a, b.")
     assert told[1] == "Significantly worse than a: c (1.0000 behind, p < 0.001)."
-    assert told[2] == "a has the best bits per byte: 2.0100 (mean of 3 seeds, standard deviation 0.0100)."
+    assert told[2] == "a has the best test bits per byte: 2.0100 (mean of 3 seeds, standard deviation 0.0100)."
     assert told[3] == "Better than counting (2.5000): a, b. Worse: c."
     assert [each.name for each in differences(made) if each.significant] == ["c"]
 
@@ -58,7 +60,7 @@ def test_more_is_better_where_the_figure_says_so():
     made = comparison(
         entrant("a", [0.5]), entrant("b", [0.9]), figure="accuracy", unit="share", lower_is_better=False, baselines={}
     )
-    assert "b has the best accuracy: 90.0% (one seed)." in summary(made)
+    assert "b has the best test accuracy: 90.0% (one seed)." in summary(made)
 
 
 def test_what_went_wrong_is_said():
@@ -157,3 +159,60 @@ def test_the_table_and_the_sentences_are_of_one_table_of_measures():
     for measure in known:
         said = [text for text in summary(found) if measure.best and text.startswith(f"{measure.best}: ")]
         assert len(said) == bool(measure.best), measure.title
+
+
+def test_too_few_steps_are_said_first_and_nothing_is_ranked():
+    budget = {"parameters": 1000, "steps": [94], "tokens_step": 128, "seeds": 1, "total_minutes": 10.0}
+    made = comparison(entrant("b", [2.1]), entrant("a", [2.0]), entrant("c", [2.2]), budget=budget)
+    told = summary(made)
+    assert told[0] == ("94 steps each are too few to tell members apart (about 300 would): give total_minutes 32.")
+    assert not any(text in sentence for sentence in told for text in ("best test", "behind", "noise", "Better"))
+    assert [item.name for item in ordered(made)] == ["b", "a", "c"]
+    assert too_few(250, 5, 10).endswith("give total_minutes 12, or compare 4 members.") and not too_few(300, 5, 10)
+    made = made.replace(budget={**budget, "steps": [940]})
+    assert "too few" not in summary(made)[0] and ordered(made)[0].name == "a"
+
+
+def test_one_seed_does_not_tell_apart_what_noise_may_do():
+    told = summary(comparison(entrant("a", [2.0]), entrant("b", [2.05]), entrant("c", [2.5])))
+    assert told[0] == "Not told apart by one seed, whose noise is about 0.0600: a, b."
+    assert told[1].endswith("c (0.5000 behind).") and not any("has the best" in sentence for sentence in told)
+
+
+@pytest.mark.parametrize(
+    ("use", "first"),
+    [
+        ("long", "Best test bits per byte with 128 tokens of context: a with 2.1000; at the other end b with 2.3000."),
+        ("speed", "Fastest training step of 256 tokens: "),
+        ("memory", "Least memory in a training step of 256 tokens: "),
+        ("text", "Not told apart"),
+    ],
+)
+def test_the_use_decides_what_is_said_first(use, first):
+    made = comparison(entrant("a", [2.0]), entrant("b", [2.05]))
+    made = comparison(entrant("a", [2.0]), entrant("b", [2.2])) if use == "long" else made
+    assert summary(made.replace(budget={**made.budget, "use": use}))[0].startswith(first)
+    assert {"test at 128", "step s at 256", "step memory at 256"} <= {column.title for column in columns(made)}
+
+
+def test_a_busy_machine_is_told():
+    told = summary(comparison(entrant("a", [2.0], machine={"computing": 0.62})))
+    assert any("was busy: this comparison computed for 62% of the time" in sentence for sentence in told)
+    assert not any("busy" in text for text in summary(comparison(entrant("a", [2.0], machine={"computing": 0.97}))))
+
+
+def test_a_member_that_cannot_read_the_longest_context_is_told():
+    short = entrant("short", [2.0])
+    short = short.replace(runs=tuple(run.replace(contexts=run.contexts[:1]) for run in short.runs))
+    told = summary(comparison(short, entrant("a", [2.0])))
+    assert "short cannot read 128 tokens: its positions end before." in told
+
+
+def test_validation_and_test_are_named_wherever_they_stand():
+    made = comparison(entrant("a", [2.0]), entrant("b", [2.5]))
+    kinds = {chart.key: chart.y for _, section in charts(made) for chart in section if "bits" in chart.y}
+    validated = {"by-steps", "by-seconds", "by-flops", "sweep"}
+    assert {key for key, label in kinds.items() if label.startswith("validation ")} == validated
+    assert all(label.startswith("test ") for key, label in kinds.items() if key not in validated)
+    assert columns(made)[0].title == "test bits per byte"
+    assert {"test", "test_metrics"} <= as_json(made)["entrants"][0]["runs"][0].keys()

@@ -9,7 +9,7 @@ import torch
 from kinformer.family.build import configure
 from kinformer.family.table import MEMBERS
 from kinformer.lab.comparison.options import CompareOptions
-from kinformer.lab.comparison.plan import _base, contestants, entrants, with_length
+from kinformer.lab.comparison.plan import base_of, contestants, entrants, with_length
 from kinformer.lab.comparison.training import command_of
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.runs.planner import Planner, checked, planner_for
@@ -89,7 +89,7 @@ def test_a_comparison_trains_alike_whatever_the_papers_did(text_file, tmp_path):
 def test_a_comparison_has_no_stages():
     (entrant,) = entrants(("local",), {})
     options = CompareOptions(recipe="paper-longformer", length=64)
-    base = _base(entrant, options, task_for(None, configure("local", "tiny"), "local"))
+    base = base_of(entrant, options, task_for(None, configure("local", "tiny"), "local"))
     assert base.settings().stages == () and "training.stages=[]" in command_of(base)
 
 

@@ -344,10 +344,11 @@ def compare(members: Sequence[str] = (), *, merge: Sequence[str | Path] = (), **
     for a failed member), ``deciding`` (the metric) and ``seconds`` (by stage).
 
     members: members of the family; hybrids as "linear-transformer:3,gpt:1"; "wide=gpt" for another name. Without
-        members, a small comparison of five.
+        members, five that suit the use.
     merge: files of finished comparisons of one task and data, which are merged without any computation.
-    options: ``data``, ``out``, one budget of ``steps``, ``tokens``, ``minutes`` or ``total_minutes``, ``parameters``,
-        ``seeds``, ``sweep``, ``set``, ... (see ``lab.comparison.options.CompareOptions``), and options of the task.
+    options: ``data``, ``out``, ``for_`` (the use, such as "long"), one budget of ``steps``, ``tokens``, ``minutes`` or
+        ``total_minutes``, ``parameters``, ``seeds``, ``sweep``, ``set``, ... (see
+        ``lab.comparison.options.CompareOptions``), and options of the task.
 
     It seeds PyTorch's global random numbers, one thread at a time, as :func:`kinformer.train` does.
 

@@ -66,7 +66,7 @@ def today(name: str, names: Collection[str]) -> str:
 def flag_of(name: str) -> str:
     """Return the option ``name`` on the command line: ``batch_size`` is ``--batch-size``, and the rarely changed
     ``beta2`` is ``--set training.beta2``; a value may follow both after an equals sign."""
-    return f"{flag_of('set')} training.{name}" if name in RARE else f"--{name.replace('_', '-')}"
+    return f"{flag_of('set')} training.{name}" if name in RARE else f"--{name.rstrip('_').replace('_', '-')}"
 
 
 def spelled(message: str) -> str:

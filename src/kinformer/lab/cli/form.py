@@ -241,6 +241,8 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
             hint, default = CHANGES, field(default=())
         elif item.name == "member" or (item.name in _REQUIRED and not _has_default(_default(item))):
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
+        elif item.name.endswith("_"):
+            hint = Annotated[hint, tyro.conf.arg(name=_flag(item.name))]
         entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
     return entries
 
@@ -368,7 +370,8 @@ def _has_default(entry: Field[object]) -> bool:
 
 
 def _flag(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")  # import_: a field cannot be called import
+    """Return the flag of an option; ``for_`` and ``import_`` end with a mark, because Python has these keywords."""
+    return name.rstrip("_").replace("_", "-")
 
 
 # Parsing; an argument that cannot be parsed becomes an error of one sentence.
@@ -549,6 +552,7 @@ OPTIONS = {
         "clip": "grad-clip",
         "precision": "dtype",
         "devices": "gpus",
+        "for": "plan use",
         "validate-every": "eval-every",
         "checkpoint-every": "save-every",
         "prompt": "text",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kinformer.lab.cli.form import CommonOptions
-from kinformer.lab.cli.output import print_blocks, print_json, print_table
+from kinformer.lab.cli.output import BEGUN, print_blocks, print_json, print_table
 from kinformer.lab.comparison.options import BenchOptions, CompareOptions
 from kinformer.lab.estimation.options import EstimateOptions
 from kinformer.lab.tasks.evaluation import TextTable
@@ -155,8 +155,8 @@ class Compare(CompareOptions, CommonOptions):
     """
 
     members: Members = ()
-    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name. Without members: a comparison of
-    five on the standard library's sources, in at most 45 minutes."""
+    """Members, hybrids as linear-transformer:3,gpt:1, or wide=gpt for another name. Without members: five that suit the
+    use, on the standard library's sources, in 20 minutes."""
     merge: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.json")] = ()
     """Train nothing: merge this comparison with the following ones, all of one task and data, as in
     --merge A.json B.json, and report on all."""
@@ -167,7 +167,7 @@ class Compare(CompareOptions, CommonOptions):
         from kinformer.lab.comparison.record import as_json
 
         command = shlex.join(["kinformer", *sys.argv[1:]])
-        written = report(self.members, self, self.merge, command)
+        written = report(self.members, self, self.merge, command, BEGUN.get())
         if self.json:
             print_json(as_json(written.comparison))
         else:

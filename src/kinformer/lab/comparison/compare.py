@@ -5,25 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 
 import torch
 
 from kinformer import __version__
-from kinformer.core.config import override
-from kinformer.core.model import CausalModel
-from kinformer.core.stack import ModelConfig
-from kinformer.family.build import configure
-from kinformer.family.kinds import kinds
 from kinformer.lab.comparison import words
+from kinformer.lab.comparison.budget import MOST_SEEDS, SEED_STEPS, Turns, open_turn, plan_text, rate, with_sizes
 from kinformer.lab.comparison.options import CompareOptions, planned
 from kinformer.lab.comparison.plan import (
     Clock,
     Contestant,
-    Entrant,
+    Sizes,
     contestants,
     entrants,
     facts,
@@ -34,11 +30,11 @@ from kinformer.lab.comparison.plan import (
     with_tokenizer,
 )
 from kinformer.lab.comparison.record import (
-    Badge,
     Cache,
     Comparison,
     EntrantRecord,
     MachineFacts,
+    RunResult,
     SeedRun,
     key_of,
     merged,
@@ -47,88 +43,32 @@ from kinformer.lab.comparison.record import (
 )
 from kinformer.lab.comparison.report import columns, markdown, ordered, page
 from kinformer.lab.comparison.speed import generation_speeds, length_speeds, machine, memory_of, training_speeds
-from kinformer.lab.comparison.training import SWEEP_SHARE, curve, measured, run, sweep, sweep_steps, validations
+from kinformer.lab.comparison.training import curve, measured, run, sweep, sweep_steps, validations
 from kinformer.lab.comparison.words import departures
-from kinformer.lab.comparison.works import reads_tokens
 from kinformer.lab.estimation.estimate import estimate
 from kinformer.lab.tasks.evaluation import TextTable
-from kinformer.lab.training.settings import DEFAULT_STEPS
+from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import locked, reading, require_utf8, write_atomic
 from kinformer.runtime.progress import note
-from kinformer.testing import ENCODER_MODEL_CHECKS, MODEL_CHECKS, EncoderModelSubject, ModelSubject, examine
 
-# The badges of the report: the battery's laws, checked on every contestant.
-#
-# The laws are checked in float64 on the recipe tiny of the members, with the same changes. The windows and segments of
-# tiny are so small that the battery crosses them. Changes that only fit a larger model are left out.
-
-VOCAB = 23
-LAWS = {
-    "causality": "causal: later tokens change nothing before them",
-    "partition": "any partition: however a text is cut, outputs, gradients and states are the same",
-    "padding": "padding changes nothing",
-    "reset": "a reset begins a new sequence, also in mid-chunk",
-    "rows": "rows do not see each other",
-    "both_ways": "every token is seen from both sides",
-}
-
-
-def badges(entrant: Entrant) -> list[Badge]:
-    """Return a badge for each law; an empty list for a model whose inputs the battery cannot make."""
-    config, left_out = tiny(entrant)
-    if not reads_tokens(config):
-        return []
-    subject: object
-    if config.protocol is CausalModel:
-        subject, every_check = ModelSubject(config.build, VOCAB), MODEL_CHECKS
-    else:
-        subject, every_check = EncoderModelSubject(config.build, VOCAB, global_tokens=False), ENCODER_MODEL_CHECKS
-    checks = {name: check for name, check in every_check.items() if name in LAWS}
-    report = examine(checks, subject)
-    badges_: list[Badge] = []
-    for name in checks:
-        failed = report.failed.get(name)
-        holds = True if name in report.passed else False if failed is not None else None
-        why = str(failed) if failed is not None else ""
-        badges_.append({"name": name, "law": LAWS[name], "holds": holds, "why": why, "left_out": left_out})
-    return badges_
-
-
-def tiny(entrant: Entrant) -> tuple[ModelConfig, list[str]]:
-    """Return the entrant's config in the recipe tiny, and the changes that do not fit this recipe."""
-    config = configure(entrant.member, "tiny")
-    if reads_tokens(config):
-        config = configure(entrant.member, "tiny", VOCAB)
-    config = override(config, entrant.layers("tiny", config), kinds())
-    left_out = []
-    for path, value in entrant.changes.items():
-        changed = None
-        with suppress(KinformerError):
-            changed = override(config, {path: value}, kinds())
-        if changed is None or path == "layers" or path == "dim":
-            left_out.append(path)
-        else:
-            config = changed
-    return config, left_out
-
-
-EVALUATION_SHARE, FIXED_SECONDS = 0.25, 12.0
-"""The share of the total minutes for measuring, and the seconds of each member that the total minutes do not change."""
-VALIDATED = 1.15
-"""The time of a step with its share of validations and checkpoints, relative to the step alone."""
+MEASURED_SHARE = 0.15
+"""The share of the total minutes for speeds and memory; twice as much for the uses speed and memory."""
 
 
 @seeding
-def compare(members: Sequence[str], options: CompareOptions, command: str) -> Comparison:
+def compare(
+    members: Sequence[str], options: CompareOptions, command: str, started_at: float | None = None
+) -> Comparison:
     """Train and measure ``members`` by ``options``.
 
-    A member that fails is out, with a reason, and the other members continue. The report shows ``command``.
+    A member that fails is out, with a reason, and the other members continue. The report shows ``command``. The total
+    minutes count from ``started_at``, by ``time.monotonic()``.
 
     Errors: ``KinformerError`` for a mistake that concerns all members.
     """
-    started_at = time.monotonic()
+    started_at = time.monotonic() if started_at is None else started_at
     if options.data == "-":
         raise KinformerError("`data` -: is read once, but every member reads the data; give the path of a file.")
     folder = Path(options.out)
@@ -136,39 +76,32 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
     options.prepare(options.seed)
     torch.manual_seed(options.seed)
     chosen = entrants(members, options.set)
-    clock = Clock()
+    clock, sizes = Clock(), Sizes()
     with locked(folder):
-        options = with_length(chosen, with_tokenizer(chosen, options))
         cache = Cache(folder / "cache")
-        contestants_ = contestants(chosen, options)
+        if options.total_minutes is not None:
+            options, sizes = with_sizes(chosen, options, cache)
+        else:
+            options = replace(
+                options, seeds=options.seeds or 1, sweep=3 if options.sweep is None else options.sweep,
+                batch_size=options.batch_size or Settings.batch_size, precision=options.precision or "fp32",
+            )  # fmt: skip
+            options = with_length(chosen, with_tokenizer(chosen, options))
+        contestants_ = contestants(chosen, options, sizes)
         folder.mkdir(parents=True, exist_ok=True)
         metric = contestants_[0].task.metrics[0]
         for contestant in still_in(contestants_):
             with guarded(contestant, "its fact sheet"):
                 sheet = facts(contestant.entrant, contestant.config)
                 contestant.note(facts=sheet, state_bytes=sheet["state_bytes"], flops_step=_flops(contestant))
-        with clock("training speed"):
-            training_speeds(contestants_, options, cache)
-        steps = _steps(contestants_, options, cache, time.monotonic() - started_at)
-        for contestant in still_in(contestants_):
-            seconds, count = _step_seconds(contestant), steps[contestant.name]
-            trials = options.sweep * sweep_steps(options, count)
-            total = seconds * (count * options.seeds + trials)
-            note(
-                f"{contestant.name}: {plural(contestant.parameters, 'parameter')}, {options.seeds} x "
-                f"{plural(count, 'step')} and {trials} of the sweep, about {total / 60:.1f} minutes"
-            )
-        for contestant in still_in(contestants_):
-            with clock("sweeps"), guarded(contestant, "the sweep"):
-                sweep(contestant, options, cache, steps[contestant.name], metric)
-        for number in range(options.seeds):  # all contestants have one run before any contestant has two
-            for contestant in still_in(contestants_):
-                with guarded(contestant, f"seed {options.seed + number}"):
-                    baseline = contestant is contestants_[0]
-                    _one_seed(contestant, options, cache, clock, steps[contestant.name], number, baseline)
-        _measure(contestants_, options, cache, clock)
-    where, first = machine(str(options.usable_device())), contestants_[0]
+        if options.total_minutes is not None:
+            end = started_at + 60 * options.total_minutes
+            options = _within(contestants_, options, sizes, cache, clock, end)
+        else:
+            _by_steps(contestants_, options, cache, clock)
+    where, first = machine(str(options.usable_device())) | {"computing": clock.share}, contestants_[0]
     tested = [item for contestant in contestants_ for item in contestant.measured]
+    made = {run.steps for contestant in contestants_ for run in contestant.record.runs}
     return Comparison(
         kinformer=__version__,
         created=time.strftime("%Y-%m-%d"),
@@ -181,17 +114,100 @@ def compare(members: Sequence[str], options: CompareOptions, command: str) -> Co
         baselines=next((item["baselines"] for item in tested if item["baselines"]), {}),
         budget={
             "parameters": options.parameters or next((item.parameters for item in contestants_ if item.parameters), 0),
-            "steps": sorted(set(steps.values())),
+            "steps": sorted(made),
             "minutes": options.minutes,
             "total_minutes": options.total_minutes,
-            "tokens_step": options.row_length * options.batch_size,
-            "seeds": options.seeds,
-            "sweep_steps": sorted({sweep_steps(options, count) for count in steps.values()}),
+            "tokens_step": options.row_length * (options.batch_size or 1),
+            "seeds": options.seeds or 1,
+            "use": options.for_,
+            "sweep_steps": sorted({sweep_steps(options, count) for count in made}) if options.sweep else [],
         },
         settings=settings_of(first.base.settings()),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
         entrants=tuple(_record(contestant, where) for contestant in contestants_),
     )
+
+
+def _by_steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
+    """Train every contestant at the best learning rate of a sweep, one run after the other, and measure all."""
+    metric, seeds = contestants[0].task.metrics[0], options.seeds or 1
+    with clock("training speed"):
+        training_speeds(contestants, options, cache)
+    steps = _steps(contestants, options)
+    for contestant in still_in(contestants):
+        seconds, count = _step_seconds(contestant), steps[contestant.name]
+        trials = options.sweep * sweep_steps(options, count) if options.sweep else 0
+        note(
+            f"{contestant.name}: {plural(contestant.parameters, 'parameter')}, {seeds} x {plural(count, 'step')} and "
+            f"{trials} of the sweep, about {seconds * (count * seeds + trials) / 60:.1f} minutes and validations"
+        )
+    for contestant in still_in(contestants):
+        with clock("sweeps"), guarded(contestant, "the sweep"):
+            sweep(contestant, options, cache, steps[contestant.name], metric)
+    for seed in range(options.seed, options.seed + seeds):  # all contestants have one run before any contestant has two
+        for contestant in still_in(contestants):
+            count = steps[contestant.name]
+            with guarded(contestant, f"seed {seed}"):
+                with clock("training"):
+                    assert contestant.record.lr is not None
+                    done = run(
+                        contestant, options, cache, contestant.record.lr, seed, count, **validations(options, count)
+                    )
+                if "diverged" in done:
+                    raise KinformerError(done["diverged"])
+                _test(contestant, options, cache, clock, done, seed, contestant is contestants[0])
+    _measure(contestants, options, cache, clock)
+
+
+def _within(
+    contestants: Sequence[Contestant], options: CompareOptions, sizes: Sizes, cache: Cache, clock: Clock, end: float
+) -> CompareOptions:
+    """Train the contestants in turns and measure them until ``end``, and return the options with the number of seeds.
+
+    Finished runs are stored, so that a second call with the same options only reports.
+    """
+    for contestant in still_in(contestants):
+        contestant.note(lr=rate(contestant, options))
+    key = key_of([options.total_minutes, options.seeds, options.seed, options.first,
+                  [[item.model_key, item.record.lr] for item in still_in(contestants)]])  # fmt: skip
+    stored, began = cache.get("turns", key), time.monotonic()
+    measured_until = began + MEASURED_SHARE * (1 + (options.for_ in ("speed", "memory"))) * (end - began)
+    if stored is None:
+        seed = options.seed
+        with clock("training"):
+            first = [open_turn(item, options, seed, sizes.steps) for item in still_in(contestants)]
+            turns = Turns(first, options, end, measured_until - began)
+            seeds = options.seeds or min(MOST_SEEDS, max(1, turns.steps // SEED_STEPS))
+            more = [(item, seed + number) for number in range(1, seeds) for item in still_in(contestants)]
+            turns.add([open_turn(item, options, number, sizes.steps) for item, number in more])
+        for contestant in still_in(contestants):
+            count = plural(contestant.parameters, "parameter")
+            note(f"{contestant.name}: {count}, learning rate {contestant.record.lr:g}")
+        turns.share = clock.share or 1.0
+        for sentence in (*plan_text(turns), words.busy(clock.share)):
+            if sentence:
+                note(sentence)
+        _measure(contestants, options, cache, clock, measured_until)
+        with clock("training"):
+            turns.train()
+        measured_bytes = min(turns.most_bytes, turns.test_bytes(end - time.monotonic()))
+        runs = [[turn.contestant.name, turn.seed, turn.result] for turn in turns.turns]
+        speeds = {turn.contestant.name: turn.per_step for turn in turns.turns}
+        stored = {"runs": runs, "bytes": measured_bytes, "seeds": seeds, "speeds": speeds}
+        cache.put("turns", key, stored)
+    else:
+        _measure(contestants, options, cache, clock, measured_until)
+    options = replace(options, seeds=stored["seeds"])
+    tested = replace(options, first=stored["bytes"]) if contestants[0].task.data.running_text else options
+    anchor, date = still_in(contestants)[0].name, time.strftime("%Y-%m-%d")
+    by_name = {item.name: item for item in still_in(contestants)}
+    for name, seed, done in stored["runs"]:
+        if (contestant := by_name.get(name)) is not None:
+            anchored = {"anchor": anchor, "anchor_value": stored["speeds"].get(anchor)}
+            contestant.note(training={"seconds": stored["speeds"][name], **anchored, "date": date})
+            with guarded(contestant, f"seed {seed}"):
+                _test(contestant, tested, cache, clock, done, seed, name == anchor)
+    return options
 
 
 def _flops(contestant: Contestant) -> float | None:
@@ -204,25 +220,16 @@ def _flops(contestant: Contestant) -> float | None:
     return None
 
 
-def _steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, spent: float) -> dict[str, int]:
-    """Return the steps of a run by contestant.
-
-    Steps that depend on measured speeds are stored, so a killed comparison continues with the same steps.
-    """
+def _steps(contestants: Sequence[Contestant], options: CompareOptions) -> dict[str, int]:
+    """Return the steps of a run by contestant."""
     left = still_in(contestants)
     if not left:
         raise KinformerError(f"no member can be trained: {contestants[0].name} {contestants[0].error}")
     if options.minutes is not None:
         return {contestant.name: max(1, round(60 * options.minutes / _step_seconds(contestant))) for contestant in left}
-    if options.total_minutes is not None:
-        key = key_of(
-            [options.total_minutes, options.seeds, options.sweep, [contestant.model_key for contestant in left]]
-        )
-        shared = cache.once("steps", key, lambda: _steps_in(left, options, spent))
-        return {contestant.name: shared for contestant in left}
     steps = options.steps or DEFAULT_STEPS
     if options.tokens is not None:
-        steps = max(1, round(options.tokens / (options.row_length * options.batch_size)))
+        steps = max(1, round(options.tokens / (options.row_length * (options.batch_size or 1))))
     return {contestant.name: steps for contestant in left}
 
 
@@ -233,40 +240,19 @@ def _step_seconds(contestant: Contestant) -> float:
     return training["seconds"]
 
 
-def _steps_in(left: Sequence[Contestant], options: CompareOptions, spent: float) -> int:
-    """Return the steps per run that leave ``EVALUATION_SHARE`` of the total time for measuring."""
-    assert options.total_minutes is not None
-    seconds = (1 - EVALUATION_SHARE) * 60 * options.total_minutes - spent - FIXED_SECONDS * len(left)
-    seconds_of_all = sum(_step_seconds(contestant) for contestant in left)
-    # A best learning rate at an end of the sweep costs one more trial.
-    tried = (options.sweep + 1 if options.sweep else 0) / SWEEP_SHARE
-    steps = int(seconds / (seconds_of_all * VALIDATED * (options.seeds + tried)))
-    if steps < 20:
-        raise KinformerError(
-            f"`total_minutes` {options.total_minutes:g}: suffices for {plural(max(0, steps), 'step')} a run; give more "
-            "minutes, or fewer members, seeds or `parameters`."
-        )
-    return steps
-
-
-def _one_seed(
-    contestant: Contestant, options: CompareOptions, cache: Cache, clock: Clock, steps: int, number: int, baseline: bool
+def _test(
+    contestant: Contestant, options: CompareOptions, cache: Cache, clock: Clock, done: RunResult, seed: int, first: bool
 ) -> None:
-    seed, metric = options.seed + number, contestant.task.metrics[0]
-    with clock("training"):
-        lr, settings = contestant.record.lr, validations(options, steps)
-        assert lr is not None
-        done = run(contestant, options, cache, lr, seed, steps, keeps=True, **settings)
-    if "diverged" in done:
-        raise KinformerError(done["diverged"])
+    """Measure a run on the test split, and record it; ``first``: with the baselines."""
+    metric, number, record = contestant.task.metrics[0], seed - options.seed, contestant.record
     with clock("measuring"):
-        tested = measured(contestant, options, cache, done, number == 0, baseline and number == 0)
+        tested = measured(contestant, options, cache, done, number == 0, first and number == 0)
     contestant.measured.append(tested)
-    value, record = tested["figures"][metric.name], contestant.record
+    test = tested["figures"][metric.name]
     seed_run = SeedRun(
         seed=seed,
-        value=value,
-        figures=tested["figures"],
+        test=test,
+        test_metrics=tested["figures"],
         steps=done["steps"],
         seconds=done["seconds"],
         curve=curve(done, metric, record.flops_step),
@@ -274,20 +260,32 @@ def _one_seed(
         command=done["command"],
     )
     contestant.note(runs=(*record.runs, seed_run))
-    note(f"{contestant.name}, seed {seed}: {metric.text(value)}")
+    note(f"{contestant.name}, seed {seed}: test {metric.text(test)}")
 
 
-def _measure(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
-    """Measure the properties that do not depend on trained weights: speeds in turns, memory, and the battery's laws."""
+def _measure(
+    contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock, end: float = inf
+) -> None:
+    """Measure what does not depend on trained weights, speeds in turns and memory, until ``end``."""
+
+    def speeds() -> None:
+        length_speeds(contestants, options, cache, end)
+        generation_speeds(contestants, options, cache, end)
+
+    def memory() -> None:
+        before, last = time.monotonic(), 0.0
+        for number, contestant in enumerate(left := still_in(contestants)):
+            before, last = time.monotonic(), time.monotonic() - before
+            if time.monotonic() + last > end:
+                names = ", ".join(item.name for item in left[number:])
+                note(f"memory is not measured, because `total_minutes` does not suffice: {names}.")
+                break
+            with guarded(contestant, "measuring memory"):
+                contestant.note(memory=memory_of(contestant, options, cache))
+
     with clock("measuring"):
-        generation_speeds(contestants, options, cache)
-        length_speeds(contestants, options, cache)
-    for contestant in still_in(contestants):
-        with clock("measuring"), guarded(contestant, "measuring memory"):
-            contestant.note(memory=memory_of(contestant, options, cache))
-        with clock("battery"), guarded(contestant, "the battery"):
-            key = key_of([__version__, torch.__version__, contestant.entrant.parts, dict(contestant.entrant.changes)])
-            contestant.note(badges=cache.once("badges", key, partial(badges, contestant.entrant)))
+        for work in (memory, speeds) if options.for_ == "memory" else (speeds, memory):
+            work()
 
 
 def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
@@ -320,10 +318,16 @@ class Written:
     text: tuple[str | TextTable, ...]
 
 
-def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str], command: str) -> Written:
+def report(
+    members: Sequence[str],
+    options: CompareOptions,
+    merge: Sequence[str],
+    command: str,
+    started_at: float | None = None,
+) -> Written:
     """Compare ``members``, or merge the files ``merge`` and further files in ``members``, and write the report.
 
-    The report is in the folder ``options.out`` and shows ``command``.
+    The report is in the folder ``options.out`` and shows ``command``. The total minutes count from ``started_at``.
     """
     out, files = Path(options.out), list[Path]()
     if merge:
@@ -331,7 +335,7 @@ def report(members: Sequence[str], options: CompareOptions, merge: Sequence[str]
         comparison = merged([(path, read(path)) for path in files])
         out = Path(MERGED) if options.out == CompareOptions.out else out
     else:
-        comparison = compare(*planned(members, options), command)
+        comparison = compare(*planned(members, options), command, started_at)
     with reading(" ".join(map(str, files))) if merge else nullcontext():
         return write(comparison, out)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from kinformer.lab.runs.options import LearningOptions, Machine
@@ -13,24 +12,33 @@ from kinformer.lab.training.settings import OptimizerName, Precision
 from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed
 from kinformer.runtime.parsing import parse_counts
 
-DEFAULT_MEMBERS = ("gpt", "rope", "local", "linear-transformer", "gated-deltanet")
-DEFAULT_PLAN = "text"
-PLANS: Mapping[str, Mapping[str, Any]] = {
+HYBRID = "hybrid=gated-deltanet:3,rope:1"
+DEFAULT_USE = "text"
+USES: Mapping[str, Mapping[str, Any]] = {
     "text": {
-        "parameters": 1_300_000, "seeds": 3, "total_minutes": 45.0, "batch_size": 4, "train_tokenizer": 4096,
-        "ema": 0.07, "set": {"local:layers.*.mixer.pattern.window": "64"},
+        "members": ("rope", "local", "forgetting", "gated-deltanet", HYBRID), "total_minutes": 20.0,
+        "set": {"local:layers.*.mixer.pattern.window": "64"},
     },
-    "recall": {"task": "recall", "parameters": 400_000, "seeds": 3, "total_minutes": 20.0},
-    "long-text": {
-        "parameters": 1_300_000, "seeds": 3, "total_minutes": 40.0, "batch_size": 1, "length": 1024,
-        "train_tokenizer": 4096, "ema": 0.07, "contexts": "1x,4x,16x", "lengths": "512,2048,8192",
+    "long": {
+        "members": ("rope", "forgetting", "mamba2", "gated-deltanet", HYBRID), "total_minutes": 30.0,
+        "length": 1024, "batch_size": 1, "contexts": "1x,4x,16x", "lengths": "1024,4096,16384",
     },
-    "generation": {
-        "parameters": 10_000_000, "steps": 20, "sweep": 0, "first": 20_000, "contexts": "1x", "lengths": "512,2048",
+    "recall": {
+        "members": ("rope", "linear-transformer", "mamba2", "gated-deltanet", HYBRID), "task": "recall",
+        "total_minutes": 20.0,
+    },
+    "speed": {
+        "members": ("rope", "local", "linear-transformer", "mamba2", "gated-deltanet"), "total_minutes": 20.0,
+        "lengths": "512,2048,8192",
+    },
+    "memory": {
+        "members": ("rope", "local", "mla", "mamba2", "gated-deltanet"), "total_minutes": 20.0,
+        "lengths": "512,2048,8192",
     },
 }  # fmt: skip
-"""The choices of each ``plan`` for missing options. The plan text narrows the window of ``local``, because otherwise
-the window is as long as a training row and ``local`` trains exactly as ``rope``."""
+"""The members of each use, and its values of missing options. The window of ``local`` is narrow, because otherwise the
+window is as long as a training row and ``local`` trains exactly as ``rope``. No member for long texts has learned
+positions, because a model with learned positions cannot read past the end of its table."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
@@ -44,11 +52,11 @@ class CompareOptions(LearningOptions):
     """Members side by side: one parameter budget, one data set in one order, and one recipe except for the learning
     rate."""
 
-    plan: Literal["text", "recall", "long-text", "generation"] | None = None
-    """The use of the members: chooses missing options such as task, sizes and minutes, to compare members by quality on
-    text, by recall, by quality on long text, or by speed of generation alone (text if members are missing)."""
+    for_: Literal["text", "long", "recall", "speed", "memory"] | None = None
+    """The use of the members: chooses missing members, lengths and minutes, and the first sentences of the report
+    (text if members are missing)."""
     parameters: int | None = None
-    """Parameters of every model, within 5 %; as many as the first member's recipe has if not given."""
+    """Parameters of every model, within 5 %; as many as the first member's recipe has, or as suit `total_minutes`."""
     steps: int | None = None
     """Optimiser steps of every run (1000 if no other budget is given)."""
     tokens: int | None = None
@@ -56,27 +64,33 @@ class CompareOptions(LearningOptions):
     minutes: float | None = None
     """Minutes of training of every run, instead of `steps`: a faster member makes more steps."""
     total_minutes: float | None = None
-    """Minutes of the whole comparison, instead of `steps`: as many steps for all as the measured speeds allow."""
-    seeds: int = 1
-    """Runs of every member, with seeds from `seed` on; two or more give a spread, and tests of the differences."""
-    sweep: int = 3
-    """Learning rates tried for every member, a factor of 2 apart; more where the best is at an end. 0 tries none."""
+    """Minutes of the whole command, instead of `steps`: members train in turns, all by as many steps, at sizes that
+    suit the time and learning rates by width."""
+    seeds: int | None = None
+    """Runs of every member, with seeds from `seed` on; two or more give a spread, and tests of the differences (1, or
+    with `total_minutes` more where steps are plenty)."""
+    sweep: int | None = None
+    """Learning rates tried for every member, a factor of 2 apart; more where the best is at an end. 0 tries none (3;
+    with `total_minutes` 0)."""
     sweep_steps: int | None = None
     """Steps of a run of the sweep (a fifth of `steps`)."""
     lr: float | None = None
-    """The middle of the sweep, or with `sweep` 0 the learning rate (0.01 with muon, else 0.001)."""
-    recipe: str = "small"
-    """Which of the members' recipes; its width is fitted to the parameter budget."""
+    """The middle of the sweep, or without one the learning rate (0.01 with muon, else 0.001; with `total_minutes` by
+    width)."""
+    recipe: str | None = None
+    """Which of the members' recipes; its width is fitted to the parameter budget (small, or what suits
+    `total_minutes`)."""
     length: int | None = None
     """Tokens of each row of a batch (256, or what all members' positions allow)."""
-    batch_size: int = 8
-    """Rows of a step."""
+    batch_size: int | None = None
+    """Rows of a step (8, or what suits `total_minutes`)."""
     optimizer: OptimizerName = "muon"
     """Muon takes the layers' matrices and AdamW the rest."""
-    precision: Precision = "fp32"
-    """bf16-mixed computes in bfloat16 where bfloat16 is safe."""
+    precision: Precision | None = None
+    """bf16-mixed computes in bfloat16 where bfloat16 is safe (fp32, or with `total_minutes` the faster one)."""
     ema: float | None = None
-    """Measure a moving average of the weights over this share of the steps so far (0, none, if not given)."""
+    """Measure a moving average of the weights over this share of the steps so far (0, none, or what suits
+    `total_minutes`)."""
     first: int | None = None
     """Measure on the first N bytes of the test split only (200,000 of text if not given)."""
     contexts: str = "1x,2x,4x"
@@ -110,6 +124,11 @@ class CompareOptions(LearningOptions):
             require_above(name, getattr(self, name), 0)
         if len(limits) > 1:
             raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
+        if self.total_minutes is not None and (self.sweep or self.sweep_steps):
+            raise KinformerError(
+                f"`total_minutes` {self.total_minutes:g}: takes learning rates from a table instead of a sweep; give "
+                "`steps` instead, or leave `sweep` and `sweep_steps` out."
+            )
         if self.sweep == 2:
             raise KinformerError("`sweep` 2: does not have a middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
@@ -188,18 +207,18 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """Return the members and options of a comparison; the plan chooses missing members and options.
+    """Return the members and options of a comparison; the use chooses missing members and options.
 
-    Without a plan, named members keep their options.
+    Without a use, named members keep their options.
     """
-    plan = options.plan or (None if members else DEFAULT_PLAN)
-    chosen = dict(PLANS[plan]) if plan else {}
-    members = members or DEFAULT_MEMBERS
+    use = options.for_ or (None if members else DEFAULT_USE)
+    chosen = dict(USES[use]) if use else {}
+    members = members or chosen["members"]
+    chosen.pop("members", None)
     if any(getattr(options, name) is not None for name in BUDGETS):
-        chosen = {name: value for name, value in chosen.items() if name not in BUDGETS}
-    if options.tokenizer is not None or find_spec("tokenizers") is None:
-        chosen.pop("train_tokenizer", None)
-    changes = {path: value for path, value in chosen.pop("set", {}).items() if path.partition(":")[0] in members}
+        chosen.pop("total_minutes", None)
+    names = {spec.partition("=")[0] for spec in members}
+    changes = {path: value for path, value in chosen.pop("set", {}).items() if path.partition(":")[0] in names}
     plain = {item.name: item.default for item in fields(CompareOptions)}
     chosen = {name: value for name, value in chosen.items() if getattr(options, name) == plain[name]}
-    return members, replace(options, **chosen, set=changes | dict(options.set))
+    return members, replace(options, **chosen, for_=use, set=changes | dict(options.set))

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,6 @@ from kinformer.family.table import member
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement, key_of
 from kinformer.lab.data import FileTokenizer
-from kinformer.lab.drawing.text import formulas, pictures
 from kinformer.lab.estimation.estimate import state_bytes
 from kinformer.lab.runs.minutes import resized
 from kinformer.lab.runs.options import TrainOptions
@@ -40,7 +39,6 @@ from kinformer.runtime.progress import note
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
-MAX_PATTERNS = 6
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
 
@@ -229,14 +227,8 @@ def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
             for record in records
         ],
         "config": to_dict(config),
-        "formulas": [
-            line
-            for item in formulas(config)
-            for line in (f"{item.slot.replace('_', ' ')} {item.kind}", *(f"    {text}" for text in item.lines))
-        ],
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
-        "patterns": pictures(model)[:MAX_PATTERNS],
         "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
     }
 
@@ -333,7 +325,7 @@ def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> Compare
     task, lengths = first_task(entrants, options), [USUAL_LENGTH]
     for entrant in entrants:
         with suppress(KinformerError):  # the contestant of this entrant reports the error later
-            lengths.append(planned(_base(entrant, options, task))[1].settings.length)
+            lengths.append(planned(base_of(entrant, options, task))[1].settings.length)
     return replace(options, length=min(lengths))
 
 
@@ -344,7 +336,7 @@ def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> Comp
     if size is None:
         return options
     task = first_task(entrants, options)
-    base = replace(_base(entrants[0], options, task), train_tokenizer=size)
+    base = replace(base_of(entrants[0], options, task), train_tokenizer=size)
     check_source(base, task)
     spec, folder = named_data(base, task, Path(options.out)), Path(options.out)
     path = folder / f"tokenizer-{key_of([spec, options.holdout, size])}.json"
@@ -359,11 +351,26 @@ def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> Comp
 def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
     """Return the task of the comparison: ``options.task``, or the first entrant's usual task."""
     name = entrants[0].member
-    return task_for(options.task, configure(name, options.recipe if options.recipe else "small"), name)
+    return task_for(options.task, configure(name, options.recipe or "small"), name)
 
 
-def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Contestant]:
+class Sizes(NamedTuple):
+    """Sizes that suit a budget of minutes: the ``dim`` of the first entrant (None: by the parameters), the weight decay
+    of all (None: the usual value), and the ``steps`` of a run in the time, roughly."""
+
+    dim: int | None = None
+    weight_decay: float | None = None
+    steps: int = 0
+
+
+def contestants(
+    entrants: Sequence[Entrant],
+    options: CompareOptions,
+    sizes: Sizes = Sizes(),  # noqa: B008
+) -> list[Contestant]:
     """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
+
+    The budget is ``options.parameters``, or the parameters of the first entrant, which has ``sizes``.
 
     Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
     """
@@ -376,7 +383,7 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
             f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
         )
     for entrant in entrants:
-        base = _base(entrant, options, task)
+        base = replace(base_of(entrant, options, task), weight_decay=sizes.weight_decay)
         try:
             task, plan = planned(base)
             contestant = Contestant(entrant, base, task, plan.config, 0, plan.data.identity)
@@ -385,10 +392,11 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
                 raise
             contestant = Contestant(entrant, base, task, None, 0, {})
         contestants_.append(contestant)
-    budget = options.parameters or parameters_of(contestants_[0].config)
+    budget = options.parameters or 0
     for contestant in contestants_:
         with guarded(contestant, "its model", notes=False):
-            _fit(contestant, budget)
+            _fit(contestant, budget, sizes.dim)
+            budget = budget or contestant.parameters
     if all(item.error for item in contestants_):
         raise KinformerError(str(contestants_[0].error))
     for contestant in contestants_:
@@ -396,8 +404,9 @@ def contestants(entrants: Sequence[Entrant], options: CompareOptions) -> list[Co
     return contestants_
 
 
-def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
-    recipe = options.recipe
+def base_of(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions:
+    """Return the options of training an entrant, without steps, learning rate and folder."""
+    recipe = options.recipe or "small"
     shared = (
         "data", "length", "batch_size", "optimizer", "precision", "tokenizer", "holdout", "ema", "device", "threads",
     )  # fmt: skip
@@ -421,14 +430,20 @@ def _base(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptions
     )
 
 
-def _fit(contestant: Contestant, budget: int) -> None:
-    """Put a hybrid's layers in their places, solve for the width, and check the plan as a new run does."""
+def _fit(contestant: Contestant, budget: int, dim: int | None) -> None:
+    """Put a hybrid's layers in their places, solve for the width, and check the plan as a new run does.
+
+    Without a ``budget`` the model has the width ``dim``, or the width of its recipe. With ``dim``, heads are as wide as
+    in a model of this width.
+    """
     entrant, base = contestant.entrant, replace(contestant.base, set={})
     _, plan = planned(base)
     layers = entrant.layers(str(base.recipe), plan.config)
     config = override(plan.config, layers, kinds())
-    widths = sized(config, entrant.changes, budget, entrant.name)
-    contestant.base = replace(base, set={**layers, **widths, **entrant.changes})
+    start: dict[str, int] = {} if dim is None else resized(config, dim)
+    config = override(config, start, kinds())
+    widths = sized(config, entrant.changes, budget, entrant.name) if budget else {}
+    contestant.base = replace(base, set={**layers, **start, **widths, **entrant.changes})
     contestant.task, plan = planned(contestant.base)
     contestant.fitted, contestant.identity = plan.config, plan.data.identity
     checked(plan, contestant.task, group_of(contestant.base.parallelism, contestant.base.usable_device().type))
@@ -454,15 +469,28 @@ def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
 
 
 class Clock:
-    """The seconds that the stages of a comparison took."""
+    """The seconds that the stages of a comparison took, and the seconds in which this thread computed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.computing: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        started_at = time.monotonic()
+        started_at, computed = time.monotonic(), time.thread_time()
         try:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.monotonic() - started_at
+            self.computing[stage] = self.computing.get(stage, 0.0) + time.thread_time() - computed
+
+    @property
+    def share(self) -> float | None:
+        """The share of the time of training in which this thread computed; a busy machine lowers the share.
+
+        The thread that makes the steps also waits for no other work on a CPU, so an idle machine gives almost 1. The
+        share is None without training.
+        """
+        stages = [stage for stage in ("sweeps", "training") if self.seconds.get(stage, 0.0) > 1.0]
+        seconds = sum(self.seconds[stage] for stage in stages)
+        return min(1.0, sum(self.computing[stage] for stage in stages) / seconds) if stages else None

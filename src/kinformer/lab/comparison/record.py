@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypedDict, TypeVar
 
 from kinformer.core.config import Config, from_dict, to_dict
 from kinformer.family.record import MemberSheet
-from kinformer.lab.drawing.text import TextPicture
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import json_digest, read_json, require_signature, signed, write_json
@@ -80,10 +79,8 @@ class FactSheet(TypedDict, total=False):
 
     members: list[MemberSheet]
     config: JsonObject
-    formulas: list[str]
     max_length: int | None
     state_bytes: dict[str, int]
-    patterns: list[TextPicture]
     needs: list[str]
 
 
@@ -129,21 +126,11 @@ class Memory(TypedDict):
     lengths: list[LengthBytes]
 
 
-class Badge(TypedDict):
-    """Whether a ``law`` of the battery ``holds`` (None: not judged), with the reason of a failure.
-
-    ``left_out``: changes that do not fit the judged model.
-    """
-
-    name: str
-    law: str
-    holds: bool | None
-    why: str
-    left_out: list[str]
-
-
 class MachineFacts(TypedDict, total=False):
-    """The facts of the machine of a measurement, and the ``versions`` of its packages."""
+    """The facts of the machine of a measurement, and the ``versions`` of its packages.
+
+    computing: the share of the time of training in which the comparison computed, less than 1 on a busy machine.
+    """
 
     processor: str
     architecture: str
@@ -152,6 +139,7 @@ class MachineFacts(TypedDict, total=False):
     system: str
     device: str
     load: float
+    computing: float | None
     python: str
     versions: dict[str, str | None]
 
@@ -166,15 +154,16 @@ class PositionBits(TypedDict):
 
 
 class ContextValue(TypedDict):
-    """The deciding metric at a length of ``context`` in tokens, and by position within it."""
+    """The deciding metric on the ``test`` split at a length of ``context`` in tokens, and by position within it."""
 
     context: int
-    value: float
+    test: float
     positions: list[PositionBits]
 
 
 class Budget(TypedDict, total=False):
-    """The budget of all entrants. ``steps`` and ``sweep_steps`` list the different numbers of steps, in order."""
+    """The budget of all entrants, and the ``use`` of the members. ``steps`` and ``sweep_steps`` list the different
+    numbers of steps, in order."""
 
     parameters: int
     steps: list[int]
@@ -182,6 +171,7 @@ class Budget(TypedDict, total=False):
     total_minutes: float | None
     tokens_step: int
     seeds: int
+    use: str | None
     sweep_steps: list[int]
 
 
@@ -210,38 +200,39 @@ class Measurement(TypedDict):
     contexts: list[ContextValue]
 
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial(Config):
-    """A learning rate of the sweep and the deciding metric after it, None where training diverged."""
+    """A learning rate of the sweep and the deciding metric of its ``validation``, None where training diverged."""
 
     lr: float
-    value: float | None
+    validation: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Config):
-    """A point of a run's curve: the metric of a validation after ``step`` steps, ``seconds`` of training and ``flops``.
+    """A point of a run's curve: the deciding metric of a ``validation`` after ``step`` steps, ``seconds`` of training
+    and ``flops``.
 
     ``seconds`` and ``flops`` are None if unknown.
     """
 
     step: int
-    value: float
+    validation: float
     seconds: float | None
     flops: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedRun(Config):
-    """One run: its metrics on the test split (``value`` is the deciding metric), its ``curve`` of validations, its
-    values at lengths of context, and the command that repeats it."""
+    """One run: the deciding metric on the ``test`` split, all ``test_metrics``, its ``curve`` of validations, the test
+    metric at lengths of context, and the command that repeats it."""
 
     seed: int
-    value: float
-    figures: dict[str, float]
+    test: float
+    test_metrics: dict[str, float]
     steps: int
     seconds: float
     curve: tuple[Point, ...]
@@ -273,14 +264,13 @@ class EntrantRecord(Config):
     generation: Speeds | None = None
     lengths: Speeds | None = None
     memory: Memory | None = None
-    badges: list[Badge] = field(default_factory=list)
     machine: MachineFacts = field(default_factory=MachineFacts)
     settings: JsonObject = field(default_factory=dict)
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The value of the deciding metric for every seed."""
-        return tuple(run.value for run in self.runs)
+        """The deciding metric on the test split for every seed."""
+        return tuple(run.test for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +309,7 @@ class Comparison(Config):
 
 
 def mean_of(entrant: EntrantRecord) -> float:
-    """Return the mean of the deciding metric over the seeds."""
+    """Return the mean of the deciding metric on the test split over the seeds."""
     return sum(entrant.values) / len(entrant.values)
 
 
@@ -341,13 +331,36 @@ def read(path: Path) -> Comparison:
     data = read_json(path)
     if not isinstance(data, dict) or "entrants" not in data:
         raise KinformerError(f"{path}: is not a comparison; give the comparison.json that kinformer compare wrote.")
-    if (schema := data.pop("schema", None)) != SCHEMA:
+    if (schema := data.pop("schema", None)) == 1:
+        data = _renamed(data)
+    elif schema != SCHEMA:
         raise KinformerError(f"{path}: has schema {schema!r}, but this version reads {SCHEMA}; use a matching version.")
     result = from_dict(Comparison, data, {}, str(path))
     for entrant in result.entrants:
         if (entrant.lr is None or not entrant.facts) and entrant.runs:
             raise KinformerError(f"{path}: {entrant.name} has runs but no learning rate or facts; restore it.")
     return result
+
+
+NAMES = {
+    "curve": {"value": "validation"}, "sweep": {"value": "validation"}, "contexts": {"value": "test"},
+    "runs": {"value": "test", "figures": "test_metrics"}, "entrants": {"badges": None},
+}  # fmt: skip
+"""The names of schema 1 in lists, and their names today; None for a name that has no successor."""
+
+
+def _renamed(data: Any, place: str = "") -> Any:
+    """Return a comparison of schema 1, or a part of it in the list ``place``, with the names of today."""
+    if isinstance(data, list):
+        return [_renamed(item, place) for item in data]
+    if not isinstance(data, dict) or place == "facts":
+        return data
+    names = NAMES.get(place, {})
+    return {
+        str(names.get(name, name)): _renamed(value, name)
+        for name, value in data.items()
+        if names.get(name, name) is not None
+    }
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:

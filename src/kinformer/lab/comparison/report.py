@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -19,7 +19,6 @@ from kinformer.lab.comparison.record import Comparison, EntrantRecord, MachineFa
 from kinformer.lab.comparison.speed import described
 from kinformer.lab.comparison.words import RESOLUTION, Measure, resolution, shown, unit_of
 from kinformer.lab.drawing.plots import figure
-from kinformer.lab.drawing.text import SEEN
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import dump_json
@@ -161,85 +160,73 @@ def _drawable(points: Sequence[ChartPoint], log: str) -> Sequence[ChartPoint]:
 
 def charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
     """Return sections of charts by title; charts without data are left out."""
-    metric, unit = comparison.deciding, unit_of(comparison.deciding)
-    index = {entrant.name: number for number, entrant in enumerate(comparison.entrants)}
-    by_rank = comparison.finished
+    metric, unit, every = comparison.deciding, unit_of(comparison.deciding), comparison.entrants
+    length, corner = words.common_length(comparison), "Lower" if comparison.lower_is_better else "Upper"
 
     def chart(
         key: str, title: str, x: str, y: str, points_of: Callable[[EntrantRecord], Iterator[ChartPoint]],
-        some: Sequence[EntrantRecord], log: str = "x", least: int = 1, **more: Any,
+        log: str = "x", least: int = 1, **more: Any,
     ) -> Chart:  # fmt: skip
-        curves = [(item.name, list(points_of(item))) for item in some]
-        series = [Series(name, index[name], points) for name, points in curves if len(points) >= least]
-        return Chart(key, title, x, y, series, log, **more)
+        curves = [(item.name, index, list(points_of(item))) for index, item in enumerate(every)]
+        return Chart(key, title, x, y, [Series(*one) for one in curves if len(one[2]) >= least], log, **more)
 
-    def labelled(points: Iterator[tuple[float, float]], text: Callable[[float], str]) -> Iterator[ChartPoint]:
-        return ((x, value, f"{text(x)}, {shown(metric, value)}") for x, value in points)
+    def labelled(points: Iterable[tuple[float | None, float]], text: Callable[[float], str]) -> Iterator[ChartPoint]:
+        return ((x, value, f"{text(x)}, {shown(metric, value)}") for x, value in points if x is not None)
 
-    note = "Validation; the mean over the seeds where they were measured at the same steps."
-    axes: list[tuple[str, str, Callable[[Point], float | None], Callable[[float], str], str]] = [
-        ("steps", "steps", lambda point: float(point.step), "{:,.0f} steps".format, ""),
-        ("seconds", "seconds of training", lambda point: point.seconds, "{:,.1f} s".format, ""),
-        ("flops", "FLOPs", lambda point: point.flops, "{:.3g} FLOPs".format, "x"),
-    ]
-    learning = [
-        chart(f"by-{key}", f"Against {title}", title, unit,
-              lambda item, of=of, text=text: labelled(_mean_curve(item, of), text),  # type: ignore[misc]
-              by_rank, log, 2, note=note)
-        for key, title, of, text, log in axes
-    ]  # fmt: skip
+    def learnt(of: Callable[[Point], float | None], text: Callable[[float], str]) -> Any:
+        return lambda item: labelled(_mean_curve(item, of), text)
 
-    length = words.common_length(comparison)
-    corner = "Lower" if comparison.lower_is_better else "Upper"
-    costs: list[tuple[str, str, str, Callable[[EntrantRecord], float | None], Callable[[float], str]]] = [
-        ("state", "State", f"bytes of state after {plural(length, 'token')}",
-         lambda item: words.state_at(item, length), size),
-        ("time", "Training time", "seconds of training", words.training_seconds, "{:,.0f} s".format),
-        ("memory", "Memory", "peak bytes in training", words.peak_bytes, size),
-        ("speed", "Generation", "tokens/s, one text", lambda item: words.generated(item, 1), "{:,.0f}/s".format),
-    ]  # fmt: skip
-    quality = [
-        chart(f"quality-{key}", title, x, f"{unit}, test",
-              lambda item, of=of, text=text: labelled(_at_cost(item, of), text), by_rank, joined=False,  # type: ignore[misc]
-              note=f"{corner} {'right' if key == 'speed' else 'left'} is better.")
-        for key, title, x, of, text in costs
-    ]  # fmt: skip
+    def at(of: Callable[[EntrantRecord], float | None], text: Callable[[float], str]) -> Any:
+        return lambda item: labelled([(of(item), mean_of(item))] if item.runs else [], text)
 
-    contexts = [
-        chart("positions", "By position", "tokens before", unit, partial(_positions, metric), by_rank,
-              note="First seed; tokens that a prediction had before it in its window, of the longest context "
-              "measured."),
-        chart("contexts", "By length of context", "tokens of context", unit,
-              lambda item: labelled(_contexts(item), lambda x: plural(int(x), "token")), by_rank, least=2,
-              note="First seed; each length has its own windows."),
-    ]  # fmt: skip
-
-    every = comparison.entrants
-    note = (
+    means = "The mean over the seeds where they were validated at the same steps."
+    low = f"{corner} left is better."
+    bits = f"validation {unit}"
+    resolved = (
         "The highest moment of a training step of one row, above the model itself, in a separate process; on a CPU, "
         f"memory below {size(RESOLUTION)} cannot be resolved and is not drawn."
     )
-    lengths = [
-        *(
-            chart(f"length-{kind}", title, "tokens of one row", "milliseconds", partial(_times, kind), every, "xy")
-            for kind, title in (("step", "A training step"), ("forward", "A forward"))
-        ),
-        chart("length-memory", "Memory of a step", "tokens of one row", "MiB", _memory, every, "xy", note=note),
-        chart("state", "The state of one row", "tokens absorbed", "KiB", _states, every, "xy"),
-    ]
-    trials = chart(
-        "sweep", "Learning rates", "learning rate", unit,
-        lambda item: labelled(((one.lr, one.value) for one in item.sweep if one.value is not None),
-                              "learning rate {:g}".format),
-        every, note="Validation after short runs with the first seed; what diverged is not shown.",
-    )  # fmt: skip
     sections = {
-        "Learning": learning,
-        "Quality against its costs": quality,
-        "Position and longer contexts": contexts,
-        "Time and memory against length": lengths,
-        "The sweep of learning rates": [trials],
-    }
+        "Learning": [
+            chart("by-steps", "Against steps", "steps", bits,
+                  learnt(lambda point: float(point.step), "{:,.0f} steps".format), "", 2, note=means),
+            chart("by-seconds", "Against time", "seconds of training", bits,
+                  learnt(lambda point: point.seconds, "{:,.1f} s".format), "", 2, note=means),
+            chart("by-flops", "Against FLOPs", "FLOPs", bits,
+                  learnt(lambda point: point.flops, "{:.3g} FLOPs".format), least=2, note=means),
+        ],
+        "Quality against its costs": [
+            chart("quality-state", "State", f"bytes of state after {plural(length, 'token')}", f"test {unit}",
+                  at(lambda item: words.state_at(item, length), size), joined=False, note=low),
+            chart("quality-time", "Training time", "seconds of training", f"test {unit}",
+                  at(lambda item: mean(run.seconds for run in item.runs), "{:,.0f} s".format), joined=False, note=low),
+            chart("quality-memory", "Memory", "peak bytes in training", f"test {unit}", at(words.peak_bytes, size),
+                  joined=False, note=low),
+            chart("quality-speed", "Generation", "tokens/s, one text", f"test {unit}",
+                  at(lambda item: words.generated(item, 1), "{:,.0f}/s".format), joined=False,
+                  note=f"{corner} right is better."),
+        ],
+        "Position and longer contexts": [
+            chart("positions", "By position", "tokens before", f"test {unit}", partial(_positions, metric),
+                  note="First seed; tokens that a prediction had before it in its window, of the longest context "
+                  "measured."),
+            chart("contexts", "By length of context", "tokens of context", f"test {unit}",
+                  lambda item: labelled(sorted(words.contexts_of(item).items()), lambda x: plural(int(x), "token")),
+                  least=2, note="First seed; each length has its own windows."),
+        ],
+        "Time and memory against length": [
+            chart("length-step", "A training step", "tokens of one row", "milliseconds", partial(_times, "step"), "xy"),
+            chart("length-forward", "A forward", "tokens of one row", "milliseconds", partial(_times, "forward"), "xy"),
+            chart("length-memory", "Memory of a step", "tokens of one row", "MiB", _memory, "xy", note=resolved),
+            chart("state", "The state of one row", "tokens absorbed", "KiB", _states, "xy"),
+        ],
+        "The sweep of learning rates": [
+            chart("sweep", "Learning rates", "learning rate", bits,
+                  lambda item: labelled(((trial.lr, trial.validation) for trial in item.sweep
+                                         if trial.validation is not None), "learning rate {:g}".format),
+                  note="After short runs with the first seed; what diverged is not shown."),
+        ],
+    }  # fmt: skip
     drawn = {title: [item for item in section if item.series] for title, section in sections.items()}
     return [(title, section) for title, section in drawn.items() if section]
 
@@ -251,20 +238,11 @@ def _mean_curve(entrant: EntrantRecord, of: Callable[[Point], float | None]) -> 
     for points in zip(*(run.curve for run in runs), strict=True):
         xs = [x for point in points if (x := of(point)) is not None]
         if len(xs) == len(points) and mean(xs) > 0:
-            yield mean(xs), mean(point.value for point in points)
-
-
-def _at_cost(entrant: EntrantRecord, of: Callable[[EntrantRecord], float | None]) -> Iterator[tuple[float, float]]:
-    if (cost := of(entrant)) is not None:
-        yield cost, mean_of(entrant)
-
-
-def _contexts(entrant: EntrantRecord) -> Iterator[tuple[float, float]]:
-    yield from sorted((row["context"], row["value"]) for row in entrant.runs[0].contexts if row.get("context"))
+            yield mean(xs), mean(point.validation for point in points)
 
 
 def _positions(metric: Any, entrant: EntrantRecord) -> Iterator[ChartPoint]:
-    rows = [row for row in entrant.runs[0].contexts if row.get("context") and row["positions"]]
+    rows = [row for run in entrant.runs[:1] for row in run.contexts if row.get("context") and row["positions"]]
     for part in max(rows, key=lambda row: row["context"])["positions"] if rows else ():
         first, last, value = part["first"], part["last"], part["bits_per_byte"]
         yield last, value, f"{first:,} to {plural(last, 'token')} before, {shown(metric, value)}"
@@ -296,7 +274,7 @@ def columns(comparison: Comparison) -> list[Measure]:
     ps = {item.name: item.together for item in words.differences(comparison)} if comparison.finished else {}
     table = [
         Measure(
-            unit_of(metric), lambda item: mean_of(item) if item.runs else None, lambda value: shown(metric, value),
+            f"test {unit_of(metric)}", lambda item: mean_of(item) if item.runs else None, partial(shown, metric),
             metric.lower_is_better,
         ),
         Measure("± seeds", words.spread, lambda value: shown(metric, value)),
@@ -309,7 +287,9 @@ def columns(comparison: Comparison) -> list[Measure]:
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
-    """Return the entrants from the best to the worst, with failed entrants last."""
+    """Return the entrants from the best to the worst, with failed entrants last; as named where no ranking is made."""
+    if comparison.finished and words.doubts(comparison):
+        return list(comparison.entrants)
     return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
 
 
@@ -323,14 +303,15 @@ def conditions(comparison: Comparison) -> str:
     """Return the budget, data, machine and versions in one paragraph."""
     budget, data = comparison.budget, comparison.data if isinstance(comparison.data, dict) else {}
     steps = budget.get("steps") or [0]
+    rates = "each at the learning rate of a sweep" if budget.get("sweep_steps") else "learning rates without a sweep"
     made = plural(steps[0], "step") if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
     where = next((entrant.machine for entrant in comparison.entrants if entrant.machine), MachineFacts())
     limit = data.get("max_bytes")
     first = f", its first {plural(limit, 'byte')}" if limit else ""
     return (
         f"{plural(budget['parameters'], 'parameter')} within 5 %, {made} of {plural(budget['tokens_step'], 'token')}, "
-        f"{plural(budget['seeds'], 'seed')}; the same data in the same order, the same recipe, the learning rate of "
-        f"each by a sweep. Data: {data.get('name', '?')} {data.get('version', '')}, {data.get('split', '')} "
+        f"{plural(budget['seeds'], 'seed')}; the same data in the same order, the same recipe, {rates}. "
+        f"Data: {data.get('name', '?')} {data.get('version', '')}, {data.get('split', '')} "
         f"split{first}. kinformer {comparison.kinformer}, torch {(where.get('versions') or {}).get('torch')}, Python "
         f"{where.get('python')}, on {described(where)}; {comparison.created}."
     )
@@ -371,8 +352,6 @@ def _line(text: str) -> str:
 # The page.
 
 ASSETS = Path(__file__).parent / "assets"
-VERDICTS = {True: ("holds", "✓", "holds"), False: ("fails", "✗", "fails"), None: ("open", "?", "not judged")}
-"""The look of a badge: its class, its sign, and the word for readers who cannot see the sign."""
 
 
 def page(comparison: Comparison) -> str:
@@ -396,11 +375,9 @@ def page(comparison: Comparison) -> str:
         sections=charts(comparison),
         crossovers=list(words.crossovers_of(comparison)),
         draw=lambda chart: Markup(svg(chart)),
-        picture=lambda rows: Markup(_picture(rows)),
         index=index,
         signs={name: (SIGNS[_shape(number)], number % COLOURS) for name, number in index.items()},
         sheets=[(entrant, entrant.facts or {}, _facts(entrant)) for entrant in ordered(comparison)],
-        verdicts=VERDICTS,
         command=comparison.command,
         json=lambda data: dump_json(data, indent=1),
         machine=machine,
@@ -440,12 +417,3 @@ def _facts(entrant: EntrantRecord) -> dict[str, str]:
         "changes": ", ".join(f"{path} = {value}" for path, value in entrant.set.items()) or "none",
         "exact attention where": "; ".join(member["exact_limit"] for member in members) or "-",
     }
-
-
-def _picture(rows: Sequence[str]) -> str:
-    """Return a pattern as SVG: queries down, keys across, a filled cell for a visible key."""
-    cells = [(x, y) for y, row in enumerate(rows) for x, cell in enumerate(row.split()) if cell == SEEN]
-    path = "".join(f"M{x} {y}h.92v.92h-.92z" for x, y in cells)
-    label = f"attention pattern: {len(cells)} of {plural(len(rows) ** 2, 'cell')} seen, queries down, keys across"
-    drawn = f'<path d="{path}" style="fill: var(--s0)"/>'
-    return f'<svg viewBox="0 0 {len(rows)} {len(rows)}" role="img" aria-label="{escape(label)}">{drawn}</svg>'

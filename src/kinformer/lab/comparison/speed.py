@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
@@ -44,8 +45,12 @@ SLOWEST = 30.0
 """Seconds; a work that takes longer runs only once."""
 
 
-def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[K, float]:
+def in_turns(
+    works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu", end: float = inf
+) -> dict[K, float]:
     """Return the median seconds of each work over ``rounds``, after one warm-up round.
+
+    After the time ``end``, by ``time.monotonic()``, no further round begins except for the first.
 
     Every round has a new random order, so that other load on the machine affects all works alike. A work that fails,
     for example because memory is short, is left out with a note.
@@ -53,6 +58,8 @@ def in_turns(works: Mapping[K, Callable[[], object]], rounds: int, device: str =
     seconds: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
     for index in range(rounds + 1):
+        if index > 1 and time.monotonic() > end:
+            break
         shuffle(order)
         for key in list(order):
             if index > 1 and seconds[key][0] > SLOWEST:
@@ -295,18 +302,20 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
             cache.put("speed", keys[contestant.name], contestant.record.training)
 
 
-def generation_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+def generation_speeds(
+    contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, end: float = inf
+) -> None:
     """Record the speed of ``generation``: the seconds of a token for all rows, by the number of rows, after a prompt of
     128 tokens."""
     subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
-    _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache)
+    _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache, end)
 
 
-def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
+def length_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, end: float = inf) -> None:
     """Record the speeds at ``lengths``: the seconds of a forward and of a training step of one row, by length."""
     subjects = [contestant for contestant in still_in(contestants) if works.reads_tokens(contestant.config)]
     points = [(kind, 1, length) for length in options.measured_lengths for kind in ("forward", "step")]
-    _measured(subjects, "lengths", points, options, cache)
+    _measured(subjects, "lengths", points, options, cache, end)
 
 
 def _measured(
@@ -315,10 +324,16 @@ def _measured(
     points: Sequence[tuple[str, int, int]],
     options: CompareOptions,
     cache: Cache,
+    end: float,
 ) -> None:
-    """Measure each missing point of all contestants in turns, together with the anchor."""
+    """Measure each missing point of all contestants in turns, together with the anchor.
+
+    A point that would take longer than the time until ``end`` is left out: a work of twice as many tokens takes at most
+    four times as long.
+    """
     device = options.usable_device()
     content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
+    content += [options.total_minutes] if end < inf else []
     keys = {item.name: key_of([content, item.model_key]) for item in subjects}
     for contestant in subjects:
         contestant.note(**{stage: cache.get("speed", keys[contestant.name])})
@@ -331,18 +346,29 @@ def _measured(
         with guarded(contestant, f"measuring {stage}"):
             torch.manual_seed(options.seed)
             model = contestant.config.build().to(device)
-            works.check_correct(model)
+            if stage == "lengths":  # the same models generate
+                works.check_correct(model)
             models[contestant.name] = model
     rows: dict[str, list[SpeedPoint]] = {name: [] for name in models}
+    spent: dict[str, tuple[int, float]] = {}
+    skipped = []
     for kind, batch, length in points:
+        before, seconds_before = spent.get(kind, (length, 0.0))
+        if time.monotonic() + 2 * seconds_before * (length / before) ** 2 > end:
+            skipped.append(f"{kind} of {plural(length, 'token')}")
+            continue
         work_by_name: dict[str, works.Work] = {}
         for contestant in chosen:
             if contestant.name in models and works.room_for(models[contestant.name], kind, length, options.rounds):
                 with guarded(contestant, f"{kind} of {plural(length, 'token')}"):
                     work_by_name[contestant.name] = works.WORKS[kind](models[contestant.name], batch, length)
-        for name, seconds in in_turns(work_by_name, options.rounds, str(device)).items():
+        times = in_turns(work_by_name, options.rounds, str(device), end)
+        spent[kind] = length, sum(times.values())
+        for name, seconds in times.items():
             share = works.DECODED if kind == "decode" else 1
             rows[name].append({"kind": kind, "batch": batch, "length": length, "seconds": seconds / share})
+    if skipped:
+        note(f"not timed, because `total_minutes` does not suffice: {', '.join(dict.fromkeys(skipped))}.")
     for contestant in missing:
         if contestant.name in rows:
             speeds: Speeds = {

@@ -41,7 +41,7 @@ def sweep_steps(options: CompareOptions, steps: int) -> int:
 def validations(options: CompareOptions, steps: int) -> dict[str, int]:
     """Return the settings of validation: ten validations of a run, all runs on the same tokens, fewer for short
     runs."""
-    tokens = steps * options.row_length * options.batch_size // VALIDATED_SHARE
+    tokens = steps * options.row_length * (options.batch_size or 1) // VALIDATED_SHARE
     tokens = SWEEP_TOKENS if options.minutes is not None else min(MAX_TOKENS, max(MIN_TOKENS, tokens))
     return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
@@ -52,13 +52,13 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
     If the best learning rate is at an end, the sweep continues beyond this end; ``moved`` is a sentence about it.
     """
     short = sweep_steps(options, steps)
-    half = (max(options.sweep, 1) - 1) // 2
-    powers = list(range(-half, max(options.sweep, 1) - half))
-    tried: dict[int, float | None] = {}
-    moves = 0
-    if options.sweep == 0:
+    if not options.sweep:
         contestant.note(lr=options.middle)
         return
+    half = (options.sweep - 1) // 2
+    powers = list(range(-half, options.sweep - half))
+    tried: dict[int, float | None] = {}
+    moves = 0
     while True:
         for power in powers:
             if power not in tried:
@@ -73,7 +73,7 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
         if beyond is None or moves == MAX_MOVES:
             break
         powers, moves = [beyond], moves + 1
-    trials = tuple(Trial(lr=options.middle * 2.0**power, value=value) for power, value in sorted(tried.items()))
+    trials = tuple(Trial(lr=options.middle * 2.0**power, validation=value) for power, value in sorted(tried.items()))
     moved = None
     if moves or beyond is not None:
         now = "now inside" if beyond is None else "still at an end"
@@ -89,7 +89,7 @@ def _trial(
     done = run(contestant, options, cache, lr, options.seed, steps, keeps=False, **settings)
     value = done.get("validation", {}).get(metric.name)
     value_text = metric.text(value) if value is not None else "diverged"
-    note(f"{contestant.name}: learning rate {lr:g}, {plural(steps, 'step')}: {value_text}")
+    note(f"{contestant.name}: learning rate {lr:g}, {plural(steps, 'step')}: validation {value_text}")
     return value
 
 
@@ -127,10 +127,7 @@ def run(
             "validation": dict(summary.result.validation),
             "steps": summary.result.steps,
             "seconds": summary.result.seconds,
-            "log": [
-                parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
-                for number, line in enumerate((folder / METRICS).read_text(encoding="utf-8").splitlines(), start=1)
-            ],
+            "log": log_of(folder),
             "command": command_of(planned),
         }
     cache.put("run", key, result)
@@ -139,6 +136,14 @@ def run(
     if not keeps:
         shutil.rmtree(folder, ignore_errors=True)  # a sweep needs only the metric
     return result
+
+
+def log_of(folder: Path) -> list[JsonObject]:
+    """Return the records in the log of a run."""
+    return [
+        parse_json_line(folder / METRICS, number, line, "delete the run's folder, it is trained again")
+        for number, line in enumerate((folder / METRICS).read_text(encoding="utf-8").splitlines(), start=1)
+    ]
 
 
 def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
@@ -166,8 +171,14 @@ def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Poi
         if value is not None:
             step = line["step"]
             flops = None if flops_step is None else flops_step * step
-            points.append(Point(step=step, value=value, seconds=seconds.get(step), flops=flops))
+            points.append(Point(step=step, validation=value, seconds=seconds.get(step), flops=flops))
     return tuple(points)
+
+
+def contexts_of(options: CompareOptions) -> dict[str, int]:
+    """Return the tokens of each length of context, by its text."""
+    parts = [part.strip() for part in options.contexts.split(",")]
+    return {part: int(part.removesuffix("x")) * (options.row_length if part[-1] == "x" else 1) for part in parts}
 
 
 def measured(
@@ -182,12 +193,7 @@ def measured(
     task_options: dict[str, object] = {}
     if first and "contexts" in option_fields:
         limit = contestant.record.facts.get("max_length")
-        possible = []
-        for part in options.contexts.split(","):
-            number = part.strip().removesuffix("x")
-            tokens = int(number) * (options.row_length if part.strip().endswith("x") else 1) if number.isdigit() else 0
-            if limit is None or tokens <= limit:
-                possible.append(part.strip())
+        possible = [part for part, tokens in contexts_of(options).items() if limit is None or tokens <= limit]
         task_options["contexts"] = ",".join(possible) or "1x"
     if baseline and "baseline" in option_fields:
         task_options["baseline"] = True
@@ -217,7 +223,7 @@ def measured(
 
 
 def _context(facts: JsonObject) -> ContextValue:
-    return {"context": facts["context"], "value": facts["bits_per_byte"], "positions": list(facts["by_position"])}
+    return {"context": facts["context"], "test": facts["bits_per_byte"], "positions": list(facts["by_position"])}
 
 
 def _text(value: object) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from math import acos, atan, cos, exp, inf, lgamma, log, pi, sqrt
+from math import acos, atan, ceil, cos, exp, inf, lgamma, log, pi, sqrt
 from statistics import mean, stdev, variance
 from typing import NamedTuple, TypeAlias
 
@@ -118,6 +119,7 @@ class Measure(NamedTuple):
     less: whether less is better; None if neither is better.
     best: the beginning of the sentence about the entrant with the best value; empty without such a sentence.
     unit: the text after the value in this sentence.
+    uses: the uses of members for which this sentence comes before all others.
     """
 
     title: str
@@ -126,6 +128,7 @@ class Measure(NamedTuple):
     less: bool | None = None
     best: str = ""
     unit: str = ""
+    uses: Sequence[str] = ()
 
     def cell(self, entrant: EntrantRecord) -> str:
         """Return the entrant's value as text, or ``-`` for an unknown value."""
@@ -134,22 +137,55 @@ class Measure(NamedTuple):
 
 
 def costs(comparison: Comparison) -> list[Measure]:
-    """Return the measures of training, of the state and of generation, for the table and for the sentences above it."""
-    length = common_length(comparison)
-    after = f"after {plural(length, 'token')}"
+    """Return the measures beside the deciding metric, for the table and for the sentences above it.
+
+    The first three stand side by side: quality with the longest context, time and memory at the longest length.
+    """
+    metric, state = comparison.deciding, common_length(comparison)
+    context, length = longest_context(comparison), longest_step(comparison)
     return [
-        Measure("train tokens/s", tokens_per_second, "{:,.0f}".format, False, "Fastest to train", " tokens/s"),
-        Measure("training s", training_seconds, "{:,.0f}".format, True),
-        Measure("peak memory", peak_bytes, _memory, True, "Least memory in training"),
-        Measure(f"state {after.replace('after', 'at')}", lambda item: state_at(item, length), size, True,
-                f"Smallest state {after}"),
+        Measure(f"test at {context:,}", lambda item: contexts_of(item).get(context), partial(shown, metric),
+                metric.lower_is_better, f"Best test {unit_of(metric)} with {plural(context, 'token')} of context",
+                uses=("long",)),
+        Measure(f"step s at {length:,}", lambda item: seconds_of(item, "step").get(length), "{:.3g}".format, True,
+                f"Fastest training step of {plural(length, 'token')}", " s", ("long", "speed")),
+        Measure(f"step memory at {length:,}", lambda item: step_bytes(item, length), _memory, True,
+                f"Least memory in a training step of {plural(length, 'token')}", uses=("long", "memory")),
+        Measure("train tokens/s", tokens_per_second, "{:,.0f}".format, False, "Fastest to train", " tokens/s",
+                ("speed",)),
+        Measure("peak memory", peak_bytes, _memory, True, "Least memory in training", uses=("memory",)),
+        Measure(f"state at {plural(state, 'token')}", lambda item: state_at(item, state), size, True,
+                f"Smallest state after {plural(state, 'token')}", uses=("memory",)),
         *(
             Measure(f"generate {batch}/s", lambda item, batch=batch: generated(item, batch),  # type: ignore[misc]
                     "{:,.0f}".format, False,
-                    f"Fastest to generate, {texts}", " tokens/s")
+                    f"Fastest to generate, {texts}", " tokens/s", ("speed",))
             for batch, texts in ((1, "one text"), (16, "16 texts"))
         ),
     ]  # fmt: skip
+
+
+def contexts_of(entrant: EntrantRecord) -> dict[int, float]:
+    """Return the deciding metric on the test split by length of context, of the first seed."""
+    rows = entrant.runs[0].contexts if entrant.runs else ()
+    return {row["context"]: row["test"] for row in rows if row.get("context")}
+
+
+def longest_context(comparison: Comparison) -> int:
+    """Return the longest context that any entrant was measured with; 0 if unknown."""
+    return max((context for entrant in comparison.entrants for context in contexts_of(entrant)), default=0)
+
+
+def longest_step(comparison: Comparison) -> int:
+    """Return the greatest length at which a training step of any entrant was timed; 0 if unknown."""
+    return max((length for entrant in comparison.entrants for length in seconds_of(entrant, "step")), default=0)
+
+
+def step_bytes(entrant: EntrantRecord, length: int) -> int | None:
+    """Return the peak bytes of a training step of one row of ``length`` tokens, above the model itself; None if
+    unknown."""
+    rows = entrant.memory["lengths"] if entrant.memory else ()
+    return next((int(row["bytes"]) for row in rows if row["length"] == length), None)
 
 
 def tokens_per_second(entrant: EntrantRecord) -> float | None:
@@ -157,11 +193,6 @@ def tokens_per_second(entrant: EntrantRecord) -> float | None:
     if not entrant.training:
         return None
     return entrant.settings["length"] * entrant.settings["batch_size"] / entrant.training["seconds"]
-
-
-def training_seconds(entrant: EntrantRecord) -> float | None:
-    """Return the mean seconds of training over the seeds."""
-    return mean(run.seconds for run in entrant.runs) if entrant.runs else None
 
 
 def peak_bytes(entrant: EntrantRecord) -> int | None:
@@ -291,24 +322,58 @@ RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neig
 """The method of a baseline in words, by the first word of its name."""
 
 
+LEAST_STEPS = 300
+"""The fewest steps from which on members are told apart. In ``docs/comparison/comparison.json`` the five members differ
+by 0.04 bits after 78 steps of 1,024 tokens, and their groups are the final ones from 312 steps on."""
+SEED_SPREAD = 0.01
+"""The standard deviation between seeds, as a share of bits per byte: 0.6 to 1.3 % in ``docs/comparison``. The
+difference of two runs is within three times as much."""
+BUSY = 0.85
+"""The share of the time that a comparison computes on an idle machine, at least."""
+
+
+def too_few(steps: int, members: int, minutes: float) -> str:
+    """Return a sentence that ``steps`` in so many ``minutes`` do not tell ``members`` apart, and the remedy; "" where
+    they do."""
+    if steps >= LEAST_STEPS:
+        return ""
+    needed, fewer = minutes * LEAST_STEPS / max(1, steps), members * steps // LEAST_STEPS
+    return spelled(
+        f"{plural(steps, 'step')} each are too few to tell members apart (about {LEAST_STEPS} would): give "
+        f"`total_minutes` {ceil(needed)}{f', or compare {fewer} members' if fewer > 1 else ''}."
+    )
+
+
+def busy(share: float | None) -> str:
+    """Return a sentence about a machine on which a comparison computed for this ``share`` of the time; "" for an idle
+    machine."""
+    if share is None or share >= BUSY:
+        return ""
+    return (
+        f"The machine is busy: this comparison computes for {share:.0%} of the time, so fewer steps are made and times "
+        "are too long; repeat it when nothing else runs."
+    )
+
+
+def doubts(comparison: Comparison) -> list[str]:
+    """Return the reasons against any ranking: too few steps, or a simple rule better than all members."""
+    minutes, steps = comparison.budget.get("total_minutes"), comparison.budget.get("steps")
+    few = too_few(min(steps), len(comparison.finished), minutes) if minutes and steps else ""
+    floor = _floor(comparison)
+    return [text for text in (few, floor if floor.startswith("Every") else "") if text]
+
+
 def summary(comparison: Comparison) -> list[str]:
-    """Return sentences, the most important first."""
+    """Return sentences, the most important first. Where there are doubts, members are not ranked."""
     if not comparison.finished:
         return ["No member could be trained; the reasons stand below."]
-    metric, best = comparison.deciding, comparison.finished[0]
-    off, floor = spread(best), _floor(comparison)
-    seeds = (
-        "one seed"
-        if off is None
-        else f"mean of {plural(len(best.values), 'seed')}, standard deviation {shown(metric, off)}"
-    )
-    sentences = [
-        *_significance(comparison),
-        f"{best.name} has the best {unit_of(metric)}: {shown(metric, mean_of(best))} ({seeds}).",
-    ]
-    if floor:  # first, because a better simple rule puts the whole ranking in doubt
-        sentences.insert(0 if floor.startswith("Every") else len(sentences), floor)
-    return [*sentences, *_costs(comparison), *_beyond(comparison), *_cautions(comparison)]
+    use, reasons = comparison.budget.get("use") or "", doubts(comparison)
+    sure = [measure for measure in costs(comparison) if not (reasons and measure.title.startswith("test "))]
+    first = _costs(comparison, [measure for measure in sure if use in measure.uses])
+    others = _costs(comparison, [measure for measure in sure if use not in measure.uses])
+    quality = [] if reasons else [*_significance(comparison), *filter(None, [_floor(comparison)])]
+    beyond = _beyond(comparison, ranks=not reasons)
+    return [*reasons, *first, *quality, *others, *beyond, *_cautions(comparison)]
 
 
 def _floor(comparison: Comparison) -> str:
@@ -339,8 +404,19 @@ def _significance(comparison: Comparison) -> Iterator[str]:
         yield f"Equal within noise ({least}): {_list([best.name, *(item.name for item in near)])}."
     if worse := [behind(item, f", {p_text(item.together or 0.0)}") for item in apart if item.significant]:
         yield f"Significantly worse than {best.name}: {_list(worse)}."
-    if untested := [behind(item) for item in apart if item.p is None]:
-        yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {_list(untested)}."
+    untested, noise = [item for item in apart if item.p is None], 0.0
+    if "bits" in metric.unit:
+        noise = 3 * SEED_SPREAD * mean_of(best)
+    if alike := [item.name for item in untested if abs(item.difference) < noise]:
+        yield f"Not told apart by one seed, whose noise is about {shown(metric, noise)}: {_list([best.name, *alike])}."
+    if clear := [behind(item) for item in untested if abs(item.difference) >= noise]:
+        yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {_list(clear)}."
+    if not alike:
+        off = spread(best)
+        seeds = "one seed" if off is None else (
+            f"mean of {plural(len(best.values), 'seed')}, standard deviation {shown(metric, off)}"
+        )  # fmt: skip
+        yield f"{best.name} has the best test {unit_of(metric)}: {shown(metric, mean_of(best))} ({seeds})."
 
 
 def p_text(p: float) -> str:
@@ -348,8 +424,8 @@ def p_text(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
-def _costs(comparison: Comparison) -> Iterator[str]:
-    for measure in (item for item in costs(comparison) if item.best):
+def _costs(comparison: Comparison, measures: Sequence[Measure]) -> Iterator[str]:
+    for measure in measures:
         pairs = ((measure.value(entrant), entrant.name) for entrant in comparison.finished)
         values = [(value, name) for value, name in pairs if value is not None]
         if len(values) > 1:
@@ -360,20 +436,22 @@ def _costs(comparison: Comparison) -> Iterator[str]:
             )
 
 
-def _beyond(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences about the members that improve, and get worse, with more context than in training."""
-    metric, texts = comparison.deciding, dict[bool, list[str]]()
+def _beyond(comparison: Comparison, ranks: bool) -> Iterator[str]:
+    """Yield sentences about the members that improve, and get worse, with more context than in training, and about
+    members that cannot read so much."""
+    metric, texts, longest = comparison.deciding, dict[bool, list[str]](), longest_context(comparison)
     for entrant in comparison.finished:
-        values = {row["context"]: row["value"] for row in entrant.runs[0].contexts if row.get("context")}
-        trained = entrant.settings.get("length")
-        if trained in values and (longest := max(values)) > trained:
-            before, after = values[trained], values[longest]
-            text = f"{entrant.name} ({shown(metric, before)} to {shown(metric, after)} at {longest:,})"
+        values, trained = contexts_of(entrant), entrant.settings.get("length")
+        if values and longest not in values:
+            yield f"{entrant.name} cannot read {plural(longest, 'token')}: its positions end before."
+        if trained in values and max(values) > trained:
+            before, after = values[trained], values[max(values)]
+            text = f"{entrant.name} ({shown(metric, before)} to {shown(metric, after)} at {max(values):,})"
             texts.setdefault((after > before) != metric.lower_is_better, []).append(text)
     for better in (True, False):
-        if better in texts:
+        if better in texts and ranks:
             word = "Better" if better else "Worse"
-            yield f"{word} with more context than in training: {_list(texts[better])}."
+            yield f"{word} on the test split with more context than in training: {_list(texts[better])}."
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
@@ -383,12 +461,13 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
             yield f"{entrant.name} is out. {entrant.error}"
         for need in (entrant.facts or {}).get("needs", ()) if entrant.runs else ():
             yield f"{entrant.name} is trained with {need}, a part of its method; the others are trained without."
-        if failed := [badge["name"] for badge in entrant.badges if badge["holds"] is False]:
-            yield f"{entrant.name} breaks laws of the battery: {_list(failed)}."
         if entrant.moved:
             moved.setdefault(entrant.moved, []).append(entrant.name)
     for sentence, names in moved.items():
         yield f"Learning rate{'s' if len(names) > 1 else ''} of {_list(names)}: {sentence}"
+    shares = [share for item in comparison.entrants if (share := item.machine.get("computing")) is not None]
+    if text := busy(min(shares, default=None)):
+        yield text.replace(" is busy", " was busy").replace("computes", "computed")
     if len({str(item.machine.get("processor")) for item in comparison.entrants if item.machine}) > 1:
         yield "The members were measured on unlike machines, so times and memory do not compare between those."
 
@@ -399,7 +478,7 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
     One sentence names all entrants with a faster time at every length, and one sentence all entrants with a slower
     time.
     """
-    timed = [item for item in comparison.entrants if item.lengths]
+    timed = [item for item in comparison.entrants if item.lengths and item.lengths["points"]]
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")) if len(timed) > 1 else ():
         names_by_sentence: dict[str, list[str]] = {}
         for entrant in timed[1:]:
