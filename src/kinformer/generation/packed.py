@@ -175,4 +175,4 @@ class PackagedSteps:
 def use_package(model: nn.Module, step: Step, leaves: Sequence[Leaf]) -> None:
     """Let sessions of ``model`` step by ``step``."""
     with torch.inference_mode():
-        recordings_of(model).keep(PackagedStep(step, leaves, model))
+        recordings_of(model).keep(PackagedStep(step, leaves, model))  # type: ignore[arg-type]

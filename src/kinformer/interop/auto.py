@@ -197,7 +197,7 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
+    ) -> nn.Embedding:
         """Give the model ``new_num_tokens`` ids, rounded up to ``pad_to_multiple_of``; return the table of the input.
 
         The rows of old ids stay. The rows of new ids are the mean of the old rows; without ``mean_resizing`` they are
@@ -210,7 +210,7 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
         if size == old:
-            return self.get_input_embeddings()
+            return self.get_input_embeddings()  # type: ignore[return-value]
         config = replace(self.model.config, input=replace(self.model.config.input, vocab_size=size))
         with torch.device("cpu"):
             model = config.build()
@@ -232,9 +232,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         weight = next(self.model.parameters())
         self.model = model.to(weight.device, weight.dtype).train(self.training)
         self.config.composition, self.config.vocab_size = to_dict(config), size
-        return self.get_input_embeddings()
+        return self.get_input_embeddings()  # type: ignore[return-value]
 
-    def _set_gradient_checkpointing(self, enable: bool = True, **options: Any) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, *arguments: Any, **options: Any) -> None:
         """Let a training step compute every layer a second time instead of storing its activations."""
         for stack in (module for module in self.modules() if isinstance(module, Stack)):
             stack.config = replace(stack.config, checkpoint=enable)

@@ -112,7 +112,7 @@ class MultiheadAttention(nn.Module):
                 "module: it adds a key (add_bias_kv, add_zero_attn), which no mixer here does; build a module without "
                 "these."
             )
-        widths = {} if module.in_proj_weight is not None else {"kdim": module.kdim, "vdim": module.vdim}
+        widths: dict[str, Any] = {} if module.in_proj_weight is not None else {"kdim": module.kdim, "vdim": module.vdim}
         built = cls(
             module.embed_dim,
             module.num_heads,

@@ -227,7 +227,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
     k, v = k[:, :, oldest:], v[:, :, oldest:]
     mask = _block_mask(visibility.pattern, interval, q.shape[1], str(q.device))
-    run = _compiled() if q.device.type == "cuda" else flex_attention
+    run: Any = _compiled() if q.device.type == "cuda" else flex_attention
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         out, sums = run(

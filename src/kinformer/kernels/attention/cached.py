@@ -98,9 +98,9 @@ def _seen_slots(
     assert pattern is not None
     if pattern.band is None or visibility.key_padding_mask is not None:
         distance = torch.arange(slots - 1, -1, -1, device=q.device)
-        positions = query_positions(visibility, q, slots)
-        k_at, heads = positions - distance, range(pattern.num_heads or 1)
-        seen = torch.stack([pattern.at(head).allowed(positions, k_at) & (k_at >= 0) for head in heads], 1)
+        q_at = query_positions(visibility, q, slots)
+        k_at, heads = q_at - distance, range(pattern.num_heads or 1)
+        seen = torch.stack([pattern.at(head).allowed(q_at, k_at) & (k_at >= 0) for head in heads], 1)
         if visibility.key_padding_mask is not None:
             seen = seen & ~visibility.key_padding_mask[:, None]
         # Gathering slots pays only where the pattern hides more than half of them.

@@ -202,7 +202,8 @@ def _within(
     anchor, date = still_in(contestants)[0].name, time.strftime("%Y-%m-%d")
     by_name = {item.name: item for item in still_in(contestants)}
     for name, seed, done in stored["runs"]:
-        if (contestant := by_name.get(name)) is not None:
+        if name in by_name:
+            contestant = by_name[name]
             anchored = {"anchor": anchor, "anchor_value": stored["speeds"].get(anchor)}
             contestant.note(training={"seconds": stored["speeds"][name], **anchored, "date": date})
             with guarded(contestant, f"seed {seed}"):

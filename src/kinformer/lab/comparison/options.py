@@ -211,7 +211,7 @@ def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[s
 
     Without a use, named members keep their options.
     """
-    use = options.for_ or (None if members else DEFAULT_USE)
+    use: Any = options.for_ or (None if members else DEFAULT_USE)
     chosen = dict(USES[use]) if use else {}
     members = members or chosen["members"]
     chosen.pop("members", None)

@@ -383,7 +383,7 @@ def contestants(
             f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
         )
     for entrant in entrants:
-        base = replace(base_of(entrant, options, task), weight_decay=sizes.weight_decay)
+        base = replace(base_of(entrant, options, task), weight_decay=sizes.weight_decay)  # type: ignore[arg-type]
         try:
             task, plan = planned(base)
             contestant = Contestant(entrant, base, task, plan.config, 0, plan.data.identity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -342,7 +342,7 @@ def read(path: Path) -> Comparison:
     return result
 
 
-NAMES = {
+NAMES: Mapping[str, Mapping[str, str | None]] = {
     "curve": {"value": "validation"}, "sweep": {"value": "validation"}, "contexts": {"value": "test"},
     "runs": {"value": "test", "figures": "test_metrics"}, "entrants": {"badges": None},
 }  # fmt: skip

@@ -332,8 +332,15 @@ def _measured(
     four times as long.
     """
     device = options.usable_device()
-    content = [stage, list(map(list, points)), options.rounds, device.type, torch.get_num_threads(), options.precision]
-    content += [options.total_minutes] if end < inf else []
+    content: list[object] = [
+        stage,
+        list(map(list, points)),
+        options.rounds,
+        device.type,
+        torch.get_num_threads(),
+        options.precision,
+    ]
+    content.append(options.total_minutes if end < inf else None)
     keys = {item.name: key_of([content, item.model_key]) for item in subjects}
     for contestant in subjects:
         contestant.note(**{stage: cache.get("speed", keys[contestant.name])})

@@ -38,7 +38,7 @@ def sweep_steps(options: CompareOptions, steps: int) -> int:
     return options.sweep_steps or min(steps, max(MIN_SWEEP, steps // SWEEP_SHARE))
 
 
-def validations(options: CompareOptions, steps: int) -> dict[str, int]:
+def validations(options: CompareOptions, steps: int) -> dict[str, Any]:
     """Return the settings of validation: ten validations of a run, all runs on the same tokens, fewer for short
     runs."""
     tokens = steps * options.row_length * (options.batch_size or 1) // VALIDATED_SHARE

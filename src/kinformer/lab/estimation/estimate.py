@@ -185,7 +185,7 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
 
 
 def at_batch(
-    measure: Callable[..., Costs], config: ModelSpec, model: Model, batch: int, length: int, **options: bool
+    measure: Callable[..., Costs], config: ModelSpec, model: Any, batch: int, length: int, **options: bool
 ) -> Costs:
     """Return ``measure(config, batch, length, pieces=..., **options)`` for the ``model`` of ``config``.
 

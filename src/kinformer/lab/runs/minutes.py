@@ -205,7 +205,7 @@ class Ladder(Choosing):
         chosen = {
             name: value for name, value in values.items() if name not in own and getattr(self.options, name) is None
         }
-        task_options = {name: value for name, value in values.items() if name in own} | self.options.task_options
+        task_options = {name: value for name, value in values.items() if name in own} | dict(self.options.task_options)
         options = replace(self.options, **chosen, task_options=task_options)
         with suppress(KinformerError):  # a member without these parts keeps its own
             changed = replace(options, set={**of_model, **options.set})
@@ -259,7 +259,7 @@ class Ladder(Choosing):
             if len(times) > best + 2 or (times and self.left() < 0):  # one measurement alone may be wrong
                 break
             part = take_rows(batch, slice(max(options.accumulate, count * rows // choices[-1])))
-            update.data = Part(part, data.carries, data.sums)  # type: ignore[assignment]
+            update.data = Part(part, data.carries, data.sums)
             times.append(update.seconds_per_step(PROBE_SHARE * self.budget / len(choices), clock) + rows * reading)
             slowness = (time.monotonic() - started_at) / max(1e-9, clock() - worked)
             grows = times[-1] > GROWTH ** (len(times) - 1) * times[0]

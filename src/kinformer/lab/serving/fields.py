@@ -279,7 +279,7 @@ def _penalty(values: Mapping[str, object], name: str) -> float:
 
 def _bias(values: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     """Return the bias of each token; JSON writes the ids as texts."""
-    bias = _mapping(values, "logit_bias")
+    bias: Mapping[str, Any] = _mapping(values, "logit_bias")
     if len(bias) > MOST_BIASES:
         raise FieldError(
             f"logit_bias has {plural(len(bias), 'token')}, but may have at most {MOST_BIASES:,}.", "logit_bias"
@@ -431,7 +431,7 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of ``messages``, and the ranges of characters between the tags ``generation``."""
         variables = (
-            {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | names
+            {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | dict(names)
         )
         pieces, length = list[str](), 0
         spans = list[tuple[int, int]]()

@@ -293,7 +293,7 @@ def _embedded(served: Served, data: bytes) -> dict[str, object]:
         {
             "object": "embedding",
             "index": index,
-            "embedding": b64encode(vector).decode() if body.base64 else vector.tolist(),
+            "embedding": b64encode(vector.tobytes()).decode() if body.base64 else vector.tolist(),
         }
         for index, vector in enumerate(vectors)
     ]

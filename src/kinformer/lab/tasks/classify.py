@@ -381,11 +381,11 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelle
             trained_on = opened(listops or spec_of(run, None))
     numbers = numbers_of(run, data.name, data.classes)
     part = data.splits[choose(settings.split, data.splits, "`split`")]
-    train = trained_on.splits["train"]
+    train: Examples | None = trained_on.splits["train"]
     if trained_on.fingerprint != (run.data.get("identity") or {}).get("fingerprint"):
         train = None
     elif same:
-        train = replace(train, labels=numbers[train.labels])
+        train = replace(trained_on.splits["train"], labels=numbers[trained_on.splits["train"].labels])
     return data, same, replace(part, labels=numbers[part.labels]), train
 
 

@@ -191,9 +191,10 @@ def _encode(place: str, row: object, template: ChatTemplate | None, source: Sour
     for begin, end in spans:
         marks |= (starts >= begin) & (starts < end)
     if template is None:  # as ``generate`` reads a prompt and ends a text
-        end = () if source.base is None else [token for token in [ends_of(source.base.config).eos] if token is not None]
-        ids = np.concatenate([np.array(tokenizer.prefix, np.int64), ids, np.array(end, np.int64)])
-        marks = np.concatenate([np.zeros(len(tokenizer.prefix), bool), marks, np.ones(len(end), bool)])
+        eos = None if source.base is None else ends_of(source.base.config).eos
+        last = [] if eos is None else [eos]
+        ids = np.concatenate([np.array(tokenizer.prefix, np.int64), ids, np.array(last, np.int64)])
+        marks = np.concatenate([np.zeros(len(tokenizer.prefix), np.bool_), marks, np.ones(len(last), np.bool_)])
     return Conversation(ids, marks, sum(len(text[begin:end].encode()) for begin, end in spans))
 
 
