@@ -214,10 +214,10 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         config = replace(self.model.config, input=replace(self.model.config.input, vocab_size=size))
         with torch.device("cpu"):
             model = config.build()
-        kept, shared = self.model.state_dict(), min(old, size)
+        old_weights, shared = self.model.state_dict(), min(old, size)
         with torch.no_grad():
             for name, weight in model.state_dict().items():
-                before = kept[name]
+                before = old_weights[name]
                 if before.shape == weight.shape:
                     weight.copy_(before)
                 elif before.shape[1:] == weight.shape[1:] and (len(before), len(weight)) == (old, size):

@@ -76,8 +76,8 @@ def entry_points_of(group: str) -> Mapping[str, tuple[Entry, ...]]:
 
     installed: dict[str, tuple[Entry, ...]] = {}
     registered = ((name, entry) for (of, name), entry in _registrations.items() if of == group)
-    found: list[tuple[str, Entry]] = [(entry.name, entry) for entry in entry_points(group=group)]
-    for name, entry in (*found, *registered):
+    entries: list[tuple[str, Entry]] = [(entry.name, entry) for entry in entry_points(group=group)]
+    for name, entry in (*entries, *registered):
         installed[name] = (*installed.get(name, ()), entry)
     return installed
 

@@ -201,11 +201,11 @@ class Ladder(Choosing):
             of_model = {}
         if self.options.init is not None:
             values.pop("lr", None)
-        own = {field.name for field in fields(self.task.Options)}
+        of_task = {field.name for field in fields(self.task.Options)}
         chosen = {
-            name: value for name, value in values.items() if name not in own and getattr(self.options, name) is None
+            name: value for name, value in values.items() if name not in of_task and getattr(self.options, name) is None
         }
-        task_options = {name: value for name, value in values.items() if name in own} | dict(self.options.task_options)
+        task_options = {name: value for name, value in values.items() if name in of_task} | dict(self.options.task_options)
         options = replace(self.options, **chosen, task_options=task_options)
         with suppress(KinformerError):  # a member without these parts keeps its own
             changed = replace(options, set={**of_model, **options.set})
