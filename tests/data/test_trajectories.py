@@ -85,7 +85,7 @@ def test_continuous_actions_and_what_is_learnt_of_them(tmp_path):
     actions = np.stack([np.linspace(-2, 1, 12), np.full(12, 0.5)], axis=1)
     found = open_trajectories(saved(tmp_path, actions=actions))
     assert not found.discrete and found.action_dim == 2
-    low, high = found.bounds
+    low, high = found.space.low, found.space.high
     assert np.allclose(low, [-2, -0.5]) and np.allclose(high, [1, 1.5])
 
 

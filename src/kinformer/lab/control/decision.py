@@ -92,18 +92,10 @@ class TrajectoryRows(DataModule):
             self.sums, self.metrics = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
         else:
             self.sums, self.metrics = ("squares",), (ACTION_ERROR,)
-        self.held_out = self._windows("validation")
-
-    def _windows(self, split: str) -> np.ndarray:
-        """Return the windows of a split [windows, 2]: episode and first step. The windows of an episode follow one
-        another without overlap."""
-        return np.array(
-            [
-                (episode, first)
-                for episode in self.trajectories.splits[split]
-                for first in range(0, self.trajectories.lengths[episode], self.steps)
-            ]
-        )
+        # Episode and first step of each window, [windows, 2]; the windows of an episode follow without overlap.
+        lengths, held_out = self.trajectories.lengths, self.trajectories.splits["validation"]
+        windows = [(episode, first) for episode in held_out for first in range(0, lengths[episode], self.steps)]
+        self.held_out = np.array(windows)
 
     @property
     def validations(self) -> int:
@@ -214,7 +206,10 @@ class TrajectoryAgent(Agent):
                     f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
                     f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
                 )
-        new = [] if self.before is None else [self._position(2, self.timestep - 1, self._as_input(self.before))]
+        new, space = [], self.drawing.actions
+        if self.before is not None:
+            acted = np.eye(space.n)[self.before] if isinstance(space, Discrete) else self.before
+            new.append(self._position(2, self.timestep - 1, acted))
         new += [
             self._position(0, self.timestep, target_returns[:, None]),
             self._position(1, self.timestep, observations),
@@ -225,10 +220,6 @@ class TrajectoryAgent(Agent):
         packed = np.zeros((len(values), self.width), np.float32)
         packed[:, 0], packed[:, 1], packed[:, 2 : 2 + values.shape[1]] = kind, timestep, values
         return packed
-
-    def _as_input(self, actions: np.ndarray) -> np.ndarray:
-        space = self.drawing.actions
-        return np.eye(space.n)[actions] if isinstance(space, Discrete) else actions
 
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3

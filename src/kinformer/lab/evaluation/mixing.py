@@ -7,13 +7,12 @@ One pass over the text searches the store once per token, for the largest number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel
 from kinformer.core.parts import Neighbours, Searcher
 from kinformer.lab.data import EvaluationStream, Split
 from kinformer.lab.evaluation.bits import Progress, Windows, contexts
@@ -21,14 +20,6 @@ from kinformer.runtime.errors import plural, require_finite
 
 WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 20)))
 TEMPERATURES = tuple(float(1 << power) for power in range(11))
-
-
-class StoreModel(CausalModel, Protocol):
-    """A model whose head inputs are ``hidden_states``, from which ``decoder`` makes logits, and ``keys`` to search
-    with."""
-
-    @property
-    def decoder(self) -> CausalModel: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Sweep:
 
 
 def sweep(
-    model: StoreModel,
+    model: Any,
     searcher: Searcher,
     split: Split,
     windows: Windows | None,
@@ -95,7 +86,11 @@ def sweep(
     chunk: int,
     progress: Progress | None = None,
 ) -> Sweep:
-    """Measure ``split`` as :func:`kinformer.lab.evaluation.bits.measure` does, at every point of ``grid``."""
+    """Measure ``split`` as :func:`kinformer.lab.evaluation.bits.measure` does, at every point of ``grid``.
+
+    The head inputs of ``model`` are ``hidden_states``, from which its ``decoder`` makes logits, and ``keys`` to search
+    with.
+    """
     stream = EvaluationStream(split, chunk)
     nats = torch.zeros(len(grid.weights), len(grid.temperatures), len(grid.neighbours), dtype=torch.float64)
     step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
