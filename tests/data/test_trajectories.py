@@ -108,7 +108,7 @@ def test_walks_are_functions_of_seed_and_number():
     assert one.fingerprint == same.fingerprint != other.fingerprint
     edges = EDGES
     assert edges[one.observations.argmax(1), one.actions].all()
-    assert (one.rewards == -1).all() and one.lengths.max() <= ShortestPath.most_steps
+    assert (one.rewards == -1).all() and one.lengths.max() <= ShortestPath.max_steps
 
 
 OBJECTS = np.array([{}] * 12)

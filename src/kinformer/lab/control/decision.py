@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import log
 from typing import NamedTuple
 
@@ -234,7 +234,21 @@ class Clone:
     def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:
         self.drawing = drawing
         self.mean, self.std = (torch.from_numpy(item).float() for item in data.trajectories.normalisation)
-        self.network = _trained(data, steps, seed, self._normal)
+        episodes, space = data.trajectories, data.actions
+        index = torch.from_numpy(episodes.steps_of(episodes.splits["train"]))
+        observations, actions = (torch.from_numpy(item)[index] for item in (episodes.observations, episodes.actions))
+        with private_numbers(seed) as generator:
+            sizes = (episodes.state_dim, WIDTH), (WIDTH, WIDTH), (WIDTH, space.dim)
+            first, second, last = (nn.Linear(*size) for size in sizes)
+        self.network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+        optimiser = torch.optim.AdamW(self.network.parameters(), RATE)
+        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
+        for _ in range(steps):
+            rows = torch.randint(len(actions), (ROWS,), generator=generator)
+            loss = loss_of(self.network(self._normal(observations[rows])), actions[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
 
     def begin(self, episodes: np.ndarray) -> None:
         self.episodes, self.step = episodes, 0
@@ -250,21 +264,3 @@ class Clone:
 
     def _normal(self, observations: torch.Tensor) -> torch.Tensor:
         return (observations - self.mean) / self.std
-
-
-def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    result, space = data.trajectories, data.actions
-    index = torch.from_numpy(result.steps_of(result.splits["train"]))
-    observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
-    with private_numbers(seed) as generator:
-        first, second, last = nn.Linear(result.state_dim, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, space.dim)
-    network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
-    optimiser = torch.optim.AdamW(network.parameters(), RATE)
-    for _ in range(steps):
-        rows = torch.randint(len(actions), (ROWS,), generator=generator)
-        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
-        loss = loss_of(network(normal(observations[rows])), actions[rows])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return network

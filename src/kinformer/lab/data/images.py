@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
@@ -401,7 +402,7 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
     for split, members in groups.items():
         chosen = [pictures[index] for index in members]
         names = [name for index in members if (name := labels[index]) is not None] or None
-        parts[split or "train"] = Part(Pictures(chosen, shape), names, lambda chosen=chosen: _keys(chosen))  # type: ignore[misc]
+        parts[split or "train"] = Part(Pictures(chosen, shape), names, partial(_keys, chosen))
     return ImageSet(parts, shape, _notes(heads, others))
 
 

@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -206,7 +207,7 @@ def with_neighbours(
         train = table(
             retrieval.store,
             train_plan,
-            neighbours_without_self(retrieval.store, retrieval.searcher, retrieval.first, train_plan),
+            partial(neighbours_without_self, retrieval.store, retrieval.searcher, retrieval.first, train_plan),
             progress,
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
@@ -392,17 +393,15 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
         return int(content["written"]), int(content["crc"])
 
 
-def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
-    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on; an entry is not
-    its own neighbour."""
-
-    def blocks(done: int) -> Iterator[np.ndarray]:
-        for start in range(first + done, first + plan.tokens, _BLOCK):
-            stop = min(start + _BLOCK, first + plan.tokens)
-            queries = store.float_keys(slice(start, stop))
-            yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
-
-    return blocks
+def neighbours_without_self(
+    store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable, done: int
+) -> Iterator[np.ndarray]:
+    """Yield the tokens after the neighbours of the entries from ``first + done`` on; an entry is not its own
+    neighbour."""
+    for start in range(first + done, first + plan.tokens, _BLOCK):
+        stop = min(start + _BLOCK, first + plan.tokens)
+        queries = store.float_keys(slice(start, stop))
+        yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
 
 
 def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
