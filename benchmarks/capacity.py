@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from associative import AssociativeRetrieval, Retrieval
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.core.parts import FeatureMapConfig
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import delta_rule
 from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.lab.data.mqar import AssociativeRetrieval, Retrieval
 from kinformer.parts.feature_maps import Dpfp, Elu, Relu
 
 WIDTH, RATE, SOLVED = 64, 1e-3, 1e-3

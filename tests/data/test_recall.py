@@ -1,10 +1,15 @@
 """Associative retrieval: the answers are those of a dictionary that is written step by step."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
-from kinformer.lab.data.mqar import AssociativeRetrieval
 from kinformer.runtime.errors import KinformerError
+
+TASK = Path(__file__).parents[2] / "benchmarks" / "associative.py"
+AssociativeRetrieval = runpy.run_path(str(TASK))["AssociativeRetrieval"]
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -85,7 +85,7 @@ def test_continuous_actions_and_what_is_learnt_of_them(tmp_path):
     actions = np.stack([np.linspace(-2, 1, 12), np.full(12, 0.5)], axis=1)
     found = open_trajectories(saved(tmp_path, actions=actions))
     assert not found.discrete and found.action_dim == 2
-    low, high = found.bounds
+    low, high = found.space.low, found.space.high
     assert np.allclose(low, [-2, -0.5]) and np.allclose(high, [1, 1.5])
 
 
@@ -108,7 +108,7 @@ def test_walks_are_functions_of_seed_and_number():
     assert one.fingerprint == same.fingerprint != other.fingerprint
     edges = EDGES
     assert edges[one.observations.argmax(1), one.actions].all()
-    assert (one.rewards == -1).all() and one.lengths.max() <= ShortestPath.most_steps
+    assert (one.rewards == -1).all() and one.lengths.max() <= ShortestPath.max_steps
 
 
 OBJECTS = np.array([{}] * 12)

@@ -1,5 +1,7 @@
 """Tables of what follows every token's neighbours: never its own entry, whatever kills the build."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,7 @@ def planned(near=NEAR, tokens=TOKENS):
 
 def built(store, plan=None, progress=None):
     plan = plan or planned()
-    return table(store, plan, neighbours_without_self(store, ExactSearch(store), FIRST, plan), progress)
+    return table(store, plan, partial(neighbours_without_self, store, ExactSearch(store), FIRST, plan), progress)
 
 
 def test_an_entry_is_never_its_own_neighbour(store):
@@ -44,7 +46,7 @@ def test_an_own_entry_among_equal_keys_is_left_out_and_a_small_store_leaves_gaps
     assert others(found, torch.tensor([0, 1]), 3).tolist() == [[5, 7, -1], [6, -1, -1]]
     small = write(tmp_path / "small", 2)
     plan = NeighbourTable(name="train", tokens=2, neighbours=4, source={})
-    got = table(small, plan, neighbours_without_self(small, ExactSearch(small), 0, plan))
+    got = table(small, plan, partial(neighbours_without_self, small, ExactSearch(small), 0, plan))
     assert got.tolist() == [[small.tokens[1], -1, -1, -1], [small.tokens[0], -1, -1, -1]]
 
 

@@ -4,7 +4,7 @@ stored in the run."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 from pathlib import Path
@@ -15,7 +15,7 @@ from kinformer.core.config import override
 from kinformer.family.kinds import kinds
 from kinformer.generation.packed import pack
 from kinformer.lab.calibration.options import CalibrateOptions
-from kinformer.lab.calibration.risk import Samples, Tested, chosen, fixed_sequence, grid
+from kinformer.lab.calibration.risk import Tested, chosen, fixed_sequence, grid
 from kinformer.lab.calibration.search import Draw, outlook
 from kinformer.lab.data.files import spooled
 from kinformer.lab.evaluation.bits import Windows, measure
@@ -25,7 +25,7 @@ from kinformer.lab.tasks.evaluation import EvaluationSettings, TextTable
 from kinformer.lab.tasks.texts import HeldOut, held_out, main_windows
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import locked
-from kinformer.runtime.progress import ProgressCallback, progressing
+from kinformer.runtime.progress import progressing
 
 CALIBRATION = "calibration"
 """The key in a run's ``data`` under which the record of a calibration is stored."""
@@ -123,14 +123,22 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
     with spooled(options.data) as data, locked(run.folder):
         samples = run.task.samples(run, model, replace(options, data=data))
         steps = grid(options.thresholds)
+        epsilon = 1 - options.confidence
         with progressing(quiet, "calibrating") as progress:
-            epsilon = 1 - options.confidence
-            risk = _risk(samples, options, progress, len(steps))
+
+            def risk(threshold: float) -> float:
+                """Return the empirical risk: the mean loss of all samples."""
+                if progress is not None:
+                    progress(len(samples.exits), len(steps))
+                return float(samples.losses(threshold, options.consistency).mean())
+
             tested = fixed_sequence(steps, risk, options.prompts, options.risk, epsilon, options.bound)
         best = chosen(tested, epsilon)
         exits = None if best is None else samples.saved(best.threshold)
         useful = best if exits is not None and exits.saves else None
-        record = _choice_record(useful, options) | dict(samples.how)
+        names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "after", "seed")
+        record: dict[str, object] = {name: getattr(options, name) for name in names}
+        record |= {"threshold": useful and useful.threshold, "measured": useful and useful.risk, **samples.how}
         calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity, changes)
     return Calibrated(
         run=calibrated,
@@ -142,25 +150,6 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
         how=samples.how,
         seconds=time.perf_counter() - started_at,
     )
-
-
-def _risk(
-    samples: Samples, options: CalibrateOptions, progress: ProgressCallback | None, count: int
-) -> Callable[[float], float]:
-    """Return the empirical risk as a function of the threshold: the mean loss of all samples."""
-
-    def risk(threshold: float) -> float:
-        if progress is not None:
-            progress(len(samples.exits), count)
-        return float(samples.losses(threshold, options.consistency).mean())
-
-    return risk
-
-
-def _choice_record(best: Tested | None, options: CalibrateOptions) -> dict[str, object]:
-    names = ("risk", "confidence", "consistency", "bound", "prompts", "decay_tokens", "after", "seed")
-    measured = {"threshold": None, "measured": None} if best is None else {"threshold": best[0], "measured": best.risk}
-    return {name: getattr(options, name) for name in names} | measured
 
 
 # A threshold for every exit, found by random search on held-out text (``lab.calibration.search``) and then measured.

@@ -6,7 +6,6 @@ at every step.
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -404,6 +403,5 @@ def write_gif(path: Path, frames: list[np.ndarray]) -> None:
             f"`render` {path}: needs Pillow, which is not installed; pip install 'kinformer[rl]' gets it."
         ) from None
     first, *rest = [Image.fromarray(frame) for frame in frames]
-    stored = io.BytesIO()
-    first.save(stored, "GIF", save_all=True, append_images=rest, duration=FRAME_MILLISECONDS, loop=0)
-    write_atomic(path, lambda target: Path(target).write_bytes(stored.getvalue()))
+    options = {"save_all": True, "append_images": rest, "duration": FRAME_MILLISECONDS, "loop": 0}
+    write_atomic(path, lambda target: first.save(target, "GIF", **options))

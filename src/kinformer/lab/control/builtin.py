@@ -37,10 +37,11 @@ def fill(picture: np.ndarray, cell: np.ndarray | tuple[int, int], colour: Colour
 
 
 class Environment(gymnasium.Env[np.ndarray, int]):
-    """An environment whose episodes are truncated after ``most_steps`` steps. ``steps`` counts them."""
+    """An environment whose episodes are truncated after ``max_steps`` steps (MiniGrid has this name too). ``steps``
+    counts them."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
-    most_steps: int
+    max_steps: int
     optimal: float = 1.0
     steps = 0
 
@@ -53,7 +54,7 @@ class Environment(gymnasium.Env[np.ndarray, int]):
     def step(self, action: int) -> Step:
         reward, terminated = self.act(int(action))
         self.steps += 1
-        return self.observe(), reward, terminated, not terminated and self.steps >= self.most_steps, {}
+        return self.observe(), reward, terminated, not terminated and self.steps >= self.max_steps, {}
 
     def begin(self, draw: np.random.Generator) -> None:
         """Start a new episode with random numbers from ``draw``."""
@@ -66,11 +67,6 @@ class Environment(gymnasium.Env[np.ndarray, int]):
     def act(self, action: int) -> tuple[float, bool]:
         """Act; return the reward and whether the episode terminated."""
         raise NotImplementedError
-
-    @property
-    def max_steps(self) -> int:
-        """Return the limit of steps, as MiniGrid's environments do."""
-        return self.most_steps
 
 
 SIZE, ROOM_STEPS, ROOMS = 5, 8, 3
@@ -93,7 +89,7 @@ class KeyToDoor(Environment):
 
     observation_space = Box(-1.0, 1.0, (ROOMS + 3,))
     action_space = Discrete(len(MOVES))  # type: ignore[assignment]
-    most_steps = ROOMS * ROOM_STEPS
+    max_steps = ROOMS * ROOM_STEPS
 
     @property
     def room(self) -> int:
@@ -116,7 +112,7 @@ class KeyToDoor(Environment):
         there = bool((self.agent == PLACES[room]).all())
         self.has_key |= there and room == 0
         opened = there and room == ROOMS - 1
-        if after % ROOM_STEPS == 0 and after < self.most_steps:
+        if after % ROOM_STEPS == 0 and after < self.max_steps:
             self.agent = self.starts[room + 1]
         return float(opened and self.has_key), opened
 
@@ -151,7 +147,7 @@ class PocMemory(Environment):
 
     observation_space = Box(-1.0, 1.0, (3,))
     action_space = Discrete(2)  # type: ignore[assignment]
-    most_steps = 32
+    max_steps = 32
 
     def begin(self, draw: np.random.Generator) -> None:
         self.good, self.place = int(draw.choice((-1, 1))), int(draw.integers(-1, 2))
@@ -210,7 +206,7 @@ class ShortestPath(Environment):
     metadata: dict[str, Any] = {"render_modes": []}
     observation_space = Box(0.0, 1.0, (NODES,))
     action_space = Discrete(NODES)  # type: ignore[assignment]
-    most_steps = 20
+    max_steps = 20
 
     def begin(self, draw: np.random.Generator) -> None:
         self.node = int(draw.choice(np.flatnonzero(DISTANCES > 0)))
@@ -247,7 +243,7 @@ class TMaze(Environment):
     action_space = Discrete(3)  # type: ignore[assignment]
 
     def __init__(self, length: int = 10) -> None:
-        self.length, self.most_steps = length, PATIENCE * (length + 1)
+        self.length, self.max_steps = length, PATIENCE * (length + 1)
 
     def begin(self, draw: np.random.Generator) -> None:
         self.sign, self.place = int(draw.integers(UP, DOWN + 1)), 0

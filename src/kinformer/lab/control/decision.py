@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import log
 from typing import NamedTuple
 
@@ -96,18 +96,10 @@ class TrajectoryRows(DataModule):
             self.sums, self.metrics = ("nats", "squares"), (BITS_PER_ACTION, ACTION_ERROR)
         else:
             self.sums, self.metrics = ("squares",), (ACTION_ERROR,)
-        self.held_out = self._windows("validation")
-
-    def _windows(self, split: str) -> np.ndarray:
-        """Return the windows of a split [windows, 2]: episode and first step. The windows of an episode follow one
-        another without overlap."""
-        return np.array(
-            [
-                (episode, first)
-                for episode in self.trajectories.splits[split]
-                for first in range(0, self.trajectories.lengths[episode], self.steps)
-            ]
-        )
+        # Episode and first step of each window, [windows, 2]; the windows of an episode follow without overlap.
+        lengths, held_out = self.trajectories.lengths, self.trajectories.splits["validation"]
+        windows = [(episode, first) for episode in held_out for first in range(0, lengths[episode], self.steps)]
+        self.held_out = np.array(windows)
 
     @property
     def validations(self) -> int:
@@ -228,7 +220,10 @@ class TrajectoryAgent(Agent):
                     f"an episode takes more than {plural(self.timestep, 'step')}, but this model's positions end at "
                     f"{limit}, {PER_STEP} a step; give `context_steps` {limit // PER_STEP}."
                 )
-        new = [] if self.before is None else [self._position(2, self.timestep - 1, self._as_input(self.before))]
+        new, space = [], self.drawing.actions
+        if self.before is not None:
+            acted = np.eye(space.n)[self.before] if isinstance(space, Discrete) else self.before
+            new.append(self._position(2, self.timestep - 1, acted))
         new += [
             self._position(0, self.timestep, target_returns[:, None]),
             self._position(1, self.timestep, observations),
@@ -239,10 +234,6 @@ class TrajectoryAgent(Agent):
         packed = np.zeros((len(values), self.width), np.float32)
         packed[:, 0], packed[:, 1], packed[:, 2 : 2 + values.shape[1]] = kind, timestep, values
         return packed
-
-    def _as_input(self, actions: np.ndarray) -> np.ndarray:
-        space = self.drawing.actions
-        return np.eye(space.n)[actions] if isinstance(space, Discrete) else actions
 
 
 WIDTH, ROWS, RATE = 128, 256, 1e-3
@@ -257,7 +248,21 @@ class Clone:
     def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:
         self.drawing = drawing
         self.mean, self.std = (torch.from_numpy(item).float() for item in data.trajectories.normalisation)
-        self.network = _trained(data, steps, seed, self._normal)
+        episodes, space = data.trajectories, data.actions
+        index = torch.from_numpy(episodes.steps_of(episodes.splits["train"]))
+        observations, actions = (torch.from_numpy(item)[index] for item in (episodes.observations, episodes.actions))
+        with private_numbers(seed) as generator:
+            sizes = (episodes.state_dim, WIDTH), (WIDTH, WIDTH), (WIDTH, space.dim)
+            first, second, last = (nn.Linear(*size) for size in sizes)
+        self.network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+        optimiser = torch.optim.AdamW(self.network.parameters(), RATE)
+        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
+        for _ in range(steps):
+            rows = torch.randint(len(actions), (ROWS,), generator=generator)
+            loss = loss_of(self.network(self._normal(observations[rows])), actions[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
 
     def begin(self, episodes: np.ndarray) -> None:
         self.episodes, self.step = episodes, 0
@@ -273,21 +278,3 @@ class Clone:
 
     def _normal(self, observations: torch.Tensor) -> torch.Tensor:
         return (observations - self.mean) / self.std
-
-
-def _trained(data: TrajectoryData, steps: int, seed: int, normal: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    result, space = data.trajectories, data.actions
-    index = torch.from_numpy(result.steps_of(result.splits["train"]))
-    observations, actions = (torch.from_numpy(item)[index] for item in (result.observations, result.actions))
-    with private_numbers(seed) as generator:
-        first, second, last = nn.Linear(result.state_dim, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, space.dim)
-    network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
-    optimiser = torch.optim.AdamW(network.parameters(), RATE)
-    for _ in range(steps):
-        rows = torch.randint(len(actions), (ROWS,), generator=generator)
-        loss_of = functional.cross_entropy if isinstance(space, Discrete) else functional.mse_loss
-        loss = loss_of(network(normal(observations[rows])), actions[rows])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return network

@@ -143,11 +143,11 @@ class Environments:
 
     def _call(self, function: Callable[..., Any], *arguments: object, **options: object) -> Any:
         """Call a method of the vector environment; report a process that ended in one sentence."""
-        if not self.processes:
-            return function(*arguments, **options)
         try:
             return function(*arguments, **options)
         except (EOFError, OSError):
+            if not self.processes:
+                raise
             processes = self._vector.processes
             wait([process.sentinel for process in processes], timeout=5)
             code = next((process.exitcode for process in processes if process.exitcode is not None), None)

@@ -273,10 +273,6 @@ class PolicyShift:
         self.largest = float(self.largest)
         return self.largest
 
-    def restart(self, largest: float = 0.0) -> None:
-        """Begin again after a rollout, or continue from a value that was read."""
-        self.largest = largest
-
 
 class ControlRows(DataModule):
     """The rows of rollouts. The model learns ``ppo_epochs`` times from every rollout, in parts of ``batch_size`` rows
@@ -306,7 +302,7 @@ class ControlRows(DataModule):
                 by_owner[owner][rest] = tensor
         self.actor.load(model, by_owner["actor"])
         self.used = int(state_tensors["used"])
-        self.shift.restart(float(state_tensors["moved"]))
+        self.shift.largest = float(state_tensors["moved"])
         rollout = by_owner["rollout"]
         fields = [rollout[name] for name in Rollout._fields[:-1]]
         leaves = [rollout[name] for name in sorted(rollout) if name.startswith("state.")]
@@ -330,7 +326,7 @@ class ControlRows(DataModule):
         stopped = self.options.kl_stop > 0 and self.options.kl_stop < self.shift.read()
         if self.rollout is None or stopped or self.used == self.options.ppo_epochs * self.parts:
             self.rollout, self.used = self.actor.rollout(self.model), 0
-            self.shift.restart()
+            self.shift.largest = 0.0
         epoch, part = divmod(self.used, self.parts)
         order = np.random.default_rng([self.settings.seed, self.actor.acted, epoch]).permutation(len(self.actor.rows))
         rows = torch.from_numpy(order[part * self.settings.batch_size : (part + 1) * self.settings.batch_size])

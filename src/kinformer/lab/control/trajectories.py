@@ -259,12 +259,15 @@ class Trajectories:
         std = seen.std(0)
         return seen.mean(0), np.where(std < SMALLEST_STD, 1.0, std)
 
-    @cached_property
-    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the lower and upper bounds [dim] of continuous actions; equal bounds are moved apart by 1 each."""
+    @property
+    def space(self) -> Discrete | Box:
+        """Return the smallest space that holds all actions; equal bounds of continuous actions are moved apart by 1
+        each."""
+        if self.discrete:
+            return Discrete(self.action_dim)
         low, high = self.actions.min(0).astype(np.float64), self.actions.max(0).astype(np.float64)
-        same = high - low < SMALLEST_STD
-        return np.where(same, low - 1, low), np.where(same, high + 1, high)
+        apart = high - low < SMALLEST_STD
+        return Box(tuple((low - apart).tolist()), tuple((high + apart).tolist()))
 
 
 def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdout: float | None = None) -> Trajectories:
@@ -296,6 +299,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
             f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
         )
     shape = observations.shape[1:]
+    images = len(shape) == 3 and observations.dtype == np.uint8  # whose intensities take a byte each
     observations = observations.reshape(len(observations), -1)
     for what, item in (("rewards", rewards), ("observations", observations), ("actions", actions)):
         if item.dtype.kind not in "biuf":
@@ -309,7 +313,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
                 f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
             )
     return Trajectories(
-        np.ascontiguousarray(observations, np.uint8 if _images(observations, shape) else np.float32),
+        np.ascontiguousarray(observations, np.uint8 if images else np.float32),
         _actions(actions, place),
         rewards.astype(np.float64),
         starts.astype(np.int64),
@@ -317,11 +321,6 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
         holdout,
         shape=shape,
     )
-
-
-def _images(observations: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Return whether observations of ``shape`` are images, whose intensities take a byte each."""
-    return len(shape) == 3 and observations.dtype == np.uint8
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:
@@ -435,20 +434,12 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_u
     if options.gaussian and result.discrete:
         raise KinformerError(f"`gaussian`: is for continuous actions, but {spec} has discrete ones; leave it out.")
     if env is None:
-        return TrajectoryData(result, None, _space_of(result), options, made)
+        return TrajectoryData(result, None, result.space, options, made)
     environment = Environments(env)
     check_environment(environment, result.state_dim, result.discrete, spec)
     check_actions(result, environment, spec)
     environment.close()
     return TrajectoryData(result, env, environment.actions, options, made)
-
-
-def _space_of(trajectories: Trajectories) -> Discrete | Box:
-    """Return the smallest space that holds all actions of the data."""
-    if trajectories.discrete:
-        return Discrete(trajectories.action_dim)
-    low, high = trajectories.bounds
-    return Box(tuple(map(float, low)), tuple(map(float, high)))
 
 
 def check_environment(environment: Environments, state_dim: int, discrete: bool, place: str) -> None:

@@ -20,10 +20,12 @@ from kinformer.lab.data.files import (
     HASHED_WHOLE,
     Extent,
     Extents,
+    Identified,
     SourceFile,
     check_folder,
     check_plain,
     default_cache,
+    existing_path,
     fingerprint_of,
     folder_files,
     reading_corpus,
@@ -31,7 +33,7 @@ from kinformer.lab.data.files import (
     stdlib_files,
 )
 from kinformer.lab.data.packed import encode_split, is_packed, open_packed
-from kinformer.lab.data.sampling import RandomWindows, Rows, Split, mix, permute
+from kinformer.lab.data.sampling import RandomWindows, Sampler, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError
 
@@ -89,12 +91,6 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts.tolist())
 
 
-def fingerprint_of_mixture(fingerprints: Sequence[str], counts: Sequence[int]) -> str:
-    """Return the fingerprint of corpora of these ``fingerprints``, mixed by ``counts``."""
-    text = "\n".join(f"{count}:{fingerprint}" for fingerprint, count in zip(fingerprints, counts, strict=True))
-    return f"sha256:{sha256(text.encode()).hexdigest()}"
-
-
 def joined(splits: Sequence[Split]) -> Split:
     """Return ``splits`` of one vocabulary, one after the other, as one."""
     first = splits[0]
@@ -118,7 +114,7 @@ def joined(splits: Sequence[Split]) -> Split:
     )
 
 
-class MixedWindows(Rows):
+class MixedWindows(Sampler):
     """Windows of ``length`` + 1 tokens of the corpora of a ``mixture``, as :class:`RandomWindows` has them of one;
     ``split`` is their training splits one after the other."""
 
@@ -155,12 +151,9 @@ HELD_IN_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class Corpus(Identified):
     """Named data in three splits ("train", "validation", "test"), the same on every run."""
 
-    name: str
-    version: str
-    fingerprint: str
     tokenizer: Tokenizer
     splits: dict[str, Split]
     mixture: Mixture | None = None
@@ -178,11 +171,7 @@ class Corpus:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "fingerprint": self.fingerprint,
+        return super().identity | {
             "bytes": {name: split.bytes for name, split in self.splits.items()},
         }
 
@@ -230,7 +219,8 @@ def _mixed(
 ) -> Corpus:
     corpora = [open_corpus(path, cache=cache, tokenizer=tokenizer, holdout=holdout) for path, _ in weights]
     counts = counts_of([weight for _, weight in weights])
-    fingerprint = fingerprint_of_mixture([corpus.fingerprint for corpus in corpora], counts)
+    parts = "\n".join(f"{count}:{corpus.fingerprint}" for corpus, count in zip(corpora, counts, strict=True))
+    fingerprint = f"sha256:{sha256(parts.encode()).hexdigest()}"
     splits = {name: joined([corpus.splits[name] for corpus in corpora]) for name in corpora[0].splits}
     for split in splits.values():
         _held_if_small(split.extents)
@@ -251,11 +241,7 @@ def _packed(spec: str, tokenizer: Tokenizer, holdout: float | None) -> Corpus:
 def _find(spec: str) -> tuple[str, str, list[SourceFile]]:
     if spec == STDLIB:
         return STDLIB, f"{platform.python_implementation()} {platform.python_version()}", stdlib_files()
-    path = Path(spec).expanduser()
-    with reading_corpus(spec):
-        exists = path.exists()
-    if not exists:
-        raise KinformerError(f"{spec} does not exist; give a file, a folder or 'stdlib' as data.")
+    path = existing_path(spec, "give a file, a folder or 'stdlib' as data")
     if path.is_dir():
         files = folder_files(path)
         check_folder(path, files)
@@ -296,14 +282,11 @@ def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out the last tenth.")
     shares = SHARES if holdout is None else (1 - holdout, holdout)
     parts = _by_file(files, shares)
-    if len(files) < FEWEST_FILES or not _close(parts, shares):
+    sizes = [sum(piece.size for piece in part) for part in parts]
+    close = all(share / 2 <= size / sum(sizes) <= share * 2 for size, share in zip(sizes, shares, strict=True))
+    if len(files) < FEWEST_FILES or not close:
         parts = _by_position(files, shares)
     return {"train": parts[0], "validation": parts[1], "test": parts[-1]}
-
-
-def _close(parts: Sequence[Sequence[Extent]], shares: Sequence[float]) -> bool:
-    sizes = [sum(piece.size for piece in part) for part in parts]
-    return all(share / 2 <= size / sum(sizes) <= share * 2 for size, share in zip(sizes, shares, strict=True))
 
 
 def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:

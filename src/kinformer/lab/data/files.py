@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from json import JSONDecoder
 from pathlib import Path
@@ -165,14 +166,16 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
     """Write the texts of the field ``name`` of a file of JSON lines, each with a line's end, to ``target``."""
     with reading_corpus(path), open(path, "rb") as file:
         for number, row in _objects(path, file):
-            if not isinstance(row, dict) or not isinstance(row.get(name), str):
-                text_fields = (
-                    [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
-                )
-                raise KinformerError(
-                    f"{path}, line {number}: does not have text in the field {name!r}; {nearest(name, text_fields)}"
-                )
-            target.write(row[name].encode() + b"\n")
+            target.write(text_of(row, name, f"{path}, line {number}"))
+
+
+def text_of(row: object, field: str, place: str) -> bytes:
+    """Return the text in the ``field`` of a ``row`` at ``place``, with a line's end."""
+    cells = row if isinstance(row, Mapping) else {}
+    if not isinstance(value := cells.get(field), str):
+        names = [key for key, item in cells.items() if isinstance(item, str)]
+        raise KinformerError(f"{place}: does not have text in the field {field!r}; {nearest(field, names)}")
+    return value.encode("utf-8", "replace") + b"\n"
 
 
 def _objects(path: Path, file: BinaryIO) -> Iterator[tuple[int, object]]:
@@ -258,7 +261,8 @@ def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str,
         for file, expected in about["files"].items():
             if checksum(folder / file) != expected:
                 raise ValueError(f"{file} does not match its checksum")
-        return about, {file.removesuffix(".npy"): _mapped(folder / file) for file in about["files"]}
+        arrays = {file.removesuffix(".npy"): np.load(folder / file, mmap_mode="r") for file in about["files"]}
+        return about, arrays
 
 
 def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
@@ -276,10 +280,6 @@ def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
         shutil.copyfileobj(source, file, 1 << 20)
     bare.unlink()
     return np.frombuffer(starts, np.int64)
-
-
-def _mapped(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def _fill(folder: Path, schema: int, fill: Fill) -> None:
@@ -315,6 +315,20 @@ class SourceFile(NamedTuple):
     size: int
 
 
+@dataclass(frozen=True, eq=False)
+class Identified:
+    """Data with a name, a version and a fingerprint."""
+
+    name: str
+    version: str
+    fingerprint: str
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
+        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint}
+
+
 @contextmanager
 def reading_corpus(path: str | Path) -> Iterator[None]:
     """Report an ``OSError`` met while reading ``path`` as one sentence for the user."""
@@ -323,6 +337,15 @@ def reading_corpus(path: str | Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise KinformerError(f"{path} cannot be read ({reason}); check the path and its permissions.") from error
+
+
+def existing_path(spec: str | Path, remedy: str) -> Path:
+    """Return ``spec`` as a path; the error for a missing one ends with ``remedy``."""
+    path = Path(spec).expanduser()
+    with reading_corpus(spec):
+        if not path.exists():
+            raise KinformerError(f"{spec} does not exist; {remedy}.")
+    return path
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
@@ -29,10 +30,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from kinformer.lab.data.files import (
+    Identified,
     SourceFile,
     atomic_write,
     content_of,
     default_cache,
+    existing_path,
     fingerprint_of,
     folder_files,
     reading_corpus,
@@ -81,12 +84,6 @@ def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
     """Return a part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
     names = None if labels is None else [str(label) for label in labels.tolist()]
     return Part(images, names, lambda: [image.tobytes() for image in images])
-
-
-def hash_order(keys: Sequence[bytes]) -> np.ndarray:
-    """Return indices in the order of the keys' hashes, int64: the same shuffle on every machine."""
-    hashes = [blake2b(key, digest_size=16).digest() for key in keys]
-    return np.array(sorted(range(len(keys)), key=lambda index: (hashes[index], index)), np.int64)
 
 
 def hold_out(present: Collection[str], train: np.ndarray, share: float, once: bool) -> dict[str, np.ndarray]:
@@ -158,16 +155,12 @@ def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool)
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-def read_idx_file(path: Path) -> ImageSet:
-    """Return the images in the IDX file ``path``, and their labels if the file of labels stands beside it."""
-    return _image_set({"train": path})
-
-
 def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
     """Return the images of ``folder`` from the IDX files ``files``, one file a split, recognised by their names."""
     by_split: dict[str, Path] = {}
     for path in files:
-        split = _split_of(path.name.lower())
+        name = path.name.lower()
+        split = "test" if "t10k" in name or "test" in name else "validation" if "valid" in name else "train"
         other = by_split.setdefault(split, path)
         if other != path and other.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
             raise KinformerError(
@@ -177,12 +170,6 @@ def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
     if "train" not in by_split:
         raise KinformerError(f"{folder}: does not hold a file of training images; name it train-images-idx3-ubyte.gz.")
     return _image_set(by_split)
-
-
-def _split_of(name: str) -> str:
-    if "t10k" in name or "test" in name:
-        return "test"
-    return "validation" if "valid" in name else "train"
 
 
 def _image_set(paths: dict[str, Path]) -> ImageSet:
@@ -415,7 +402,7 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
     for split, members in groups.items():
         chosen = [pictures[index] for index in members]
         names = [name for index in members if (name := labels[index]) is not None] or None
-        parts[split or "train"] = Part(Pictures(chosen, shape), names, lambda chosen=chosen: _keys(chosen))  # type: ignore[misc]
+        parts[split or "train"] = Part(Pictures(chosen, shape), names, partial(_keys, chosen))
     return ImageSet(parts, shape, _notes(heads, others))
 
 
@@ -682,12 +669,9 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False)
-class ImageData:
+class ImageData(Identified):
     """Named images in three splits, the same on every run; ``notes`` describe changed and omitted images."""
 
-    name: str
-    version: str
-    fingerprint: str
     splits: Mapping[str, Images]
     notes: tuple[str, ...]
 
@@ -718,11 +702,7 @@ class ImageData:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "fingerprint": self.fingerprint,
+        return super().identity | {
             "classes": list(self.classes),
             "shape": list(self.shape),
             "images": {name: len(split) for name, split in self.splits.items()},
@@ -746,11 +726,7 @@ def read_images(
     if data == DIGITS:
         with resources.as_file(resources.files("kinformer.lab.data") / "digits.npz") as path:
             return _read_cached(path, DIGITS, cache, holdout, size)
-    path = Path(data).expanduser()
-    with reading_corpus(data):
-        exists = path.exists()
-    if not exists:
-        raise KinformerError(f"{data} does not exist; give {_FORMATS}.")
+    path = existing_path(data, f"give {_FORMATS}")
     return _read_cached(path, path.resolve().name, cache, holdout, size)
 
 
@@ -795,7 +771,7 @@ def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
             raise KinformerError(f"{path}: holds neither pictures nor IDX files of images; give {_FORMATS}.")
         return read_idx_folder(path, named)
     if is_images(path.name):
-        return read_idx_file(path)
+        return _image_set({"train": path})
     if path.suffix.lower() == ".npz":
         return read_npz(path)
     what = content_of(path) or "not a known file of images"
@@ -816,12 +792,11 @@ def _write(
 
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
     """Return for each split the part that holds its images, and their indices in it."""
-    train = hash_order(parts["train"].keys())
-    if holdout is None:
-        share, once = HELD_OUT if len(train) >= FEW else HELD_OUT_OF_FEW, False
-    else:
-        share, once = holdout, True
-    rows = hold_out(parts, train, share, once)
+    # The order of hashes is the same shuffle on every machine.
+    hashes = [blake2b(key, digest_size=16).digest() for key in parts["train"].keys()]  # noqa: SIM118 (a method of a part)
+    train = np.array(sorted(range(len(hashes)), key=hashes.__getitem__), np.int64)
+    few = HELD_OUT_OF_FEW if len(train) < FEW else HELD_OUT
+    rows = hold_out(parts, train, few if holdout is None else holdout, once=holdout is not None)
     if not len(rows["train"]):
         raise KinformerError(f"{place}: too few images ({len(parts['train'])}) to hold some out; give more.")
     whole = {name: (part, np.arange(len(part))) for name, part in parts.items()}

@@ -27,8 +27,10 @@ from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 import numpy as np
 
 from kinformer.lab.data.files import (
+    Identified,
     SourceFile,
     default_cache,
+    existing_path,
     fingerprint_of,
     folder_files,
     readable,
@@ -72,12 +74,9 @@ class Examples:
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class Labelled(Identified):
     """Labelled data in three splits ("train", "validation", "test"); ids lie below ``vocab_size``."""
 
-    name: str
-    version: str
-    fingerprint: str
     classes: tuple[str, ...]
     vocab_size: int
     splits: Mapping[str, Examples]
@@ -96,11 +95,7 @@ class Labelled:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "fingerprint": self.fingerprint,
+        return super().identity | {
             "classes": list(self.classes),
             "examples": {name: len(split) for name, split in self.splits.items()},
         }
@@ -143,6 +138,7 @@ _SPLITS = ("train", "validation", "test")
 
 TEXT_NAMES, LABEL_NAMES = ("text", "sentence"), ("label",)
 TableFormat = Literal["tsv", "csv", "jsonl"]
+TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 BOM, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _LOOKED_AT, _MOST_BYTES, _FEWEST_ROWS = 1000, 1 << 22, 8
 """How many rows are looked at to find out whether the first line is a header, and how many it takes to tell."""
@@ -247,10 +243,9 @@ def _ahead(rows: Iterator[tuple[int, list[bytes]]]) -> list[tuple[int, list[byte
 
 def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the number and the cells of every line of a TSV or CSV, without blank lines."""
-    return _tabbed(stream, place) if format == "tsv" else quoted_rows(stream, place)
-
-
-def _tabbed(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
+    if format == "csv":
+        yield from quoted_rows(stream, place)
+        return
     for number, line in enumerate(lines_of(stream, place), start=1):
         if line:
             yield number, cells_of(line)
@@ -303,14 +298,11 @@ def _cells(rows: Iterator[tuple[int, list[bytes]]], place: str, columns: Columns
     order = _order(head, f"{place}, line {head[0][0]}", columns)
     for number, cells in chain(head if order.names is None else head[1:], rows):
         if len(cells) != order.cells:
-            wanted = f"{order.cells} are expected{_meaning(order)}"
+            meaning = ", a label and a text" if order.label is not None and order.cells == 2 else ""
+            wanted = f"{order.cells} are expected{meaning}"
             raise KinformerError(f"{place}, line {number}: has {plural(len(cells), 'column')} where {wanted}; mend it.")
         label = None if order.label is None else cells[order.label].decode("utf-8", "backslashreplace")
         yield _row(place, number, cells[order.text], label, columns)
-
-
-def _meaning(order: _Order) -> str:
-    return ", a label and a text" if order.label is not None and order.cells == 2 else ""
 
 
 def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns) -> _Order:
@@ -488,12 +480,8 @@ def read_texts(
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
         return Inputs(_some(_checked(rows, check), "standard input", limit), None)
     require_path("texts", source)
-    path = Path(source).expanduser()
-    with reading_corpus(path):
-        exists, folder = path.exists(), path.is_dir()
-    if not exists:
-        raise KinformerError(f"{path} does not exist; give a file, a folder, - for standard input, or a list of texts.")
-    if folder:
+    path = existing_path(Path(source).expanduser(), "give a file, a folder, - for standard input, or a list of texts")
+    if path.is_dir():
         files = [file.path for file in folder_files(path)]
         if skip_bad:
             files = [file for file, _ in readable(files, lambda file: check(_file(file)), skip_bad)]
@@ -501,7 +489,7 @@ def read_texts(
     if not path.is_file():
         raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")
     refuse_packed(path)
-    kind = format or _format_of(path)
+    kind = format or TABLES.get(path.suffix.lower(), "lines")
     return _counted(lambda: _opened(path, columns, kind), str(path), limit, check)
 
 
@@ -532,11 +520,6 @@ def _some(items: Iterable[TextItem], place: str, limit: int | None) -> Iterator[
         yield item
     if not number:
         raise KinformerError(f"{place}: is empty; give one item at least.")
-
-
-def _format_of(path: Path) -> Format:
-    formats: dict[str, Format] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
-    return formats.get(path.suffix.lower(), "lines")
 
 
 def _opened(path: Path, columns: Columns, kind: Format) -> Iterator[TextItem]:
@@ -576,16 +559,8 @@ def _decoded(text: bytes, place: str) -> str:
 
 
 HELD_OUT = 0.05
-_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _BATCH = 1 << 17
 """Bytes of texts encoded together: their ids take eight times as much memory until they are narrowed."""
-
-
-class Example(NamedTuple):
-    """The bytes of a text and the name of its class."""
-
-    text: bytes
-    label: str
 
 
 class Texts:
@@ -598,8 +573,8 @@ class Texts:
 
     order: np.ndarray | None
 
-    def extend(self, examples: Iterable[Example]) -> None:
-        """Add ``examples`` at the end."""
+    def extend(self, examples: Iterable[tuple[bytes, str]]) -> None:
+        """Add ``examples``, texts and the names of their classes, at the end."""
         for text, label in examples:
             self.data += text
             self.ends.append(len(self.data))
@@ -665,13 +640,7 @@ def open_labelled(
     """
     if holdout is not None and not 0 < holdout < 1:
         raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
-    path = Path(spec).expanduser()
-    with reading_corpus(spec):
-        exists = path.exists()
-    if not exists:
-        raise KinformerError(
-            f"{spec} does not exist; give a folder with a folder per class, or a .tsv, .csv or .jsonl file."
-        )
+    path = existing_path(spec, "give a folder with a folder per class, or a .tsv, .csv or .jsonl file")
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
     fingerprint = fingerprint_of(files)
@@ -683,7 +652,7 @@ def open_labelled(
     folder = (cache or default_cache()) / "labelled" / key
     classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout, columns), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]
-    taken = columns_taken(path, _TABLES[path.suffix], columns) if path.suffix in _TABLES and path.is_file() else ""
+    taken = columns_taken(path, TABLES[path.suffix], columns) if path.suffix in TABLES and path.is_file() else ""
     return Labelled(path.resolve().name, version, fingerprint, classes, tokenizer.vocab_size, splits, taken)
 
 
@@ -720,7 +689,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
         stem, suffix = Path(first).stem, Path(first).suffix
         if rest and first in SPLITS:
             by_split[SPLITS[first]].extend([_labelled_file(file, rest, path)])
-        elif not rest and stem in SPLITS and suffix in _TABLES:
+        elif not rest and stem in SPLITS and suffix in TABLES:
             by_split[SPLITS[stem]].extend(_table(Path(file.path), columns))
         else:
             by_split[""].extend([_labelled_file(file, file.name, path)])
@@ -734,7 +703,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
     return _held_out({name or "train": examples for name, examples in by_split.items()}, holdout, str(path))
 
 
-def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
+def _labelled_file(file: SourceFile, name: str, path: Path) -> tuple[bytes, str]:
     """Return a file as an example: its class is the name of the folder that it stands in."""
     label, _, rest = name.partition("/")
     if not rest:
@@ -742,7 +711,7 @@ def _labelled_file(file: SourceFile, name: str, path: Path) -> Example:
             f"{file.path}: stands in no class's folder; give a folder with a folder per class, a .tsv, .csv or .jsonl."
         )
     with reading_corpus(file.path), open(file.path, "rb") as lines:
-        return Example(b"".join(_utf8(lines, file.path)), label)
+        return b"".join(_utf8(lines, file.path)), label
 
 
 def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
@@ -754,12 +723,12 @@ def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
     return {name: parts["train"].taken(rows[name]) if name in rows else parts[name] for name in _SPLITS}
 
 
-def _table(path: Path, columns: Columns) -> Iterator[Example]:
-    if path.suffix not in _TABLES:
+def _table(path: Path, columns: Columns) -> Iterator[tuple[bytes, str]]:
+    if path.suffix not in TABLES:
         raise KinformerError(
             f"{path}: is not labelled data; give a folder with a folder per class, a .tsv, a .csv or a .jsonl."
         )
     with reading_corpus(path), path.open("rb") as file:
-        for row in read_table(file, str(path), _TABLES[path.suffix], columns):
+        for row in read_table(file, str(path), TABLES[path.suffix], columns):
             assert row.label is not None
-            yield Example(row.text, row.label)
+            yield row.text, row.label

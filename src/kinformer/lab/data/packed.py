@@ -103,16 +103,12 @@ def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray
 def _write(split: Split, tokenizer: Tokenizer, path: Path, dtype: np.dtype) -> np.ndarray:
     marks = [(0, 0)]
     with atomic_write(path) as file:
-        for pieces in _groups(text_pieces(split)):
+        texts = text_pieces(split)
+        while pieces := list(islice(texts, _PIECES_AT_ONCE)):
             for piece, ids in zip(pieces, tokenizer.encode_batch(pieces), strict=True):
                 file.write(ids.astype(dtype).tobytes())
                 marks.append((marks[-1][0] + len(ids), marks[-1][1] + len(piece)))
     return np.array(marks, np.int64)
-
-
-def _groups(pieces: Iterator[bytes]) -> Iterator[list[bytes]]:
-    while group := list(islice(pieces, _PIECES_AT_ONCE)):
-        yield group
 
 
 MANIFEST, PACKED_SCHEMA, TOKENIZER_FILE = "manifest.json", 1, "tokenizer.json"

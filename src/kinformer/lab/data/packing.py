@@ -16,9 +16,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from kinformer.lab.data.files import (
     atomic_write,
     check_folder,
     check_plain,
+    existing_path,
     fingerprint_of,
     folder_files,
     reading_corpus,
@@ -38,6 +40,7 @@ from kinformer.lab.data.files import (
     save_joined,
     single_file,
     stdlib_files,
+    text_of,
 )
 from kinformer.lab.data.packed import MANIFEST, PACKED_SCHEMA, PACKED_SPLITS, TABLES, TOKENIZER_FILE, UNFINISHED, Packed
 from kinformer.lab.data.sampling import Split
@@ -57,10 +60,6 @@ from kinformer.runtime.files import (
 )
 from kinformer.runtime.parsing import JsonObject, parse_json_line
 from kinformer.runtime.progress import progressing
-
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-    from pyarrow.parquet import ParquetFile
 
 # Documents in JSON lines, Parquet tables, and the Arrow streams that ``Dataset.save_to_disk`` of Hugging Face writes,
 # in pieces that several processes read side by side.
@@ -102,9 +101,22 @@ def record_units(kind: str, file: SourceFile, size: int) -> list[tuple[str, Exte
 
 def record_texts(kind: str, unit: Extent, text_field: str | None) -> Iterator[bytes]:
     """Yield the documents of a piece in order, each with a line's end."""
-    field = text_field or TEXT
-    readers = {_JSON: _json_texts, _PARQUET: _parquet_texts, _ARROW: _arrow_texts}
-    yield from readers[kind](unit, field)
+    field, stop = text_field or TEXT, unit.offset + unit.size
+    if kind == _JSON:
+        yield from _json_texts(unit, field)
+        return
+    if kind == _PARQUET:
+        table = _opened(unit.path)
+        names = table.schema_arrow.names
+        batches = table.iter_batches(row_groups=range(unit.offset, stop), columns=[field])
+    else:
+        views = list(islice(_batches(unit.path), unit.offset, stop))  # of the mapped file
+        names, batches = views[0].schema.names, (batch.select([field]) for batch in views)
+    if field not in names:
+        raise KinformerError(f"{unit.path}: does not have the column {field!r}; {nearest(field, names)}")
+    values = (value for batch in batches for value in batch.column(0).to_pylist())
+    for row, value in enumerate(values, start=1):
+        yield text_of({field: value}, field, f"{unit.path}, {plural(row, 'row')} from group {unit.offset} on")
 
 
 def _json_texts(unit: Extent, field: str) -> Iterator[bytes]:
@@ -118,72 +130,32 @@ def _json_texts(unit: Extent, field: str) -> Iterator[bytes]:
                 continue
             place = f"{unit.path}, line at byte {file.tell() - len(line)}"
             row = parse_json_line(Path(unit.path), file.tell() - len(line), line, "each line must be a JSON object")
-            yield text_of(row.get(field) if isinstance(row, dict) else None, row, field, place)
+            yield text_of(row, field, place)
 
 
-def text_of(value: object, row: object, field: str, place: str) -> bytes:
-    """Return a document, the ``value`` of the ``field`` of a ``row`` at ``place``, with a line's end."""
-    if not isinstance(value, str):
-        names = [key for key, item in row.items() if isinstance(item, str)] if isinstance(row, dict) else []
-        raise KinformerError(f"{place}: does not have text in the field {field!r}; {nearest(field, names)}")
-    return value.encode("utf-8", "replace") + b"\n"
-
-
-def _parquet_texts(unit: Extent, field: str) -> Iterator[bytes]:
-    table = _opened(unit.path)
-    _require_column(unit, field, table.schema_arrow.names)
-    groups = range(unit.offset, unit.offset + unit.size)
-    yield from _column_texts(table.iter_batches(row_groups=groups, columns=[field]), unit, field)
-
-
-def _arrow_texts(unit: Extent, field: str) -> Iterator[bytes]:
-    batches = list(islice(_batches(unit.path), unit.offset, unit.offset + unit.size))  # views of the mapped file
-    for batch in batches[:1]:
-        _require_column(unit, field, batch.schema.names)
-    yield from _column_texts((batch.select([field]) for batch in batches), unit, field)
-
-
-def _require_column(unit: Extent, field: str, names: Sequence[str]) -> None:
-    if field not in names:
-        raise KinformerError(f"{unit.path}: does not have the column {field!r}; {nearest(field, names)}")
-
-
-def _column_texts(batches: Iterable[RecordBatch], unit: Extent, field: str) -> Iterator[bytes]:
-    """Yield the documents in the only column of ``batches``."""
-    row = 0
-    for batch in batches:
-        for value in batch.column(0).to_pylist():
-            row += 1
-            yield text_of(
-                value, {field: value}, field, f"{unit.path}, {plural(row, 'row')} from group {unit.offset} on"
-            )
-
-
-def _batches(path: str) -> Iterator[RecordBatch]:
+def _batches(path: str) -> Iterator[Any]:
     """Yield the batches of an Arrow stream, which stay on the disk until they are read."""
-    try:
-        from pyarrow import ArrowException, ipc, memory_map
-    except ImportError:
-        raise KinformerError(f"{path}: Arrow is read by pyarrow, which is not there; pip install pyarrow.") from None
-    try:
-        yield from ipc.open_stream(memory_map(path))
-    except (ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise KinformerError(
-            f"{path}: is not a readable Arrow stream of Dataset.save_to_disk ({reason}); restore it from a copy."
-        ) from None
+    with _pyarrow(path, "Arrow stream of Dataset.save_to_disk") as pyarrow:
+        yield from pyarrow.ipc.open_stream(pyarrow.memory_map(path))
 
 
-def _opened(path: str) -> ParquetFile:
+def _opened(path: str) -> Any:
+    with _pyarrow(path, "Parquet table") as pyarrow:
+        return pyarrow.parquet.ParquetFile(path)
+
+
+@contextmanager
+def _pyarrow(path: str, what: str) -> Iterator[Any]:
+    """Yield pyarrow, whose errors with ``path``, ``what``, are reported as one sentence."""
     try:
-        from pyarrow import ArrowException, parquet
+        import pyarrow.parquet
     except ImportError:
-        raise KinformerError(f"{path}: Parquet is read by pyarrow, which is not there; pip install pyarrow.") from None
+        raise KinformerError(f"{path}: is read by pyarrow, which is not there; pip install pyarrow.") from None
     try:
-        return parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
+        yield pyarrow
+    except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise KinformerError(f"{path}: is not a readable Parquet table ({reason}); restore it from a copy.") from None
+        raise KinformerError(f"{path}: is not a readable {what} ({reason}); restore it from a copy.") from None
 
 
 # A piece of the data becomes shards, one for every split of its documents, and then a record.
@@ -252,7 +224,8 @@ def write_piece(
         for output in outputs.values():
             output.abandon()
         raise
-    names = [name for split in record for name in (f"{split}-{number:06d}.ids", *_tables_of(split, number))]
+    endings = ("ids", *(f"{table}.npy" for table in TABLES))
+    names = [f"{split}-{number:06d}.{ending}" for split in record for ending in endings]
     files = {name: (out / name).stat().st_size for name in names}
     write_json(record_path(out, number), signed({"splits": record, "files": files, "place": place()}))
 
@@ -260,10 +233,6 @@ def write_piece(
 def width_of(tokenizer: Tokenizer) -> int:
     """Return the bytes of an id: the fewest that hold all of a tokenizer's."""
     return next(width for width in (1, 2, 4) if tokenizer.vocab_size <= 1 << (8 * width))
-
-
-def _tables_of(split: str, number: int) -> list[str]:
-    return [f"{split}-{number:06d}.{table}.npy" for table in TABLES]
 
 
 def _texts(piece: Piece, packing: Packing) -> Iterator[tuple[str, bool, bytes]]:
@@ -436,8 +405,7 @@ class Documents:
     def _text(self, row: object, field: str | None) -> bytes:
         field = field or TEXT
         row = {field: row} if isinstance(row, str) else row
-        value = row.get(field) if isinstance(row, Mapping) else None
-        return text_of(value, row, field, f"{self.name}, document {max(1, self.read)}")
+        return text_of(row, field, f"{self.name}, document {max(1, self.read)}")
 
 
 def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:
@@ -466,9 +434,7 @@ def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
     if packing.data == STDLIB:
         files = stdlib_files()
     else:
-        path = Path(packing.data).expanduser()
-        if not path.exists():
-            raise KinformerError(f"{packing.data} does not exist; give a file, a folder or 'stdlib' as data.")
+        path = existing_path(packing.data, "give a file, a folder or 'stdlib' as data")
         files = folder_files(path) if path.is_dir() else [single_file(path)]
         tables = table_files(files, packing.text_field)
         if tables:
@@ -637,17 +603,13 @@ def _joined(out: Path, split: str, numbers: Sequence[int], shards: Sequence[Json
         )
         path = out / f"{split}.{table}.npy"
         if table == "documents":
-            _join(path, arrays)
+            write_atomic(path, partial(save_joined, pieces=arrays))
         else:
             marks = np.concatenate([np.zeros((1, 2), np.int64), *arrays])
             with atomic_write(path) as file:
                 np.save(file, marks, allow_pickle=False)
         facts[table] = {"file": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)}
     return facts
-
-
-def _join(path: Path, arrays: Iterator[np.ndarray]) -> None:
-    write_atomic(path, lambda place: save_joined(place, arrays))
 
 
 def packed(

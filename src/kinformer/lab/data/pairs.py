@@ -11,17 +11,18 @@ parts, and all others are for training. A missing part is held out of the rest, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.lab.data.files import SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.files import Identified, SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
+from kinformer.lab.data.images import hold_out
 from kinformer.lab.data.labelled import UTF16_MARKS, cells_of, quoted_rows
 from kinformer.lab.data.tables import read_unpacked
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
@@ -246,24 +247,18 @@ class Languages(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Parallel:
+class Parallel(Identified):
     """The pairs in the splits "train", "validation" and "test"; where several parts make up one of the last two, each
     part is also a split under its own name."""
 
-    name: str
-    version: str
-    fingerprint: str
     languages: Languages
     tokenizer: Tokenizer
     splits: Mapping[str, Pairs]
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity that a run folder stores as JSON; metrics compare only where identities are equal."""
-        return {
+        return super().identity | {
             "name": f"{self.name} ({self.languages.source} to {self.languages.target})",
-            "version": self.version,
-            "fingerprint": self.fingerprint,
             "languages": list(self.languages),
             "examples": {name: len(pairs.source) for name, pairs in self.splits.items()},
         }
@@ -433,23 +428,14 @@ def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> 
     joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in held_out.items()}
     train = joined.pop("train")
     order = sorted(range(len(train.source)), key=lambda index: sha256(train.source[index]).digest())
-    count = math.ceil((HELD_OUT if holdout is None else holdout) * len(order))
-    for name in ("test", "validation"):
-        if name in joined:
-            continue
-        if holdout is not None and name == "validation" and "test" not in held_out:
-            joined[name] = joined["test"]
-        else:
-            joined[name], order = train.taken(order[:count]), order[count:]
-    if not order:
+    share = HELD_OUT if holdout is None else holdout
+    rows = hold_out(joined, np.array(order, np.int64), share, once=holdout is not None)
+    if not len(rows["train"]):
         raise KinformerError(f"{path}: too few pairs ({len(train.source)}) to hold some out; give more data.")
+    splits = {"train": train} | joined | {name: train.taken(numbers.tolist()) for name, numbers in rows.items()}
     named = [stem for name, stems in held_out.items() if name != "train" and len(stems) > 1 for stem in stems]
-    return {"train": train.taken(order), **joined} | {stem: parts[stem] for stem in named if stem not in joined}
+    return splits | {stem: parts[stem] for stem in named if stem not in splits}
 
 
 def _joined(some: Sequence[Pairs]) -> Pairs:
-    sides: tuple[list[bytes], list[bytes]] = ([], [])
-    for pairs in some:
-        for side, lines in zip(sides, pairs, strict=True):
-            side.extend(lines)
-    return Pairs(*sides)
+    return Pairs(*(list(chain.from_iterable(side)) for side in zip(*some, strict=True)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log, log2
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -243,20 +243,7 @@ def _unsigned(word: np.ndarray | int) -> np.ndarray:
 _PHASE, _ORDER = 1, 2
 
 
-class Sampler(Protocol):
-    """The interface of a trainer's data: the rows of a step, and where sequences begin in them."""
-
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]; inputs are all but the
-        last column, targets all but the first."""
-        ...
-
-    def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Return bool [batch_size / world, length]: inputs at which a new sequence begins; None without any."""
-        ...
-
-
-class Rows:
+class Sampler:
     """The batches of rows of a ``split``, each ``length`` + 1 tokens from where a subclass's :meth:`starts` says. With
     ``reset_documents`` the first token of each document is marked by :meth:`resets`."""
 
@@ -271,7 +258,8 @@ class Rows:
         raise NotImplementedError
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]."""
+        """Return ids int64 [batch_size / world, length + 1]; inputs are all but the last column, targets all but the
+        first."""
         return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
@@ -282,7 +270,7 @@ class Rows:
         return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
 
 
-class RandomWindows(Rows):
+class RandomWindows(Sampler):
     """Windows of ``length`` + 1 tokens in random order, each token predicted once per epoch.
 
     An epoch is a random permutation of windows that touch without overlapping, shifted by a random phase; at most
@@ -306,7 +294,7 @@ class RandomWindows(Rows):
         return _phase(self.seed, epoch, self._phases) + window * self.length
 
 
-class SegmentStreams(Rows):
+class SegmentStreams(Sampler):
     """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state.
 
     The split is cut into equal streams, one per row; step by step each row walks along its own. After ``segments``

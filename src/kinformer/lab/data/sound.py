@@ -6,15 +6,15 @@ or labels with spaces between them (words, digits, phonemes). Clips may be joine
 
 from __future__ import annotations
 
-import math
 import struct
 import wave
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cache, partial
 from hashlib import sha256
+from itertools import chain
 from math import ceil, gcd
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol
@@ -25,9 +25,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from kinformer.inputs.signals import CHARACTERS
-from kinformer.lab.data.files import SourceFile, content_of, fingerprint_of, folder_files, reading_corpus, single_file
-from kinformer.lab.data.images import SPLITS
-from kinformer.lab.data.labelled import TableFormat, lines_of, read_cells
+from kinformer.lab.data.files import (
+    Identified,
+    SourceFile,
+    content_of,
+    existing_path,
+    fingerprint_of,
+    folder_files,
+    reading_corpus,
+    single_file,
+)
+from kinformer.lab.data.images import SPLITS, hold_out
+from kinformer.lab.data.labelled import TABLES, TableFormat, lines_of, read_cells
 from kinformer.lab.data.tables import check_ratio
 from kinformer.runtime.errors import KinformerError, nearest, plural, require
 from kinformer.runtime.files import reading, require_file
@@ -280,6 +289,7 @@ RATE = 8000
 LOW, HIGH = (697.0, 770.0, 852.0, 941.0), (1209.0, 1336.0, 1477.0, 1633.0)
 PAD = ("123A", "456B", "789C", "*0#D")
 KEYS = tuple("0123456789*#ABCD")
+KEYS_OF_A_CALL = (3, 7)
 COUNTS = {"train": 8_000, "validation": 200, "test": 500}
 TONE, PAUSE = (0.04, 0.16), (0.04, 0.2)
 _SEEDS = {"train": 1, "validation": 2, "test": 3}
@@ -298,7 +308,7 @@ class Calls:
 
     def __init__(self, split: str, join: tuple[int, int] | None = None) -> None:
         self.split = split
-        count, (least, most) = COUNTS[split], self.keys(join)
+        count, (least, most) = COUNTS[split], join or KEYS_OF_A_CALL
         random = np.random.default_rng([_SEEDS[split], least, most])
         self.counts = random.integers(least, most + 1, count)
         self.pressed = random.integers(0, len(KEYS), (count, most))
@@ -309,11 +319,6 @@ class Calls:
         self.before = np.round(random.uniform(*PAUSE, count) * RATE).astype(np.int64)
         real = np.arange(most) < self.counts[:, None]
         self.lengths = self.before + ((self.tones + self.pauses) * real).sum(1)
-
-    @staticmethod
-    def keys(join: tuple[int, int] | None) -> tuple[int, int]:
-        """Return how many keys a call has, least and most."""
-        return join or (3, 7)
 
     def samples(self, number: int) -> Tensor:
         """Return the samples of the call ``number``, float32 [time]."""
@@ -397,7 +402,6 @@ def folded(phones: Sequence[str]) -> list[str]:
 
 TABLE = "transcripts.tsv"
 HELD_OUT = 0.05
-_TABLES: dict[str, TableFormat] = {".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl"}
 _COLUMNS = {
     "file": ("file", "path", "file_name", "filename", "audio"),
     "transcript": ("transcript", "transcription", "sentence", "text"),
@@ -437,11 +441,8 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
     Errors: ``KinformerError`` for a path without clips, a line that does not list a clip, and unreadable or empty
     sound.
     """
-    with reading_corpus(path):
-        exists, table = path.exists(), path.is_file()
-    if not exists:
-        raise KinformerError(f"{path} does not exist; give a folder of WAV or FLAC files, or a .tsv that lists them.")
-    tables = [path] if table else _tables(path)
+    path = existing_path(path, "give a folder of WAV or FLAC files, or a .tsv that lists them")
+    tables = [path] if path.is_file() else _tables(path)
     if tables:
         clips = [clip for item in tables for clip in _listed(item, path)]
         files = [*map(single_file, tables), *(single_file(Path(clip.path)) for clip in clips)]
@@ -462,7 +463,7 @@ def _tables(folder: Path) -> list[Path]:
     only table."""
     if (folder / TABLE).is_file():
         return [folder / TABLE]
-    tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in _TABLES]
+    tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in TABLES]
     parts = [table for table in tables if _split_of(table, folder)]
     if any(_split_of(table, folder) == "train" for table in parts):
         if others := [table for table in tables if table not in parts]:
@@ -487,9 +488,8 @@ def _split_of(table: Path, folder: Path) -> str:
 
 def _listed(table: Path, place: Path) -> list[Clip]:
     """Return the clips that a table lists; ``place`` is the table, or the folder of the data."""
-    clips, split, there = [], _split_of(table, place) if table != place else "", _Beside(table.parent)
-    for number, row in _rows(table):
-        clips.append(_clip(table, number, row, split, there))
+    split, paths = _split_of(table, place) if table != place else "", cache(partial(_paths_by_name, table.parent))
+    clips = [_clip(table, number, row, split, paths) for number, row in _rows(table)]
     if not clips:
         raise KinformerError(f"{table}: lists no clip; write file, transcript and, if known, speaker and split.")
     return clips
@@ -498,7 +498,7 @@ def _listed(table: Path, place: Path) -> list[Clip]:
 def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the number of every line that lists a clip, and its cells by the names of their columns."""
     with reading_corpus(table), table.open("rb") as file:
-        if (kind := _TABLES.get(table.suffix.lower(), "tsv")) == "jsonl":
+        if (kind := TABLES.get(table.suffix.lower(), "tsv")) == "jsonl":
             for number, line in enumerate(lines_of(file, str(table)), start=1):
                 row = parse_json_line(table, number, line, "write one object per line") if line.strip() else None
                 if isinstance(row, dict):
@@ -551,34 +551,24 @@ def _decoded(cell: bytes, table: Path, number: int) -> str:
         ) from None
 
 
-class _Beside:
-    """The sound files under the folder of a table, which names them by their paths, names or names without endings."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, name: str) -> Path | None:
-        path = self.folder / name
-        if name and path.is_file():
-            return path
-        beside = self.names.get(name)
-        return None if beside is None else Path(beside)
-
-    @cached_property
-    def names(self) -> dict[str, str | None]:
-        """The path of every name, None of one that several files have."""
-        names: dict[str, str | None] = {}
-        for file in folder_files(self.folder, empty=True):
-            if (path := Path(file.name)).suffix.lower() in ENDINGS:
-                names |= {name: None if name in names else file.path for name in (path.name, path.stem)}
-        return names
+def _paths_by_name(folder: Path) -> dict[str, str | None]:
+    """Return the path of each sound file under ``folder`` by its name and by its name without the ending; None for a
+    name of several files."""
+    paths: dict[str, str | None] = {}
+    for file in folder_files(folder, empty=True):
+        if (path := Path(file.name)).suffix.lower() in ENDINGS:
+            paths |= {name: None if name in paths else file.path for name in (path.name, path.stem)}
+    return paths
 
 
-def _clip(table: Path, number: int, row: dict[str, str], split: str, beside: _Beside) -> Clip:
+def _clip(
+    table: Path, number: int, row: dict[str, str], split: str, paths: Callable[[], Mapping[str, str | None]]
+) -> Clip:
+    """Return the clip of a row; ``paths`` are the files beside the table, by name."""
     file, transcript, split = row.get("file", ""), row.get("transcript", ""), row.get("split", "").lower() or split
     if not transcript:
         raise KinformerError(f"{table}, line {number}: its transcript is empty; complete or remove the line.")
-    path = beside(file)
+    path = table.parent / file if file and (table.parent / file).is_file() else paths().get(file)
     if path is None:
         names = ", or name the columns file and transcript in the first line" if number == 1 else ""
         raise KinformerError(
@@ -619,21 +609,18 @@ def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str
         by_split = {name: [clip for clip in some if clip.name not in names] for name, some in by_split.items()}
         by_split["test"] = chosen
     rest = by_split["train"] + by_split[""]
-    order = sorted(rest, key=lambda clip: sha256(clip.name.encode("utf-8", "surrogateescape")).digest())
-    count = math.ceil((HELD_OUT if holdout.share is None else holdout.share) * len(rest))
-    for name in ("test", "validation"):
-        if by_split[name]:
-            continue
-        has_test = bool(chosen) or any(clip.split == "test" for clip in clips)
-        if name == "validation" and holdout.share is not None and not has_test:
-            by_split[name] = by_split["test"]
-        else:
-            by_split[name], order = order[:count], order[count:]
-    retained = {clip.name for clip in order}
-    train = [clip for clip in rest if clip.name in retained]
-    if not train:
+    hashes = [sha256(clip.name.encode("utf-8", "surrogateescape")).digest() for clip in rest]
+    order = np.array(sorted(range(len(rest)), key=hashes.__getitem__), np.int64)
+    present = [name for name in ("test", "validation") if by_split[name]]
+    share = HELD_OUT if holdout.share is None else holdout.share
+    rows = hold_out(present, order, share, once=holdout.share is not None)
+    if not len(rows["train"]):
         raise KinformerError(f"{place}: too few clips ({len(clips)}) to hold some out; give more data.")
-    return {"train": train, "validation": by_split["validation"], "test": by_split["test"]}
+    rows["train"].sort()
+    return {
+        name: [rest[index] for index in rows[name]] if name in rows else by_split[name]
+        for name in ("train", "validation", "test")
+    }
 
 
 def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
@@ -697,12 +684,9 @@ class SoundOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Sound:
+class Sound(Identified):
     """Utterances in three splits, ``rate`` samples a second, and the ``symbols`` that transcripts are made of."""
 
-    name: str
-    version: str
-    fingerprint: str
     rate: int
     unit: str
     symbols: tuple[str, ...]
@@ -710,9 +694,7 @@ class Sound:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity that a run folder stores as JSON."""
-        return {
-            "name": self.name, "version": self.version, "fingerprint": self.fingerprint,
+        return super().identity | {
             "rate": self.rate, "unit": self.unit, "symbols": list(self.symbols),
             "examples": {name: len(split.lengths) for name, split in self.splits.items()},
         }  # fmt: skip
@@ -782,17 +764,28 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
     fingerprint = fingerprint_of(files)
     rates = [clip.rate for clip in clips]
     rate = options.rate or max(sorted(set(rates)), key=rates.count)
-    _tell_resampled(path.name, rates, rate)
+    if others := sorted(set(rates) - {rate}):
+        have = ", ".join(f"{other:,}" for other in others)
+        some = f"{len(rates) - rates.count(rate):,} of {plural(len(rates), 'clip')} have {have} samples a second"
+        note(f"note: {path.name}: {some} and are resampled to {rate:,}.")
     unit = options.units or (CHARACTERS if table else LABELS)
     splits = split_clips(clips, options.held, str(path))
-    all_symbols = _symbols(splits, unit, options.join is not None) if symbols is None else tuple(symbols)
-    for some in splits.values():
-        _check_symbols(some, unit, all_symbols)
+    if symbols is None:
+        trained = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
+        symbols = sorted(trained | ({" "} if options.join is not None and unit == CHARACTERS else set()))
+    usual = set(symbols)
+    for clip in chain.from_iterable(splits.values()):
+        if unused := [symbol for symbol in split_symbols(clip.transcript, unit) if symbol not in usual]:
+            raise KinformerError(
+                f"{clip.path}: its transcript {clip.transcript!r} has the symbol {unused[0]!r}, which no training "
+                f"transcript has ({plural(len(symbols), 'symbol')}: {' '.join(symbols)[:60]}); mend it or leave the "
+                "clip out."
+            )
     parts: dict[str, Utterances] = {
         name: Recorded(some, _groups(some, options.join, ROUNDS if name == "train" else 1), rate, number)
         for number, (name, some) in enumerate(splits.items())
     }
-    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, all_symbols, parts)
+    return Sound(path.resolve().name, fingerprint.split(":")[1][:12], fingerprint, rate, unit, tuple(symbols), parts)
 
 
 def _tones(options: SoundOptions) -> Sound:
@@ -805,37 +798,10 @@ def _tones(options: SoundOptions) -> Sound:
         if unused is not None:
             raise KinformerError(f"{flag} {unused}: is for recordings, but telephone tones are made; leave it out.")
     splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
-    least, most = Calls.keys(options.join)
+    least, most = options.join or KEYS_OF_A_CALL
     name = f"{DTMF}-{least}-{most}"
     symbols = (" ", *KEYS) if options.units == CHARACTERS else KEYS
     return Sound(DTMF, "1", name, RATE, options.units or LABELS, symbols, splits)
-
-
-def _tell_resampled(name: str, rates: Sequence[int], rate: int) -> None:
-    others = sorted({clip_rate for clip_rate in rates if clip_rate != rate})
-    if others:
-        count = sum(clip_rate != rate for clip_rate in rates)
-        have = ", ".join(f"{other:,}" for other in others)
-        clips = f"{count:,} of {plural(len(rates), 'clip')} have {have} samples a second"
-        note(f"note: {name}: {clips} and are resampled to {rate:,}.")
-
-
-def _symbols(splits: Mapping[str, Sequence[Clip]], unit: str, joined: bool) -> tuple[str, ...]:
-    symbols = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
-    return tuple(sorted(symbols | ({" "} if joined and unit == CHARACTERS else set())))
-
-
-def _check_symbols(clips: Sequence[Clip], unit: str, trained: Sequence[str]) -> None:
-    """Refuse symbols that no model trained on the ``trained`` ones could write."""
-    symbols = set(trained)
-    for clip in clips:
-        for symbol in split_symbols(clip.transcript, unit):
-            if symbol not in symbols:
-                raise KinformerError(
-                    f"{clip.path}: its transcript {clip.transcript!r} has the symbol {symbol!r}, which no training "
-                    f"transcript has ({plural(len(trained), 'symbol')}: {' '.join(trained)[:60]}); mend it or leave "
-                    "the clip out."
-                )
 
 
 def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) -> list[np.ndarray]:

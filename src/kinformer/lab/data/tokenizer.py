@@ -52,7 +52,12 @@ def require_bounded(path: Path | str, tokenizer: tokenizers.Tokenizer) -> None:
     ``MOST_GROWTH`` times as long."""
     for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
         steps = [] if part is None else list(_replacements(json.loads(part.__getstate__())))
-        if len(steps) > MOST_STEPS or not _are_bounded(steps):
+        # Nothing that a replacement writes may grow long, by itself or by all later ones.
+        bounded = len(steps) <= MOST_STEPS and all(
+            len(step.content) <= MOST_GROWTH * len(step.pattern or ".") and _is_bounded(steps, first)
+            for first, step in enumerate(steps)
+        )
+        if not bounded:
             raise KinformerError(
                 f"{path}: its {name} may make a text more than "
                 f"{MOST_GROWTH} times as long; give a tokenizer whose replacements are short."
@@ -70,12 +75,6 @@ def _replacements(part: JsonObject) -> Iterator[_Replacement]:
         table = b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].decode("utf-8", "replace").split("\0")
         yield _Replacement(None, max(texts, key=len))
-
-
-def _are_bounded(steps: list[_Replacement]) -> bool:
-    """Return whether nothing that a replacement writes grows long, by itself or by all later ones."""
-    alone = all(len(content) <= MOST_GROWTH * len(pattern or ".") for pattern, content in steps)
-    return alone and all(_is_bounded(steps, first) for first in range(len(steps)))
 
 
 def _is_bounded(steps: list[_Replacement], first: int) -> bool:
@@ -98,18 +97,6 @@ NEIGHBOURS = 8
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
-
-
-class TextStream(Protocol):
-    """A decoder of ids that come one by one; incomplete characters wait for their rest."""
-
-    def feed(self, token: int) -> str:
-        """Return the text that ``token`` completes, possibly empty."""
-        ...
-
-    def finish(self) -> str:
-        """Return the text that was still waiting, with U+FFFD for bytes that never became a character."""
-        ...
 
 
 class Tokenizer(Protocol):
@@ -136,7 +123,7 @@ class Tokenizer(Protocol):
         """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
         ...
 
-    def stream(self, before: Sequence[int] = ()) -> TextStream:
+    def stream(self, before: Sequence[int] = ()) -> ByteStream:
         """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
         ...
 
@@ -182,7 +169,7 @@ class ByteTokenizer:
 
 
 class ByteStream:
-    """A decoder of UTF-8, byte by byte."""
+    """A decoder of ids that come one by one, here of UTF-8; incomplete characters wait for their rest."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -294,7 +281,7 @@ class FileTokenizer:
         # Decoders drop the first blank of a whole text, so the token stands behind itself.
         return self.decode([token, token])[len(self.decode([token])) :]
 
-    def stream(self, before: Sequence[int] = ()) -> FileStream:
+    def stream(self, before: Sequence[int] = ()) -> ByteStream:
         """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
         return FileStream(self, before)
 
@@ -325,7 +312,7 @@ def _byte_values() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class FileStream:
+class FileStream(ByteStream):
     """A decoder that passes the bytes of tokens to a decoder of UTF-8, which shows U+FFFD as soon as bytes cannot
     become a character. Tokens without bytes are decoded beside the ids before them, since their text depends on their
     neighbours: WordPiece joins words, and the decoders of LLaMA 2 and Mistral drop the blank at the beginning of a
@@ -335,7 +322,8 @@ class FileStream:
     """
 
     def __init__(self, tokenizer: FileTokenizer, before: Sequence[int] = ()) -> None:
-        self._tokenizer, self._utf8 = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
+        super().__init__()
+        self._tokenizer = tokenizer
         self._before = [int(token) for token in before[-NEIGHBOURS:]]
 
     def feed(self, token: int) -> str:
@@ -344,13 +332,9 @@ class FileStream:
         if data is None or (not self._before and data.isascii()):  # the library may drop a blank at the beginning
             text = self.finish() + self._text(token)
         else:
-            text = self._utf8.decode(data)
+            text = self._decoder.decode(data)
         self._before = [token] if text else [*self._before, token][-NEIGHBOURS:]
         return text
-
-    def finish(self) -> str:
-        """Return U+FFFD if a character was left incomplete."""
-        return self._utf8.decode(b"", final=True)
 
     def _text(self, token: int) -> str:
         """Return the text of ``token`` behind the ids before it."""

@@ -14,8 +14,11 @@ from kinformer.core.contract import Chunk, left_align, select_valid
 from kinformer.core.model import CausalModel, Hidden
 from kinformer.core.parts import Input, NeedsStore
 from kinformer.core.state import State
+from kinformer.heads.language import KnnMixture
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.options import StoreOptions
+from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity, default_probes, similarity_of
+from kinformer.lab.datastore.store import Datastore, KeySpace, Record, read_record
 from kinformer.lab.tasks.evaluation import EvaluationSettings, TrainedRun
 from kinformer.lab.tasks.texts import measured_part, note_shared, spec_of
 from kinformer.models.decoder import Decoder
@@ -26,8 +29,6 @@ from kinformer.runtime.progress import note
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.datastore.retrieval import RetrievingDecoder
-    from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity
-    from kinformer.lab.datastore.store import Datastore, KeySpace, Record
 
 # A decoder whose head searches a store, by keys that the model makes of the context.
 #
@@ -220,8 +221,6 @@ def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
 
 def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
     """Return the key space that identifies a datastore of this run."""
-    from kinformer.lab.datastore.store import KeySpace
-
     assert run.tokenizer is not None
     return KeySpace(
         weights=run.weights_digest(),
@@ -246,9 +245,6 @@ def attach_store(
 
 def attach_mixture(run: StoredRun, model: Decoder, options: StoreOptions) -> AttachedDecoder:
     """Return ``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
-    from kinformer.heads.language import KnnMixture
-    from kinformer.lab.datastore.store import Datastore
-
     assert options.datastore is not None
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
     probes = probes_of(options.datastore, options.probes)
@@ -269,7 +265,6 @@ def _retrieving(
     """Return ``model`` with its datastore and the retriever that made it (SPALM)."""
     from kinformer.generation.packed import pack
     from kinformer.lab.datastore.retrieval import RetrievingDecoder
-    from kinformer.lab.datastore.store import Datastore
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
@@ -329,8 +324,6 @@ def note_text(
 ) -> None:
     """Print a note if the datastore of :func:`lookup_facts` holds text on which ``run`` was measured."""
     if facts is not None:
-        from kinformer.lab.datastore.store import read_record
-
         corpus, part = measured_part(run, options, holdout)
         note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])
 
@@ -338,8 +331,6 @@ def note_text(
 def probes_of(folder: str | Path, requested: int | None) -> int | None:
     """Return how many of a datastore's lists to search, None for exact search: ``requested`` (0: exact), or, if None,
     the default of a datastore with lists."""
-    from kinformer.lab.datastore.search import default_probes
-
     return default_probes(Path(folder)) if requested is None else requested or None
 
 
@@ -355,8 +346,6 @@ def searcher(
 ) -> ExactSearch | ListSearch:
     """Return exact search in the first ``entries`` entries, or with ``probes`` search in the store's lists;
     ``similarity`` None: the similarity of the lists."""
-    from kinformer.lab.datastore.search import ExactSearch, ListSearch, similarity_of
-
     similarity = similarity_of(store.folder, similarity)
     if probes is None:
         return ExactSearch(store, entries=entries, similarity=similarity)

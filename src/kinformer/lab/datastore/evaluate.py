@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,7 @@ class StoreMeasurement:
 
     def at(self, weight: float) -> float:
         """Return bits per byte with another weight."""
-        return self.sweep.bits_per_byte(
-            Setting(weight=weight, temperature=self.setting.temperature, neighbours=self.setting.neighbours)
-        )
+        return self.sweep.bits_per_byte(self.setting._replace(weight=weight))
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,7 @@ def _report(
 
 
 def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
-    return {"entries": outcome.entries} | asdict(outcome.setting) | {
+    return {"entries": outcome.entries} | outcome.setting._asdict() | {
         "bits_per_byte": outcome.bits,
         "bits_per_byte_alone": outcome.at(0.0),
         "bytes_read_per_query": outcome.bytes_read / outcome.sweep.tokens,

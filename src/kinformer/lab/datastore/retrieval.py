@@ -10,8 +10,9 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -141,15 +142,6 @@ class _Retrieval:
     first: int
 
 
-@runtime_checkable
-class TakesNeighbours(Protocol):
-    """The protocol of rows of text that can be joined with the tokens after every token's neighbours."""
-
-    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        """Return the same rows with ``train`` and ``validation`` [tokens, k] int64, -1 for a missing neighbour."""
-        ...
-
-
 def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, object]:
     """Return the retrieval entry of a new run's ``data``."""
     named = {name: getattr(options, name) for name in ("retriever", "neighbours", "probes")}
@@ -202,7 +194,7 @@ def with_neighbours(
     """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
     if not run.data.get(RETRIEVAL):
         return rows
-    if not isinstance(rows, TakesNeighbours):
+    if not hasattr(rows, "with_neighbours"):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
     corpus, settings = plan.data, plan.settings
     retrieval = _open(run, open_run, corpus, device)
@@ -215,7 +207,7 @@ def with_neighbours(
         train = table(
             retrieval.store,
             train_plan,
-            neighbours_without_self(retrieval.store, retrieval.searcher, retrieval.first, train_plan),
+            partial(neighbours_without_self, retrieval.store, retrieval.searcher, retrieval.first, train_plan),
             progress,
         )
         held_out = corpus.splits["validation"].take(settings.validation_tokens)
@@ -227,7 +219,8 @@ def with_neighbours(
             lambda done: neighbours_of(_keys(retrieval, held_out), retrieval.searcher, held_out_plan, done),
             progress,
         )
-    return rows.with_neighbours(train, validation)
+    result: DataModule = rows.with_neighbours(train, validation)
+    return result
 
 
 def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Retrieval:
@@ -262,7 +255,13 @@ def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[Store
                 reason = "it holds another part of it"
         first += part.total
     if len(matches) != 1 or reason != "it holds other data" or not _same_tokens(store, *matches[0], corpus):
-        raise _foreign(store, run, corpus, reason)
+        holdout = run.data.get("holdout")
+        held_out = "" if holdout is None else f" {marked('holdout')} {holdout:g}"
+        raise KinformerError(
+            f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it "
+            f"({reason}); make one: kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} "
+            f"--split train --datastore FOLDER{held_out}."
+        )
     return matches[0]
 
 
@@ -277,16 +276,6 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
             train.tokens(1 + start, min(step, part.total - start)),
         )
         for start in range(0, part.total, step)
-    )
-
-
-def _foreign(store: Datastore, run: StoredRun, corpus: Corpus, reason: str) -> KinformerError:
-    holdout = run.data.get("holdout")
-    held_out = "" if holdout is None else f" {marked('holdout')} {holdout:g}"
-    return KinformerError(
-        f"{store.folder}: is not a datastore of the training split of {corpus.name} as this run reads it ({reason}); "
-        f"make one: kinformer index {run.data[RETRIEVAL]['retriever']} --data {run.data['spec']} --split train "
-        f"--datastore FOLDER{held_out}."
     )
 
 
@@ -404,17 +393,15 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
         return int(content["written"]), int(content["crc"])
 
 
-def neighbours_without_self(store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable) -> Blocks:
-    """Return a function that yields the tokens after the neighbours of the entries from ``first`` on; an entry is not
-    its own neighbour."""
-
-    def blocks(done: int) -> Iterator[np.ndarray]:
-        for start in range(first + done, first + plan.tokens, _BLOCK):
-            stop = min(start + _BLOCK, first + plan.tokens)
-            queries = store.float_keys(slice(start, stop))
-            yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
-
-    return blocks
+def neighbours_without_self(
+    store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable, done: int
+) -> Iterator[np.ndarray]:
+    """Yield the tokens after the neighbours of the entries from ``first + done`` on; an entry is not its own
+    neighbour."""
+    for start in range(first + done, first + plan.tokens, _BLOCK):
+        stop = min(start + _BLOCK, first + plan.tokens)
+        queries = store.float_keys(slice(start, stop))
+        yield others(searcher.search(queries, plan.neighbours + 1), torch.arange(start, stop), plan.neighbours)
 
 
 def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTable, done: int) -> Iterator[np.ndarray]:
@@ -439,6 +426,6 @@ def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarra
 def padded(nearest: Neighbours, neighbours: int) -> np.ndarray:
     """Return next tokens [n, neighbours] int32, -1 for a missing neighbour."""
     rows = np.full((len(nearest.entries), neighbours), -1, TOKEN)
-    tokens = nearest.tokens.masked_fill(nearest.entries < 0, -1)
+    tokens = following(nearest)
     rows[:, : tokens.shape[1]] = tokens.cpu().numpy()
     return rows

@@ -69,7 +69,8 @@ class ExactSearch:
         candidates = min(neighbours + _SPARE, self.entries)
         scores = queries.new_empty(len(queries), 0)
         entries = torch.empty(len(queries), 0, dtype=torch.int64)
-        for start, keys in self.store.blocks(_BLOCK, self.entries):
+        for start in range(0, self.entries, _BLOCK):
+            keys = self.store.float_keys(slice(start, min(start + _BLOCK, self.entries)))
             # ||k||^2 - 2 q.k; ||q||^2 is the same for all keys and does not change the order.
             if self.similarity == "inner":
                 block = -(queries @ keys.T)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kinformer.core.state import map_tensors, tensors
 from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
-from kinformer.lab.datastore.attach import StoredRun
 from kinformer.lab.evaluation.bits import Windows, batches
 from kinformer.lab.tasks.texts import check_positions, main_windows, spec_of
 from kinformer.runtime.errors import KinformerError, choose, plural
@@ -40,7 +39,7 @@ from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from kinformer.core.state import State
-    from kinformer.lab.datastore.attach import KeyedDecoder
+    from kinformer.lab.datastore.attach import KeyedDecoder, StoredRun
     from kinformer.lab.runs.options import IndexOptions
     from kinformer.models.decoder import Decoder
 
@@ -188,13 +187,6 @@ class Datastore:
     def dim(self) -> int:
         return self.record.origin.dim
 
-    def blocks(self, size: int, stop: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (number of the first entry, keys [at most ``size``, dim] float32) of
-        all entries below ``stop``, in order."""
-        stop = self.entries if stop is None else stop
-        for start in range(0, stop, size):
-            yield start, self.float_keys(slice(start, min(start + size, stop)))
-
     def float_keys(self, entries: slice | np.ndarray) -> Tensor:
         """Return the keys of ``entries`` as float32, copied."""
         taken = self.keys[entries]
@@ -230,7 +222,8 @@ class Writer:
     process wrote but did not count. A killed build therefore continues from the last flush, and ends with the same
     bytes as an undisturbed build. Only one process may write at a time.
 
-    ``FLUSHED``: after how many entries a flush is due.
+    ``FLUSHED``: after how many entries a flush is due. ``pending``: the number of entries since the last flush, which
+    a crash would lose.
     """
 
     FLUSHED = 1 << 16
@@ -250,7 +243,7 @@ class Writer:
             self._cut(self._keys, self.record.entries * self.record.key_bytes)
             self._cut(self._tokens, self.record.entries * TOKEN.itemsize)
             self._resources = resources.pop_all()
-        self._pending, self._crcs = 0, [0, 0]
+        self.pending, self._crcs = 0, [0, 0]
 
     def _open_record(self, origin: KeySpace, dtype: str) -> Record:
         if (self.folder / RECORD).exists():
@@ -308,31 +301,26 @@ class Writer:
         ):
             file.write(array.data.cast("B"))
             self._crcs[index] = crc32(array, self._crcs[index])
-        self._pending += len(keys_stored)
-
-    @property
-    def pending(self) -> int:
-        """Return the number of entries since the last flush, which a crash would lose."""
-        return self._pending
+        self.pending += len(keys_stored)
 
     def flush(self, state: Sequence[Tensor] = ()) -> None:
         """Write the appended entries to the disk, with the ``state`` to continue from, then count them."""
-        if not self._pending:
+        if not self.pending:
             return
         if state:
             leaves = {f"{index:04d}": leaf.clone() for index, leaf in enumerate(state)}
-            save_tensors(self._state_file(self.record.entries + self._pending), leaves)
+            save_tensors(self._state_file(self.record.entries + self.pending), leaves)
         for file in (self._keys, self._tokens):
             file.flush()
             os.fsync(file.fileno())
         last = self.record.parts[-1]
         self.record = replace(
             self.record,
-            parts=(*self.record.parts[:-1], replace(last, written=last.written + self._pending)),
-            blocks=(*self.record.blocks, (self.record.entries + self._pending, *self._crcs)),  # type: ignore[arg-type]
+            parts=(*self.record.parts[:-1], replace(last, written=last.written + self.pending)),
+            blocks=(*self.record.blocks, (self.record.entries + self.pending, *self._crcs)),  # type: ignore[arg-type]
         )
         write_json(self.folder / RECORD, self.record.to_json())
-        self._pending, self._crcs = 0, [0, 0]
+        self.pending, self._crcs = 0, [0, 0]
         for path in self.folder.glob(self._state_file("*").name):
             if path != self._state_file(self.record.entries):
                 path.unlink()

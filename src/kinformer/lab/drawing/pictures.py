@@ -202,12 +202,7 @@ def _pattern(axes: Axes, panel: PatternPanel) -> None:
     colours = colours + strength * (_rgb(SKY) - colours)
     itself = (query == key) & (panel.shares > 0)
     colours[itself] = _rgb(BLUE)
-    _mosaic(axes, colours)
-    ends = ["0", str(panel.length - 1)]
-    axes.set_xticks([0.5, cells - 0.5], ends)
-    axes.set_yticks([0.5, cells - 0.5], ends)
-    axes.set_xlabel("keys", labelpad=-7)
-    axes.set_ylabel("queries", labelpad=-9)
+    _mosaic(axes, colours, ("queries", panel.length), ("keys", panel.length))
     if panel.tokens_per_cell > 1:
         axes.annotate(
             f"1 cell = {plural(panel.tokens_per_cell, 'token')}", (1, 0), (0, -5), "axes fraction",
@@ -217,16 +212,12 @@ def _pattern(axes: Axes, panel: PatternPanel) -> None:
 
 def _field(axes: Axes, panel: FieldPanel) -> None:
     colours = np.array([_rgb(KINDS[kind][0]) for kind in sorted(KINDS)])[panel.shown]
-    _mosaic(axes, colours)
-    height, width = panel.shown.shape
-    axes.set_xticks([0.5, width - 0.5], ["0", str(width - 1)])
-    axes.set_yticks([0.5, height - 0.5], ["0", str(height - 1)])
-    axes.set_xlabel("column", labelpad=-7)
-    axes.set_ylabel("row", labelpad=-9)
+    _mosaic(axes, colours, ("row", len(panel.shown)), ("column", panel.shown.shape[1]))
 
 
-def _mosaic(axes: Axes, colours: np.ndarray) -> None:
-    """Draw square cells with thin lines between them; the first row is on top."""
+def _mosaic(axes: Axes, colours: np.ndarray, down: tuple[str, int], across: tuple[str, int]) -> None:
+    """Draw square cells with thin lines between them; the first row is on top. ``down`` and ``across`` are the name and
+    the length of each axis."""
     rows, columns = colours.shape[:2]
     axes.pcolormesh(
         np.arange(columns + 1),
@@ -238,6 +229,10 @@ def _mosaic(axes: Axes, colours: np.ndarray) -> None:
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
     axes.set_aspect("equal")
+    axes.set_xticks([0.5, columns - 0.5], ["0", str(across[1] - 1)])
+    axes.set_yticks([0.5, rows - 0.5], ["0", str(down[1] - 1)])
+    axes.set_xlabel(across[0], labelpad=-7)
+    axes.set_ylabel(down[0], labelpad=-9)
     axes.xaxis.set_label_position("top")
     axes.xaxis.tick_top()
     axes.tick_params(length=0, pad=2, labelsize=7.5)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.lab.evaluation.recl import THRESHOLD, Recl
 from kinformer.lab.training.logging import History
@@ -195,25 +195,14 @@ def plot_history(history: History, title: str, path: Path) -> None:
 # Returns against target returns, as in figure 4 of Chen et al. 2021.
 
 
-class Mean(TypedDict):
-    """The mean return of some episodes."""
+def plot_returns(
+    rows: Sequence[Mapping[str, Any]], clone: Mapping[str, Any] | None, best: float, title: str, path: Path
+) -> None:
+    """Draw ``rows`` as points, and the best return of the data and the mean of cloned behaviour as lines.
 
-    mean: float
-
-
-class Point(Mean):
-    """The mean return of episodes that aim at ``target``, and half the width of its ``confidence`` interval.
-
-    ``target`` None aims at the best return, whose mean is ``optimal``.
+    A row has the ``mean`` return of episodes that aim at ``target``, and half the width of its ``confidence`` interval.
+    A ``target`` of None aims at the best return, whose mean is ``optimal``.
     """
-
-    target: float | None
-    confidence: float
-    optimal: NotRequired[float]
-
-
-def plot_returns(rows: Sequence[Point], clone: Mean | None, best: float, title: str, path: Path) -> None:
-    """Draw ``rows`` as points, and the best return of the data and the mean of cloned behaviour as lines."""
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
     with figure(5.4, 4.2) as drawn:
         axes = drawn.subplots()

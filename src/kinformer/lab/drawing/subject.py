@@ -18,7 +18,9 @@ from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import PatternConfig, Position, PositionConfig
 from kinformer.core.pattern import Pattern
 from kinformer.core.stack import EmbeddingConfig
-from kinformer.family.table import nearest_member
+from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
+from kinformer.family.table import FAMILY, nearest_member
 from kinformer.kernels.block_sparse import explain
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import (
@@ -130,9 +132,6 @@ def find(options: DrawOptions) -> Subject:
 
     They are tried in this order, unless an option names the kind.
     """
-    from kinformer.family.build import configure
-    from kinformer.family.table import FAMILY
-
     name = options.subject
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
@@ -179,8 +178,6 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
     A kind in two slots counts as a pattern.
     """
-    from kinformer.family.kinds import kinds
-
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
     if not (options.pattern or options.position):
         slots.append("pattern")
@@ -189,8 +186,6 @@ def _parts(options: DrawOptions) -> dict[str, str]:
 
 def _part(options: DrawOptions, data: JsonObject) -> Subject:
     """Return the subject of one pattern or position, with the changes of --set."""
-    from kinformer.family.kinds import kinds
-
     slot, changes = _parts(options)[data["kind"]], options.set
     flat = {name: value for name, value in changes.items() if "." not in name}
     inner = {path: value for path, value in changes.items() if "." in path}

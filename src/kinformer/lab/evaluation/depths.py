@@ -207,8 +207,9 @@ class PonderRecorder:
         """Return the steps per token, None if there were no tokens or no token halts."""
         return self.steps / self.tokens if self.tokens else None
 
-    def note(self, progress: HaltingState) -> None:
-        """Count the tokens that take the step in ``progress``."""
+    def note(self, _: nn.Module, arguments: tuple[HaltingState, *tuple[object, ...]]) -> None:
+        """Count the tokens that take the next step of a stack whose tokens halt."""
+        progress = arguments[0]
         running = int(progress.running.sum())
         self.steps += running
         self.tokens += running if progress.number == 0 else 0
@@ -218,11 +219,7 @@ class PonderRecorder:
 def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
     """Count the steps of all valid tokens of ``model`` within the context."""
     recorder = PonderRecorder(model)
-
-    def hook(_: nn.Module, inputs: tuple[HaltingState, *tuple[object, ...]]) -> None:
-        recorder.note(inputs[0])
-
-    handles = [counter.register_forward_pre_hook(hook) for counter in recorder.deciding]
+    handles = [counter.register_forward_pre_hook(recorder.note) for counter in recorder.deciding]
     try:
         yield recorder
     finally:

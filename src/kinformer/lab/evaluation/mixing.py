@@ -7,13 +7,12 @@ One pass over the text searches the store once per token, for the largest number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel
 from kinformer.core.parts import Neighbours, Searcher
 from kinformer.lab.data import EvaluationStream, Split
 from kinformer.lab.evaluation.bits import Progress, Windows, contexts
@@ -23,16 +22,7 @@ WEIGHTS = (0.0, 0.01, 0.02, 0.05, *(round(0.05 * step, 2) for step in range(2, 2
 TEMPERATURES = tuple(float(1 << power) for power in range(11))
 
 
-class StoreModel(CausalModel, Protocol):
-    """A model whose head inputs are ``hidden_states``, from which ``decoder`` makes logits, and ``keys`` to search
-    with."""
-
-    @property
-    def decoder(self) -> CausalModel: ...
-
-
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """The grid of settings: every weight with every temperature and every number of neighbours."""
 
     weights: tuple[float, ...]
@@ -46,8 +36,7 @@ class Grid:
         return cls(WEIGHTS, TEMPERATURES, tuple(sorted({*powers, neighbours})))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """The setting by which a store is mixed in."""
 
     weight: float
@@ -68,25 +57,16 @@ class Sweep:
     def best(self) -> Setting:
         """Return the setting with the fewest bits."""
         best = np.unravel_index(int(self.nats.argmin()), self.nats.shape)
-        return Setting(
-            weight=self.grid.weights[best[0]],
-            temperature=self.grid.temperatures[best[1]],
-            neighbours=self.grid.neighbours[best[2]],
-        )
+        return Setting._make(values[index] for values, index in zip(self.grid, best, strict=True))
 
     def bits_per_byte(self, setting: Setting) -> float:
         """Return the bits per byte at a setting of the grid."""
-        grid = self.grid
-        index = (
-            grid.weights.index(setting.weight),
-            grid.temperatures.index(setting.temperature),
-            grid.neighbours.index(setting.neighbours),
-        )
+        index = tuple(values.index(value) for values, value in zip(self.grid, setting, strict=True))
         return self.stream.bits_per_byte(float(self.nats[index]))
 
 
 def sweep(
-    model: StoreModel,
+    model: Any,
     searcher: Searcher,
     split: Split,
     windows: Windows | None,
@@ -95,7 +75,11 @@ def sweep(
     chunk: int,
     progress: Progress | None = None,
 ) -> Sweep:
-    """Measure ``split`` as :func:`kinformer.lab.evaluation.bits.measure` does, at every point of ``grid``."""
+    """Measure ``split`` as :func:`kinformer.lab.evaluation.bits.measure` does, at every point of ``grid``.
+
+    The head inputs of ``model`` are ``hidden_states``, from which its ``decoder`` makes logits, and ``keys`` to search
+    with.
+    """
     stream = EvaluationStream(split, chunk)
     nats = torch.zeros(len(grid.weights), len(grid.temperatures), len(grid.neighbours), dtype=torch.float64)
     step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))

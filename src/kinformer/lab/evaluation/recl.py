@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import map_tensors
@@ -123,16 +123,12 @@ def context_losses(
                 group = positions[start : start + rows]
                 text = torch.from_numpy(split.rows(group - length, length + 1)).to(device_of(model))
                 tokens = torch.cat([text.new_tensor([list(prefix)] * len(text)), text], 1) if prefix else text
-                losses[index, start : start + rows] = _last(model, tokens).cpu().numpy()
+                inputs, _ = model.head_inputs(tokens[:, :-1])
+                logits = model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0].double()
+                nats = nn.functional.cross_entropy(logits, tokens[:, -1], reduction="none")
+                losses[index, start : start + rows] = nats.cpu().numpy()
                 done += context * len(group)
                 if progress is not None:
                     progress(done, total)
     require_finite(bool(np.isfinite(losses).all()))
     return losses
-
-
-def _last(model: CausalModel, tokens: Tensor) -> Tensor:
-    """Return -ln p of the last of ``tokens`` [rows, context + 1], float64."""
-    inputs, _ = model.head_inputs(tokens[:, :-1])
-    logits = model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0]
-    return nn.functional.cross_entropy(logits.double(), tokens[:, -1], reduction="none")

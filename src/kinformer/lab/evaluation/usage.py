@@ -9,9 +9,10 @@ the values with z_i > 0, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import log
 
 import torch
@@ -40,12 +41,17 @@ class Usages:
             name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | Selection)
         }
         self.weights = {
-            name: torch.zeros(_size(table), dtype=torch.float64, device=device_of(model))
+            name: torch.zeros(
+                table.size if isinstance(table, Selection) else table.num_embeddings,
+                dtype=torch.float64,
+                device=device_of(model),
+            )
             for name, table in self.tables.items()
         }
 
-    def note(self, name: str, slots: Tensor, weights: Tensor) -> None:
-        """Add look-ups of ``slots`` and their ``weights``, of equal shapes."""
+    def note(self, name: str, _: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+        """Add the look-ups of a table: its ``inputs`` are slots and their weights, of equal shapes."""
+        slots, weights = inputs
         self.weights[name].index_add_(0, slots.flatten(), weights.detach().double().flatten())
 
     def read(self) -> tuple[Usage, ...]:
@@ -62,19 +68,11 @@ class Usages:
         return tuple(usages)
 
 
-def _size(table: nn.EmbeddingBag | Selection) -> int:
-    return table.size if isinstance(table, Selection) else table.num_embeddings
-
-
 @contextmanager
 def record_usage(model: nn.Module) -> Iterator[Usages]:
     """Record every look-up (slots, weights) in the tables of ``model`` within the context."""
     usages = Usages(model)
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, Tensor]], None]:
-        return lambda module, inputs: usages.note(name, *inputs)
-
-    handles = [table.register_forward_pre_hook(hook(name)) for name, table in usages.tables.items()]
+    handles = [table.register_forward_pre_hook(partial(usages.note, name)) for name, table in usages.tables.items()]
     try:
         yield usages
     finally:

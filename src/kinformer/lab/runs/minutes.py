@@ -168,7 +168,7 @@ class Part(NamedTuple):
     sums: tuple[str, ...]
 
     def batch(self, step: int, rank: int, world: int) -> Any:
-        """Return the rows."""
+        """Return the rows, the same for every step."""
         return self.rows
 
 
@@ -205,7 +205,9 @@ class Ladder(Choosing):
         chosen = {
             name: value for name, value in values.items() if name not in of_task and getattr(self.options, name) is None
         }
-        task_options = {name: value for name, value in values.items() if name in of_task} | dict(self.options.task_options)
+        task_options = {name: value for name, value in values.items() if name in of_task} | dict(
+            self.options.task_options
+        )
         options = replace(self.options, **chosen, task_options=task_options)
         with suppress(KinformerError):  # a member without these parts keeps its own
             changed = replace(options, set={**of_model, **options.set})
