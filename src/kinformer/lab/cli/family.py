@@ -146,18 +146,15 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
         print(f"{name} ({len(group)})")
         for index, record in enumerate(group):
             branch = "└─" if index == len(group) - 1 else "├─"
-            title = _short(record.title, 68 - width)
+            title = record.title
+            if len(title) > 68 - width:  # a long title loses its parentheses, then its last words
+                title = textwrap.shorten(title.split(" (")[0], 68 - width, placeholder="…")
             print(f"{branch} {record.name:<{width}}  {record.year}  {title}")
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Return ``text`` in lines of at most ``width`` columns, broken between words unless a word is longer."""
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
-
-
-def _short(text: str, width: int) -> str:
-    """Return ``text`` in at most ``width`` columns; a longer text loses its parentheses, then its last words."""
-    return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
 
 
 MAX_PICTURES = 8
@@ -281,20 +278,16 @@ def tree(config: Mapping[str, object], indent: str) -> Iterator[str]:
     for name, value in config.items():
         if isinstance(value, dict):
             yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
-            yield from tree(_without_kind(value), indent + "  ")
+            yield from tree(value, indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for first, last, item in runs(value):
                 layers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
-                yield from tree(_without_kind(item), indent + "  ")
+                yield from tree(item, indent + "  ")
         elif name == DEFAULTS:
             yield textwrap.fill(f"{indent}(at their defaults: {value})", 100, subsequent_indent=f"{indent} ")
         elif name != "kind":
             yield f"{indent}{name} = {value}"
-
-
-def _without_kind(value: dict[str, object]) -> dict[str, object]:
-    return {name: item for name, item in value.items() if name != "kind"}
 
 
 def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
@@ -348,8 +341,4 @@ class Draw(DrawOptions, CommonOptions):
         from kinformer.lab.drawing.subject import draw
 
         drawing = draw(self)
-        if self.json:
-            print_json(drawing.facts)
-        else:
-            print(f"{drawing.out}: {drawing.title}", *drawing.lines, sep="\n  ")
-        return 0
+        return self.show(drawing.facts, ["\n  ".join([f"{drawing.out}: {drawing.title}", *drawing.lines])])

@@ -95,20 +95,18 @@ class Launch(CommonOptions):
             raise KinformerError(f"{flag}: {self.nodes} x {self.processes} are {total} processes; {remedy}.")
         if self.to == "torchrun" and self.nodes > 1 and not re.fullmatch(r"[\w.:\[\]-]+", self.host or ""):
             raise KinformerError("`host`: torchrun's line needs the first machine's name or address; give it.")
-        script = torchrun_line(self, words) if self.to == "torchrun" else slurm_script(self, words, training)
+        if self.to == "slurm":
+            script = slurm_script(self, words, training)
+        elif self.nodes == 1:
+            script = _torchrun("--standalone", self, words) + "\n"
+        else:
+            place = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(self.host or '')}:{PORT}"
+            script = _torchrun(f"--nnodes {self.nodes} {place}", self, words) + "\n"
         if self.json:
             print_json({"to": self.to, "script": script})
         else:
             print(script, end="")
         return 0
-
-
-def torchrun_line(options: Launch, words: tuple[str, ...]) -> str:
-    """Return the line that a user types on every machine."""
-    if options.nodes == 1:
-        return _torchrun("--standalone", options, words) + "\n"
-    rendezvous = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(options.host or '')}:{PORT}"
-    return _torchrun(f"--nnodes {options.nodes} {rendezvous}", options, words) + "\n"
 
 
 def slurm_script(options: Launch, words: tuple[str, ...], training: Train) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kinformer.lab.calibration.options import CalibrateOptions
-from kinformer.lab.cli.form import CommonOptions, Hidden, Printing, RunFolder
-from kinformer.lab.cli.output import print_blocks, print_json, printable
+from kinformer.lab.cli.form import CommonOptions, Hidden, UsingRun
+from kinformer.lab.cli.output import print_json, printable
 from kinformer.lab.runs.options import (
     EmbedOptions,
     EvaluateOptions,
@@ -46,22 +46,16 @@ class Evaluate(EvaluateOptions, CommonOptions):
         from kinformer.lab.runs.inference import evaluate
 
         report = evaluate(self.folders, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(report.facts)
-        else:
-            print_blocks(report.text)
-        return 0
+        return self.show(report.facts, report.text)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(GenerateOptions, Printing):
+class Generate(GenerateOptions, UsingRun):
     """Continue a text and write every token at once, draw or classify images, or translate lines as they come.
 
     The cost of the generation goes to standard error.
     """
 
-    folder: RunFolder
-    """The run folder."""
     opening: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = None
     """The text to continue; - reads standard input, as a translation does where nothing is given."""
     prompt: str | None = None
@@ -156,15 +150,13 @@ AGAIN, END = "/new", "/quit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(GenerateOptions, Printing):
+class Chat(GenerateOptions, UsingRun):
     """Continue a text in turns; the state is carried from turn to turn.
 
     A model that was imported with a chat template answers messages instead. A line /new begins a new text; /quit, or
     the end of the input, ends the chat.
     """
 
-    folder: RunFolder
-    """The run folder."""
     before: str | None = None
     """The text before every line of yours, in place of a chat template; a backslash and n are a new line."""
     after: str | None = None
@@ -231,11 +223,9 @@ def _noted(pieces: Iterator[str], message: dict[str, str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(PredictOptions, Printing):
+class Predict(PredictOptions, UsingRun):
     """Predict: classes of texts or images, masked tokens, transcripts, translations, answers, actions."""
 
-    folder: RunFolder
-    """The run folder."""
     inputs: Inputs = "-"
     """What to predict from: a file (lines, .tsv, .csv, .jsonl), a folder (of texts, images or sound), or - for lines on
     standard input."""
@@ -267,12 +257,10 @@ class Predict(PredictOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(EmbedOptions, Printing):
+class Embed(EmbedOptions, UsingRun):
     """Make a vector of every text, image or sound: the last hidden states of a trained run, their mean, the first or
     the last."""
 
-    folder: RunFolder
-    """The run folder."""
     inputs: Inputs = "-"
     """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
     speech: a file or a folder."""
@@ -314,11 +302,9 @@ def _refuse_same(out: str, inputs: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ServeOptions, Printing):
+class Serve(ServeOptions, UsingRun):
     """Answer completions and chats by a trained run, many at a time as one batch, until Ctrl-C."""
 
-    folder: RunFolder
-    """The run folder."""
     json: bool = False
     """Print the address of the server as one JSON object, as in {"url": ..., "model": ...}; useful with --port 0."""
 
@@ -331,40 +317,30 @@ class Serve(ServeOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(IndexOptions, CommonOptions):
+class Index(IndexOptions, UsingRun):
     """Write the run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
     The same command continues a build that was stopped.
     """
-
-    folder: RunFolder
-    """The run folder."""
 
     def run(self) -> int:
         """Build the datastore, or continue to build it, and print a report."""
         from kinformer.lab.runs.index import index
 
         done = index(self.folder, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(done.facts)
-            return 0
         store, new = done.store, done.new
         speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
-        print(f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}")
+        lines = [f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}"]
         if done.lists is not None:
-            print(
-                f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
-                "otherwise"
-            )
-        return 0
+            where = "in which train, evaluate and generate search unless told otherwise"
+            lines.append(f"sorted into {plural(done.lists, 'list')}, {where}")
+        return self.show(done.facts, lines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace(TraceOptions, Printing):
+class Trace(TraceOptions, UsingRun):
     """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
 
-    folder: RunFolder
-    """The run folder."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = None
     """The text; - reads standard input."""
     file: str | None = None
@@ -402,7 +378,7 @@ class Trace(TraceOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(CalibrateOptions, Printing):
+class Calibrate(CalibrateOptions, UsingRun):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
     A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
@@ -411,16 +387,9 @@ class Calibrate(CalibrateOptions, Printing):
     With --search, thresholds of every exit are found by their cost in bits per byte instead.
     """
 
-    folder: RunFolder
-    """The run folder."""
-
     def run(self) -> int:
         """Calibrate the run, print the result, and return the exit status."""
         from kinformer.lab.calibration.calibrate import calibrate
 
         result = calibrate(self.folder, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(result.facts)
-        else:
-            print_blocks(result.text)
-        return 0
+        return self.show(result.facts, result.text)

@@ -234,12 +234,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """Return the id that ends a text; for a run without such an id the last id of a new line."""
-        return next(iter(ends_of_text(self.model)), self._newline)
-
-    @property
-    def _newline(self) -> int:
-        """The last id of a new line, after which a text may begin."""
-        return int(self._encoded("\n")[-1])
+        return int(next(iter(ends_of_text(self.model)), self._encoded("\n")[-1]))
 
     @property
     def prefix_token_id(self) -> int:
@@ -479,7 +474,12 @@ def evaluate_by_harness(
     runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> EvaluationReport:
     """Evaluate each run by the harness's tasks, and return a report with every metric of every task."""
-    _check_options(runs, options)
+    for run in runs:
+        require_continuing(run, INSTEAD)
+    for option in fields(EvaluateOptions):  # a task of the harness brings its own data
+        default = EvaluationSettings().split if option.name == "split" else option.default
+        if option.name not in READ and getattr(options, option.name) != default:
+            raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
     options.usable_device()
     names = [name.strip() for name in str(task_options.harness).split(",")]
     with _quietly(quiet):
@@ -589,19 +589,6 @@ def _side_by_side(runs: Sequence[Run], values: Sequence[Sequence[Value]]) -> lis
     rows = [[*key, *(column.get(key, "-") for column in columns)] for key in columns[0]]
     headers = ("task", "metric", *short_names([run.folder for run in runs]))
     return ["", TextTable(headers, rows, range(2, len(headers)))]
-
-
-def _check_options(runs: Sequence[Run], options: EvaluateOptions) -> None:
-    """Refuse runs that do not continue texts, and options that tasks of the harness do not read.
-
-    A task of the harness brings its own data, so it does not read the options of data.
-    """
-    for run in runs:
-        require_continuing(run, INSTEAD)
-    for option in fields(EvaluateOptions):
-        default = EvaluationSettings().split if option.name == "split" else option.default
-        if option.name not in READ and getattr(options, option.name) != default:
-            raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
 
 
 def _is_file(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
 def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: Path, name: str) -> Run:
     if imported.tokenizer is not None:
         read_json(imported.tokenizer)
-        write_atomic(out / TOKENIZER, partial(_copy, imported.tokenizer))
+        write_atomic(out / TOKENIZER, partial(shutil.copyfile, imported.tokenizer))
         write_chat_templates(out, prompting.chat_templates)
     save_weights(out, imported.weights, {"imported": "1"})
     task = task_of(config)
@@ -142,10 +143,6 @@ def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
 def reads_ids(config: ModelConfig) -> bool:
     """Return whether a model of ``config`` reads token ids, which a tokenizer makes from text."""
     return hasattr(config.input, "vocab_size")
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.write_bytes(source.read_bytes())
 
 
 # Verification of causal models: of a run and its export, of a folder of transformers and its import, of a user's model.
