@@ -177,7 +177,13 @@ class Checkpoints:
     def _commit(self, partial: Path, checkpoint: Checkpoint, shards: Shards | None = None) -> None:
         """Fill the folder ``partial`` with all but the ``shards`` there, and rename it."""
         final = self.path(checkpoint.step)
-        _fill(partial, checkpoint, shards)
+        files = checkpoint.files.items()
+        digests = {name: save_tensors(partial / f"{name}.safetensors", tensors) for name, tensors in files}
+        plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
+        if shards is not None:
+            plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
+        plan = with_finite_numbers(plan)
+        write_json(partial / PLAN, plan | {"sha256": _digest(plan)})
         _pause("before-fsync")
         sync_folder(partial)
         _pause("before-rename")
@@ -286,17 +292,6 @@ def removed(folder: Path) -> KinformerError:
     )
 
 
-def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
-    digests = {
-        name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()
-    }
-    plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
-    if shards is not None:
-        plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
-    plan = with_finite_numbers(plan)
-    write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
-
-
 def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -321,9 +316,6 @@ def _pause(point: str) -> None:
     """Stop this process where KINFORMER_PAUSE says so: lets a test kill it just there."""
     if os.environ.get(PAUSE) == point:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-
-
-Work = Callable[[], object]
 
 
 class Saves:
@@ -360,7 +352,7 @@ class Saves:
             self.wait()
         self._step = step
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Callable[[], object]) -> None:
         """Do ``work`` after all earlier work."""
         if self._thread is None:
             self._timed(work, None)
@@ -373,7 +365,7 @@ class Saves:
         if last is not None:
             last.result()
 
-    def _timed(self, work: Work, before: Future[None] | None) -> None:
+    def _timed(self, work: Callable[[], object], before: Future[None] | None) -> None:
         if before is not None:
             before.result()
         started_at = time.monotonic()
@@ -488,9 +480,10 @@ class Best:
         call together."""
         noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
         Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
-        group.on_first(self._remove_file)
 
-    def _remove_file(self) -> None:
-        with suppress(FileNotFoundError):
-            (self.folder / WEIGHTS).unlink()
-            sync_folder(self.folder)
+        def remove_file() -> None:
+            with suppress(FileNotFoundError):
+                (self.folder / WEIGHTS).unlink()
+                sync_folder(self.folder)
+
+        group.on_first(remove_file)

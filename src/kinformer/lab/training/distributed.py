@@ -95,13 +95,6 @@ def heeded() -> tuple[signal.Signals, ...]:
 _PAUSE = 0.01
 
 
-def torchruns_store() -> Store | None:
-    """Return torchrun's store; None where processes were started otherwise."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-
 def job_id() -> str | None:
     """Return the name of torchrun's job (``--rdzv-id``), the same in all its starts; None for a job without a name."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -302,8 +295,9 @@ def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, rin
     local_device = torch.device(device, local) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(local_device)
-    store = torchruns_store()
-    if store is not None:
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = of_this_start(store, rank, world)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     distributed.init_process_group(backend, rank=rank, world_size=world, store=store)

@@ -77,9 +77,7 @@ from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
-    from kinformer.core.state import State
     from kinformer.lab.runs.report import Reporter
-    from kinformer.lab.training.distributed import Group
 
 
 # States carried from step to step: one per accumulated part of each process, stored in checkpoints by row.
@@ -122,16 +120,9 @@ class Carried:
         part = group.rank % group.tensor
         for index, state in enumerate(self.states):
             if state is not None:
-                order = iter(self.cuts)
-                self.states[index] = states.map_tensors(lambda leaf: self._part(leaf, next(order), part, group), state)  # noqa: B023
-
-    @staticmethod
-    def _part(leaf: Tensor, dim: int | None, part: int, group: Group) -> Tensor:
-        return leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone()
-
-    def _joined(self, index: int, leaves: tuple[Tensor, ...]) -> Tensor:
-        dim = self.cuts[index]
-        return leaves[0] if dim is None else torch.cat(leaves, dim)
+                pairs = zip(states.tensors(state), self.cuts, strict=True)
+                ours = [leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone() for leaf, dim in pairs]
+                self.states[index] = rebuilt(state, ours)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
@@ -141,9 +132,11 @@ class Carried:
         everyone = group.collect(leaves_here)
         per_part = len(leaves_here) // len(self.states)
         if self.cuts:
+            cuts = self.cuts * len(self.states)
             parts = [everyone[begin : begin + group.tensor] for begin in range(0, len(everyone), group.tensor)]
             everyone = [
-                [self._joined(i % per_part, same) for i, same in enumerate(zip(*part, strict=True))] for part in parts
+                [same[0] if dim is None else torch.cat(same, dim) for dim, *same in zip(cuts, *part, strict=True)]
+                for part in parts
             ]
         # Processes that share the time of rows have the same states.
         flat = [leaf for leaves in everyone[:: group.context] for leaf in leaves]
@@ -416,12 +409,10 @@ class Updater:
 
     def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
-        return map_fields(self.group.stretch_of(batch), self._place)
-
-    def _place(self, tensor: Tensor) -> Tensor:
+        batch = self.group.stretch_of(batch)
         if self.group.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.group.device, non_blocking=True)
+            batch = map_fields(batch, Tensor.pin_memory)
+        return map_fields(batch, lambda field: field.to(self.group.device, non_blocking=True))
 
 
 class Window:
@@ -438,10 +429,6 @@ class Window:
         self.speed = self.overall = self.seconds = 0.0
         self.tokens = 0
         self.restart()
-
-    def add(self, done: UpdateResult) -> None:
-        """Record the result of one step."""
-        self.updates.append(done)
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
         """Return the losses, norms and metrics (means over the processes) of the steps since the last reading; this
@@ -593,7 +580,7 @@ class Trainer:
             self.course.revise(self.step, self.step)
         while self.step < self.total:
             rate = self.rate(at := self.course.at(self.step), self.total)
-            self.window.add(self.update(self.step, rate, at / self.total))
+            self.window.updates.append(self.update(self.step, rate, at / self.total))
             self.moving.update(self.step)
             self.step += 1
             if pace and self.step >= look:
