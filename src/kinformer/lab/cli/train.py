@@ -14,7 +14,7 @@ from kinformer.family.table import member
 from kinformer.lab.cli.form import CommonOptions, parse
 from kinformer.lab.cli.output import BEGUN, print_json
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.runtime.errors import KinformerError, plural, require
+from kinformer.runtime.errors import KinformerError, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,7 @@ class Launch(CommonOptions):
     host: str | None = None
     """With torchrun on several machines: name or address of the first machine."""
 
-    def __post_init__(self) -> None:
-        require("nodes", self.nodes, 1)
-        require("processes", self.processes, 1)
-        require("restarts", self.restarts, 0)
-        super().__post_init__()
+    LEAST = {"nodes": 1, "processes": 1, "restarts": 0}
 
     def run(self) -> int:
         """Check the training's options, print the line or script that starts it, and return the exit status."""

@@ -239,10 +239,9 @@ class Predict(PredictOptions, UsingRun):
         from kinformer.lab.runs.inference import predictions
         from kinformer.runtime.tables import check_table, writing_table
 
-        _refuse_terminal(self.inputs)
+        _check_files(self.inputs, self.out)
         if self.out is not None:
             check_table("out", self.out)
-            _refuse_same(self.out, self.inputs)
         with ExitStack() as files:
             write = None
             for predicted in predictions(self.folder, self.inputs, self):
@@ -274,10 +273,9 @@ class Embed(EmbedOptions, UsingRun):
         """Embed the items, and write every vector without delay."""
         from kinformer.lab.runs.inference import check_vectors, embeddings, writing_vectors
 
-        _refuse_terminal(self.inputs)
+        _check_files(self.inputs, self.out)
         if self.out is not None:
             check_vectors(self.out)
-            _refuse_same(self.out, self.inputs)
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
             for embedded in vectors:
@@ -289,15 +287,11 @@ class Embed(EmbedOptions, UsingRun):
         return 0
 
 
-def _refuse_terminal(inputs: str) -> None:
-    """Refuse to read items from a terminal, where a command without a file would wait for input."""
+def _check_files(inputs: str, out: str | None) -> None:
+    """Refuse to wait for items from a terminal, and to write over the input file."""
     if inputs == "-" and getattr(sys.stdin, "isatty", bool)():
         raise KinformerError("there must be something to predict from; give a FILE, a FOLDER, or lines by a pipe.")
-
-
-def _refuse_same(out: str, inputs: str) -> None:
-    """Refuse to write over the input file."""
-    if inputs != "-" and absolute(out) == absolute(inputs):
+    if inputs != "-" and out is not None and absolute(out) == absolute(inputs):
         raise KinformerError(f"`out` {out}: is the input file; give another.")
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from kinformer.core.model import CausalModel, WholeModel
-from kinformer.core.stack import ModelConfig
 from kinformer.family.inheritance import Inheritance, inheritance
 from kinformer.family.table import member
 from kinformer.lab.data import FileTokenizer
@@ -153,11 +152,13 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
         retrieval = choose_retrieval(options, plan.config)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
-        inherits_prompts = base is not None and tokenizer is not None and tokenizer is base.tokenizer
-        if base is not None and inherits_prompts:
+        prompts: JsonObject = {}
+        if base is not None and tokenizer is not None and tokenizer is base.tokenizer:
             from kinformer.interop.tokenizer_files import chat_templates, write_chat_templates
 
             write_chat_templates(folder, chat_templates(base.folder))
+            causal = plan.config.protocol is CausalModel  # only causal models have a prefix
+            prompts = {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
         facts = {"spec": planner.spec, "holdout": options.holdout, "identity": plan.data.identity}
         init = _named(base, task, options)
         column = {"text_field": options.text_field} if task.data.columns and options.text_field else {}
@@ -172,7 +173,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             training=vars(plan.settings),
             by_user=frozenset(options.task_options),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
-            prompts=_prompts(base, plan.config) if base is not None and inherits_prompts else {},
+            prompts=prompts,
         )
         for stage in stages_of(plan.settings):
             staged_rows(run, plan, stage, device, quiet)
@@ -197,12 +198,6 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
             f"the ids of {task.name}; begin with a run of {task.name}, or with none."
         )
     return {"init": str(base.folder.resolve())}
-
-
-def _prompts(base: Run, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of ``base`` for a model of ``config``; only causal models have a prefix."""
-    causal = config.protocol is CausalModel
-    return {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
 
 
 # A resumed run keeps its own options; MAY_CHANGE names the exceptions.

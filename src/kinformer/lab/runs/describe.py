@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -163,11 +163,6 @@ class ClusterEstimate:
     meshes: dict[int, list[MeshCost]]
     serving: list[ServingCost]
     refused: str
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the estimate as data that JSON can hold."""
-        return asdict(self)
 
 
 def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> ClusterEstimate | None:

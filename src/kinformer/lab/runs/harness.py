@@ -284,11 +284,8 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether greedy decoding gives the
         continuation."""
-        encoded = [self._encode(*request.args) for request in requests]
-        arguments = [request.args for request in requests]
-        return self._loglikelihood_tokens(
-            [(pair, *ids) for pair, ids in zip(arguments, encoded, strict=True)], disable_tqdm=disable_tqdm
-        )
+        encoded = [(request.args, *self._encode(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text in nats: in the harness's windows, or with the state carried."""

@@ -113,7 +113,8 @@ class Reporter:
             step, best = pick(history.validation, key=lambda point: point[1])
             summary.insert(0, f"best validation {history.metric.text(best)} (step {step:,})")
         style, script = ((ASSETS / file).read_text(encoding="utf-8") for file in ("style.css", "script.js"))
-        sections = [("What came out", _list(summary))]
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary)
+        sections = [("What came out", f'<ul class="summary">{items}</ul>')]
         if history.training or history.validation:
             sections.append(("Learning", _curve(history)))
         if shown := "".join(self._sample(item) for item in history.samples[-SHOWN:]):
@@ -151,10 +152,6 @@ class Reporter:
         written = self.run.task.generation.prompt == "text"
         text = item["sample"] if written else re.sub(r"\S*/(?=[^/\s]+\.\w)", "", item["sample"])  # no folders of files
         return f"<h3>step {item['step']:,}</h3>{image}<pre>{escape(text)}</pre>"
-
-
-def _list(sentences: Sequence[str]) -> str:
-    return '<ul class="summary">' + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def _pairs(values: Mapping[str, object]) -> str:

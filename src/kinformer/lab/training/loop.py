@@ -56,7 +56,7 @@ from kinformer.lab.training.distributed import (
     compile_units,
     wrapped,
 )
-from kinformer.lab.training.logging import Log, Metric, Result, Silence, Smoothing, TrainingProgress
+from kinformer.lab.training.logging import Log, Metric, Result, Smoothing, TrainingProgress
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
@@ -548,7 +548,7 @@ class Trainer:
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
-            Silence() if self.silent else TrainingProgress(self.total, self.step) as progress,
+            TrainingProgress(self.total, self.step, quiet=self.silent) as progress,
             self.storage.saves,
         ):
             self.progress = progress
