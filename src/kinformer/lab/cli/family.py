@@ -25,6 +25,7 @@ from kinformer.lab.cli.form import CommonOptions
 from kinformer.lab.cli.output import print_json, print_table, runs
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.estimation.options import SubjectOptions
+from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import tasks
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
@@ -53,18 +54,30 @@ class List(CommonOptions):
         if self.what != "members":
             if self.by is not None:
                 raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
-            _list_tasks(self.json) if self.what == "tasks" else _list_parts(self.json)
-            return 0
+        if self.what == "tasks":
+            facts = [{"name": task.name, "title": task.title, "metric": task.metrics[0].name} for task in tasks()]
+            lines = []
+            for task in facts:
+                first, *more = _wrapped(task["title"], 40)
+                lines += [(task["name"], first, task["metric"]), *(("", line, "") for line in more)]
+            return self.show(facts, [TextTable(("task", "title", "metric"), lines)])
+        if self.what == "parts":
+            from kinformer.family.kinds import kinds
+
+            parts = {slot: list(table) for slot, table in kinds().items()}
+            texts = (f"{slot} ({len(names)}): {', '.join(names)}" for slot, names in parts.items())
+            return self.show(parts, (textwrap.fill(text, 80, subsequent_indent="  ") for text in texts))
         records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
+        groups = None if self.by is None else _groups(records, self.by)
         if self.json:
-            listed = [record.facts for record in records]
-            groups = None if self.by is None else _groups(records, self.by)
             print_json(
-                listed if groups is None else {name: [item.facts for item in group] for name, group in groups.items()}
+                [record.facts for record in records]
+                if groups is None
+                else {name: [record.facts for record in group] for name, group in groups.items()}
             )
             return 0
-        if self.by is not None:
-            _print_tree(_groups(records, self.by))
+        if groups is not None:
+            _print_tree(groups)
             return 0
         if not self.verbose:
             for title, group in _groups(records, "state").items():
@@ -81,31 +94,6 @@ class List(CommonOptions):
                 rows.append((*first, title, changed))
         print_table(("member", "year", "state", "title", "changes"), rows)
         return 0
-
-
-def _list_tasks(as_json: bool) -> None:
-    """Print the tasks with their titles and metrics."""
-    rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
-    if as_json:
-        print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])
-        return
-    lines = []
-    for name, title, metric in rows:
-        first, *more = _wrapped(title, 40)
-        lines += [(name, first, metric), *(("", line, "") for line in more)]
-    print_table(("task", "title", "metric"), lines)
-
-
-def _list_parts(as_json: bool) -> None:
-    """Print the kinds of every slot of a config, as --set names them."""
-    from kinformer.family.kinds import kinds
-
-    parts = {slot: list(table) for slot, table in kinds().items()}
-    if as_json:
-        print_json(parts)
-        return
-    for slot, names in parts.items():
-        print(textwrap.fill(f"{slot} ({len(names)}): {', '.join(names)}", 80, subsequent_indent="  "))
 
 
 GROWTHS = {

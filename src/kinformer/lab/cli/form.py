@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -219,8 +219,9 @@ def bare(hint: object) -> object:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
-    """Return the entry of every option; the annotation of its type holds the help and the parser."""
+def _entries(options: type, defaults: Mapping[str, object], more: Mapping[str, str] = {}) -> dict[str, Entry]:
+    """Return the entry of every option; the annotation of its type holds the help, which ends with ``more``, and the
+    parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):
@@ -234,7 +235,9 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
             hint, default = CHANGES, field(default=())
         elif item.name in _REQUIRED and not _has_default(item):
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
-        entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
+        entries[item.name] = Entry(
+            item.name, _parsed(hint, docs.get(item.name, "") + more.get(item.name, ""), default), default
+        )
     return entries
 
 
@@ -265,13 +268,15 @@ def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None
     wanted = [forms[getattr(task, kind)] for task in tasks() if only is not None and task.name in only]
     shown = set[tuple[str, object]]()
     for owner, name in owners.items():
-        entries = {}
-        for key, entry in _entries(owner, {}).items():
-            form = forms[owner][key]
-            if (key, form) not in shown:
-                shown.add((key, form))
-                also = [task for other, task in owners.items() if other is not owner and forms[other].get(key) == form]
-                entries[key] = _with_other_tasks(entry, also)
+        others = {task: forms[other] for other, task in owners.items() if other is not owner}
+        also = {
+            key: [task for task, item in others.items() if item.get(key) == form] for key, form in forms[owner].items()
+        }
+        more = {key: f" (Also of {', '.join(names)}.)" for key, names in also.items() if names}
+        entries = {
+            key: item for key, item in _entries(owner, {}, more).items() if (key, forms[owner][key]) not in shown
+        }
+        shown |= {(key, forms[owner][key]) for key in entries}
         shown_here = [
             entry
             for key, entry in entries.items()
@@ -285,17 +290,6 @@ def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None
         if shown_here:
             yield Entry(f"{name.replace('-', '_')}_task", hint, field(default_factory=group))
         taken |= entries.keys()
-
-
-def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
-    """Return ``entry`` with a help that also names the other tasks with this option, ``also``."""
-    if not also:
-        return entry
-    name, hint, default = entry
-    inner, *marks = get_args(hint)
-    help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
-    marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
-    return Entry(name, Annotated[(inner, *marks)], default)
 
 
 def _number(text: str) -> float:

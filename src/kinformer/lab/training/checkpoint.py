@@ -461,10 +461,6 @@ class Best:
         deciding = next((metric for metric in self.metrics_in_order if metrics[metric.name] != best[metric.name]), None)
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
-    def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
-        """Return whether at ``step`` the last ``patience`` validations (0: never) were not better than the best."""
-        return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
-
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         """Record ``metrics`` of step ``step`` as the best so far."""
         self.metrics, self.step = dict(metrics), step

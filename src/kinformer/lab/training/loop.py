@@ -60,6 +60,7 @@ from kinformer.lab.training.logging import Log, Metric, Result, Smoothing, Train
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
+    LOOKS,
     PROBE_SHARE,
     Course,
     LearningRate,
@@ -609,19 +610,21 @@ class Trainer:
                 break
 
     def _look(self, pace: Pace) -> int:
-        """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""
+        """Update the estimate of the steps that fit in the minutes; return the step of the next
+        estimate: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.revise(self.step, max(self.step, total))
         self.progress.expect(self.total)
-        return pace.next_look(self.step, self.total)
+        return self.step + max(1, (self.total - self.step) // 10, self.total // LOOKS)
 
     def _out_of_patience(self, validate_every: int) -> bool:
         """Return whether the last ``patience`` validations were not better than the best."""
-        if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
-            validations = plural(self.settings.patience, "validation")
-            self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
-        return ended
+        patience, best = self.settings.patience, self.best.step
+        if not patience or best is None or self.step - best < patience * validate_every:
+            return False
+        self.progress.say(f"the run ends: {plural(patience, 'validation')} since step {best}, none better")
+        return True
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """Return the received signal, whether the time is over, and whether to save: the same in all processes."""
