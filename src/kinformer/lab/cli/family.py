@@ -51,9 +51,8 @@ class List(CommonOptions):
 
     def run(self) -> int:
         """Print the family and return the exit status."""
-        if self.what != "members":
-            if self.by is not None:
-                raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
+        if self.what != "members" and self.by is not None:
+            raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
         if self.what == "tasks":
             facts = [{"name": task.name, "title": task.title, "metric": task.metrics[0].name} for task in tasks()]
             lines = []
