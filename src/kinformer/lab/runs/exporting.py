@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, SourceModel, WholeModel
@@ -37,9 +38,6 @@ from kinformer.runtime.errors import KinformerError, choose, marked, nearest, pl
 from kinformer.runtime.fields import require_path
 from kinformer.runtime.files import read_json, reading, require_file, require_signature, signed, write_json
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
 #

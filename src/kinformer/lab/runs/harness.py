@@ -502,7 +502,12 @@ def _evaluate(
     lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
-        loaded = _loaded(tasks, task_options.fewshot, options.seed)
+        loaded = tasks.load(tasks.names)
+        for task in loaded["tasks"].values():  # a task that asks for 0 examples keeps 0, as in the harness
+            usual = task.get_config("num_fewshot")
+            if usual != 0:
+                task.set_config("num_fewshot", (usual or 0) if task_options.fewshot is None else task_options.fewshot)
+            task.set_fewshot_seed(options.seed or DEFAULT_OTHER_SEED)
         results: JsonObject = evaluate(lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False)
     values = values_of(results)
     carried = lm.length is None
@@ -527,17 +532,6 @@ def _evaluate(
         since=started_at,
     )
     return evaluation, values
-
-
-def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
-    """Return the tasks with `fewshot` examples each; a task that asks for 0 examples keeps 0, as in the harness."""
-    loaded = tasks.load(tasks.names)
-    for task in loaded["tasks"].values():
-        usual = task.get_config("num_fewshot")
-        if usual != 0:
-            task.set_config("num_fewshot", (usual or 0) if fewshot is None else fewshot)
-        task.set_fewshot_seed(seed or DEFAULT_OTHER_SEED)
-    return loaded
 
 
 def values_of(results: JsonObject) -> list[Value]:

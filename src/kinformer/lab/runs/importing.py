@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from kinformer.core.model import CausalModel
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
-from kinformer.interop import read_checkpoint
+from kinformer.interop import Imported, read_checkpoint
 from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.proof import LIMIT, Plain, Theirs, Verdict, beside, judge
 from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
@@ -33,13 +37,7 @@ from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.plugins import current_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
     from transformers import PreTrainedModel
-
-    from kinformer.core.stack import ModelConfig
-    from kinformer.interop import Imported
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,6 @@ def _prefixed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _loaded(folder: Path, trust: bool) -> PreTrainedModel:
     """Return the causal model of transformers in ``folder``, in float32."""
     try:
-        import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise KinformerError(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kinformer.lab.data.files import spooled
-from kinformer.lab.datastore.attach import keyed, origin_of
+from kinformer.lab.datastore.attach import KeyedDecoder, keyed, origin_of
 from kinformer.lab.datastore.search import build, has_lists
 from kinformer.lab.datastore.store import Datastore, IndexedText, Writer, entries_of, open_source
 from kinformer.lab.runs.options import IndexOptions
@@ -16,9 +15,6 @@ from kinformer.lab.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import locked
 from kinformer.runtime.progress import note, progressing
-
-if TYPE_CHECKING:
-    from kinformer.lab.datastore.attach import KeyedDecoder
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kinformer.core.contract import ReadsSource
@@ -446,8 +446,6 @@ def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Modu
         _share_time(step, group, keeps)
         if group.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(step)
-    from torch.distributed.device_mesh import init_device_mesh
-
     if group.tensor > 1:
         from kinformer.lab.training.tensor_parallel import parallelize
 

@@ -99,10 +99,6 @@ class Carried:
         """Reset all parts to the initial state."""
         self.states = [None] * len(self.states)
 
-    def put(self, part: int, state: State) -> None:
-        """Store ``state`` for the next step, cut from its graph."""
-        self.states[part] = states.detach(state)
-
     def divide(self, whole: State, model: Any, group: Group) -> None:
         """Keep this process's heads of the carried states.
 
@@ -401,7 +397,7 @@ class Updater:
         rows = take_rows(batch, slice(part * size, (part + 1) * size))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
         if self.data.carries:
-            self.carried.put(part, state)
+            self.carried.states[part] = states.detach(state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
         require_metrics(metrics, self.data.sums)

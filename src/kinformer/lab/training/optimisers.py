@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, RAdam, SparseAdam
 
-from kinformer.core.stack import sparse_tables, units_of
+from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
@@ -22,8 +22,6 @@ from kinformer.runtime.processor import processor_class
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
-
-    from kinformer.core.stack import Stack
 
 
 ParameterGroup: TypeAlias = dict[str, Any]
@@ -222,8 +220,6 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
     """Yield every module with a stack, and its stack. Encoders within an input are left out: they count as parts
     before the first layer."""
-    from kinformer.core.stack import Stack
-
     if isinstance(stack := getattr(model, "stack", None), Stack):
         yield model, stack
     yield from (trunk for name, child in model.named_children() if name != "input" for trunk in _trunks(child))

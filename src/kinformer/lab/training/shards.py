@@ -18,19 +18,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
 from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 SHARDS = "shards"
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -227,8 +224,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _begin(tensor: DTensor) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
-    from torch.distributed.tensor import Shard
-
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
     dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
