@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from kinformer.core.config import override, to_dict
-from kinformer.core.model import Model
 from kinformer.core.parts import active_parameters
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.family.build import configure
@@ -85,6 +84,9 @@ def describe(
     record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    limit = min((end for end in ends if end is not None), default=None)
+    lengths = [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
     facts: DescriptionFacts = {
         **record.facts,
         "recipe": recipe,
@@ -98,7 +100,7 @@ def describe(
             "parts": _parameters(model),
         },
         "max_length": model.max_length,
-        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
+        "state_bytes": {str(length): state_bytes(model, length) for length in lengths},
         "patterns": pictures(model),
     }
     return Description(member=record, recipe=recipe, config=config, facts=facts)
@@ -139,12 +141,6 @@ def _parameters(model: nn.Module) -> dict[str, int]:
         for part, module in inner:
             parts[part] = parts.get(part, 0) + sum(parameter.numel() for parameter in module.parameters())
     return {part: count for part, count in parts.items() if count}
-
-
-def _lengths(model: Model) -> list[int]:
-    ends = (model.max_length, getattr(model, "max_source_length", None))
-    limit = min((end for end in ends if end is not None), default=None)
-    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
 # The estimate of a member on many devices: the best meshes for training it, and for serving it.

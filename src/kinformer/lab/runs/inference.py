@@ -163,7 +163,13 @@ def generate(
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    _check_prompt(run.task, prompt)
+    if run.task.generation.prompt is None:
+        if prompt is not None:
+            raise KinformerError(f"`prompt`: the task {run.task.name} continues no text; leave it out.")
+    elif prompt is None:
+        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
+    elif not prompt:
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     subject, options = _prepared(run, options)
     return run.task.generate(subject, prompt, options, write)
 
@@ -228,16 +234,6 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
         )
     model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
     return pack(model, options.samples)
-
-
-def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
-    prompted = task.generation.prompt is not None
-    if not prompted and prompt is not None:
-        raise KinformerError(f"`prompt`: the task {task.name} continues no text; leave it out.")
-    if prompted and prompt is None:
-        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
-    if prompted and not prompt:
-        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
 
 
 def check_drawing(task: Task, options: GenerateOptions) -> None:

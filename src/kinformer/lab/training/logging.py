@@ -165,23 +165,19 @@ class Log:
         self._file = path.open("a", encoding="utf-8")
         self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Write one line of JSON and one point per curve."""
-        self._file.write(dump_json({"step": step} | values) + "\n")
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write one line of JSON, and a point for the curve of each number."""
+        self._file.write(dump_json({"step": step, **values}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            self._events.scalars(values, step)
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if self._events is not None and numbers:
+            self._events.scalars(numbers, step)
 
     def close(self) -> None:
         """Flush and close all files of the log."""
         self._file.close()
         if self._events is not None:
             self._events.close()
-
-    def write_sample(self, step: int, sample: Mapping[str, str]) -> None:
-        """Write a sample of the model at ``step``."""
-        self._file.write(dump_json({"step": step} | dict(sample)) + "\n")
-        self._file.flush()
 
 
 SMOOTH = 0.8

@@ -671,7 +671,7 @@ class Trainer:
         with self.moving.applied():
             sample = self.reporter.sample(self.step)
         if sample and self.log:
-            self.log.write_sample(self.step, sample)
+            self.log.write(self.step, sample)
             self.progress.say(f"step {self.step}/{self.total}  sample: {sample['sample'].strip()}")
 
     def _validate(self) -> None:
