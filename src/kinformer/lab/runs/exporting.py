@@ -212,7 +212,7 @@ def export(
     shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
         has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
-        source = None  # tokens are bytes, or there is no tokenizer
+        source = None  # bytes, or no tokenizer
         if has_tokenizer and run.vocabulary != BYTES:
             source = (run.folder / str(run.vocabulary)).read_bytes()
         padding = padding_of(source) if has_tokenizer else None
