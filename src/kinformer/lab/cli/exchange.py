@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kinformer.lab.cli.form import CommonOptions, Printing, RunFolder
+from kinformer.lab.cli.form import CommonOptions, Printing, UsingRun
 from kinformer.lab.cli.output import print_json
 from kinformer.lab.runs.options import require_proof
 from kinformer.lab.training.logging import size
@@ -37,16 +37,14 @@ class Import(CommonOptions):
         done = import_checkpoint(self.folder, self.out, self.name)
         for note in done.notes if not self.quiet else ():
             print(f"kinformer: {note}", file=sys.stderr)
-        if self.json:
-            print_json(done.facts)
-        else:
-            run = done.run
-            print(f"{run.folder}: {run.member} ({run.recipe}), {plural(done.parameters, 'parameter')}")
-        return 0
+        run = done.run
+        return self.show(
+            done.facts, [f"{run.folder}: {run.member} ({run.recipe}), {plural(done.parameters, 'parameter')}"]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Printing):
+class Export(UsingRun):
     """Write a folder for the library transformers (config.json, safetensors, tokenizer, and a model card), or a graph.
 
     If a run's model is exactly a LLaMA, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo Hybrid, Gemma 1 to 3, GPT-2, GPT-NeoX,
@@ -60,8 +58,6 @@ class Export(Printing):
     takes it by --package.
     """
 
-    folder: RunFolder
-    """The run folder."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """The folder to write, which must be new or empty."""
     format: Literal["hf", "onnx", "aoti"] = "hf"
@@ -84,13 +80,11 @@ class Export(Printing):
         settings = {name: getattr(self, name) for name in ("format", "dtype", "max_shard_size", "adapter")}
         done = export(self.folder, self.out, **settings, announce=announce)
         parameters = plural(done.parameters, "parameter")
-        if self.json:
-            print_json(done.facts)
-        elif isinstance(done, ExportedGraph):
-            print(f"{done.folder / done.file}: {parameters}, a state of {plural(len(done.leaves), 'tensor')}")
+        if isinstance(done, ExportedGraph):
+            line = f"{done.folder / done.file}: {parameters}, a state of {plural(len(done.leaves), 'tensor')}"
         else:
-            print(f"{done.folder}: {done.model_type}, {parameters} in {plural(done.shards, 'file')} of {done.dtype}")
-        return 0
+            line = f"{done.folder}: {done.model_type}, {parameters} in {plural(done.shards, 'file')} of {done.dtype}"
+        return self.show(done.facts, [line])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +179,6 @@ class Pack(Printing):
                 workers=self.workers,
                 quiet=self.json or self.quiet,
             )
-        if self.json:
-            print_json(done.facts)
-            return 0
         tokens = ", ".join(f"{name} {number:,}" for name, number in done.tokens.items())
-        print(f"{done.folder}: {size(done.bytes)}{', as its manifest says' if self.check else ''}; tokens: {tokens}")
-        return 0
+        says = ", as its manifest says" if self.check else ""
+        return self.show(done.facts, [f"{done.folder}: {size(done.bytes)}{says}; tokens: {tokens}"])

@@ -25,6 +25,7 @@ from kinformer.lab.cli.form import CommonOptions
 from kinformer.lab.cli.output import print_json, print_table, runs
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.estimation.options import SubjectOptions
+from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import tasks
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import KinformerError, plural
@@ -50,21 +51,32 @@ class List(CommonOptions):
 
     def run(self) -> int:
         """Print the family and return the exit status."""
-        if self.what != "members":
-            if self.by is not None:
-                raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
-            _list_tasks(self.json) if self.what == "tasks" else _list_parts(self.json)
-            return 0
+        if self.what != "members" and self.by is not None:
+            raise KinformerError(f"--by {self.by}: groups members, but {self.what} are listed; leave it out.")
+        if self.what == "tasks":
+            facts = [{"name": task.name, "title": task.title, "metric": task.metrics[0].name} for task in tasks()]
+            lines = []
+            for task in facts:
+                first, *more = _wrapped(task["title"], 40)
+                lines += [(task["name"], first, task["metric"]), *(("", line, "") for line in more)]
+            return self.show(facts, [TextTable(("task", "title", "metric"), lines)])
+        if self.what == "parts":
+            from kinformer.family.kinds import kinds
+
+            parts = {slot: list(table) for slot, table in kinds().items()}
+            texts = (f"{slot} ({len(names)}): {', '.join(names)}" for slot, names in parts.items())
+            return self.show(parts, (textwrap.fill(text, 80, subsequent_indent="  ") for text in texts))
         records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
+        groups = None if self.by is None else _groups(records, self.by)
         if self.json:
-            listed = [record.facts for record in records]
-            groups = None if self.by is None else _groups(records, self.by)
             print_json(
-                listed if groups is None else {name: [item.facts for item in group] for name, group in groups.items()}
+                [record.facts for record in records]
+                if groups is None
+                else {name: [record.facts for record in group] for name, group in groups.items()}
             )
             return 0
-        if self.by is not None:
-            _print_tree(_groups(records, self.by))
+        if groups is not None:
+            _print_tree(groups)
             return 0
         if not self.verbose:
             for title, group in _groups(records, "state").items():
@@ -81,31 +93,6 @@ class List(CommonOptions):
                 rows.append((*first, title, changed))
         print_table(("member", "year", "state", "title", "changes"), rows)
         return 0
-
-
-def _list_tasks(as_json: bool) -> None:
-    """Print the tasks with their titles and metrics."""
-    rows = [(task.name, task.title, task.metrics[0].name) for task in tasks()]
-    if as_json:
-        print_json([{"name": name, "title": title, "metric": metric} for name, title, metric in rows])
-        return
-    lines = []
-    for name, title, metric in rows:
-        first, *more = _wrapped(title, 40)
-        lines += [(name, first, metric), *(("", line, "") for line in more)]
-    print_table(("task", "title", "metric"), lines)
-
-
-def _list_parts(as_json: bool) -> None:
-    """Print the kinds of every slot of a config, as --set names them."""
-    from kinformer.family.kinds import kinds
-
-    parts = {slot: list(table) for slot, table in kinds().items()}
-    if as_json:
-        print_json(parts)
-        return
-    for slot, names in parts.items():
-        print(textwrap.fill(f"{slot} ({len(names)}): {', '.join(names)}", 80, subsequent_indent="  "))
 
 
 GROWTHS = {
@@ -146,18 +133,15 @@ def _print_tree(groups: Mapping[str, Sequence[Member]]) -> None:
         print(f"{name} ({len(group)})")
         for index, record in enumerate(group):
             branch = "└─" if index == len(group) - 1 else "├─"
-            title = _short(record.title, 68 - width)
+            title = record.title
+            if len(title) > 68 - width:  # a long title loses its parentheses, then its last words
+                title = textwrap.shorten(title.split(" (")[0], 68 - width, placeholder="…")
             print(f"{branch} {record.name:<{width}}  {record.year}  {title}")
 
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Return ``text`` in lines of at most ``width`` columns, broken between words unless a word is longer."""
     return textwrap.wrap(text, width, break_on_hyphens=False) or [""]
-
-
-def _short(text: str, width: int) -> str:
-    """Return ``text`` in at most ``width`` columns; a longer text loses its parentheses, then its last words."""
-    return text if len(text) <= width else textwrap.shorten(text.split(" (")[0], width, placeholder="…")
 
 
 MAX_PICTURES = 8
@@ -281,20 +265,16 @@ def tree(config: Mapping[str, object], indent: str) -> Iterator[str]:
     for name, value in config.items():
         if isinstance(value, dict):
             yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
-            yield from tree(_without_kind(value), indent + "  ")
+            yield from tree(value, indent + "  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for first, last, item in runs(value):
                 layers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
-                yield from tree(_without_kind(item), indent + "  ")
+                yield from tree(item, indent + "  ")
         elif name == DEFAULTS:
             yield textwrap.fill(f"{indent}(at their defaults: {value})", 100, subsequent_indent=f"{indent} ")
         elif name != "kind":
             yield f"{indent}{name} = {value}"
-
-
-def _without_kind(value: dict[str, object]) -> dict[str, object]:
-    return {name: item for name, item in value.items() if name != "kind"}
 
 
 def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
@@ -348,8 +328,4 @@ class Draw(DrawOptions, CommonOptions):
         from kinformer.lab.drawing.subject import draw
 
         drawing = draw(self)
-        if self.json:
-            print_json(drawing.facts)
-        else:
-            print(f"{drawing.out}: {drawing.title}", *drawing.lines, sep="\n  ")
-        return 0
+        return self.show(drawing.facts, ["\n  ".join([f"{drawing.out}: {drawing.title}", *drawing.lines])])

@@ -8,8 +8,9 @@ import io
 import json
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,7 +18,8 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.family.table import FAMILY
-from kinformer.lab.cli.output import print_json
+from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import (
@@ -43,7 +45,6 @@ O = TypeVar("O")
 
 # The options that commands share.
 
-RunFolder = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 Hidden = Annotated[Any, tyro.conf.Suppress]
 
 
@@ -62,6 +63,22 @@ class Printing(Checked):
     """Read options by name from this file, as in: batch_size = 16. Options on the command line take precedence."""
     import_: Annotated[str | None, tyro.conf.arg(name="import", metavar="FILE.py")] = None
     """First run this Python file of yours, which adds mixers, members or tasks by kinformer.register."""
+
+    def show(self, facts: object, text: Iterable[str | TextTable]) -> int:
+        """Print ``facts`` with ``--json``, else the lines and tables of ``text``; return the exit status 0."""
+        if self.json:
+            print_json(facts)
+        else:
+            print_blocks(text)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsingRun(Printing):
+    """The options that every command with one run takes."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +159,11 @@ def form_of(
     rest = [name for name in by_name if name not in flat and name not in named]
     needed = [name for name in rest if not _has_default(by_name[name].default)]
     ordered = [by_name[name] for name in dict.fromkeys(flat + needed + rest)]
-    groups = [
-        _group(title, [by_name[name] for name in names if name in named])
-        for title, names in GROUPS.items()
-        if named & {*names}
-    ]
+    groups = []
+    for title, names in GROUPS.items():
+        if entries := [by_name[name] for name in names if name in named]:
+            group = make_dataclass(title, entries, frozen=True, kw_only=True)
+            groups.append(Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group)))
     task_groups = [] if kind is None else list(_task_groups(kind, set(by_name), only))
     return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
 
@@ -154,7 +171,6 @@ def form_of(
 def filled(options: type[O], form: DataclassInstance) -> O:
     """Return ``options`` with the parser's values: ``set`` as a mapping by path, and the options of tasks in
     ``task_options``."""
-    names = {entry.name for entry in fields(options)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     of_task: dict[str, object] = {}
     for item in fields(form):
@@ -162,21 +178,26 @@ def filled(options: type[O], form: DataclassInstance) -> O:
         if not is_dataclass(value):
             values[item.name] = value
         elif item.name in GROUPS:
-            values |= {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            values |= vars(value)
         else:
-            group = {inner.name: getattr(value, inner.name) for inner in fields(value)}
-            of_task |= {inner.name: group[inner.name] for inner in fields(value) if group[inner.name] != inner.default}
+            defaults = {inner.name: inner.default for inner in fields(value)}
+            of_task |= {name: chosen for name, chosen in vars(value).items() if chosen != defaults[name]}
     if of_task:
         values["task_options"] = of_task
     if "set" in values:
-        changes = overrides(values["set"])
-        values["set"] = {path: text for path, text in changes.items() if not path.startswith(TRAINING)}
-        values |= _training_settings(changes, names & {item.name for item in fields(Settings)})
+        changes, values["set"] = overrides(values["set"]), {}
+        names = {item.name for item in fields(options)} & {item.name for item in fields(Settings)}  # type: ignore[arg-type]
+        for path, text in changes.items():
+            name = path.removeprefix("training.")
+            if name == path:
+                values["set"][path] = text
+            elif name not in names:
+                raise KinformerError(f"`set` {path}: is not a setting of training here; {nearest(name, names)}")
+            else:
+                values[name] = text
+                with contextlib.suppress(ValueError):
+                    values[name] = json.loads(text)
     return options(**values)
-
-
-TRAINING = "training."
-"""The prefix of settings of training among the paths of ``--set``."""
 
 
 def overrides(changes: Sequence[str]) -> dict[str, str]:
@@ -185,22 +206,6 @@ def overrides(changes: Sequence[str]) -> dict[str, str]:
         if not re.match(r"[^=]+=", change):
             raise KinformerError(f"--set {change}: is not path=value; write for example layers.*.mixer.num_heads=8.")
     return dict(change.split("=", 1) for change in changes)
-
-
-def _training_settings(changes: Mapping[str, str], names: Collection[str]) -> dict[str, object]:
-    """Return the settings of training among ``changes``, by name, as JSON values or text."""
-    values: dict[str, object] = {}
-    for path, text in changes.items():
-        if not path.startswith(TRAINING):
-            continue
-        name = path.removeprefix(TRAINING)
-        if name not in names:
-            raise KinformerError(f"`set` {path}: is not a setting of training here; {nearest(name, names)}")
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
 
 
 def flags(form: type) -> dict[str, object]:
@@ -226,8 +231,9 @@ def bare(hint: object) -> object:
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
-def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
-    """Return the entry of every option; the annotation of its type holds the help and the parser."""
+def _entries(options: type, defaults: Mapping[str, object], more: Mapping[str, str] = {}) -> dict[str, Entry]:
+    """Return the entry of every option; the annotation of its type holds the help, which ends with ``more``, and the
+    parser."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):
@@ -236,14 +242,16 @@ def _entries(options: type, defaults: Mapping[str, object]) -> dict[str, Entry]:
             continue
         if item.name in RARE and "set" in hints:
             continue
-        default: Any = field(default=defaults[item.name]) if item.name in defaults else _default(item)
+        default: Any = field(default=defaults[item.name]) if item.name in defaults else copy(item)
         if item.name == "set":
             hint, default = CHANGES, field(default=())
-        elif item.name == "member" or (item.name in _REQUIRED and not _has_default(_default(item))):
+        elif item.name == "member" or (item.name in _REQUIRED and not _has_default(item)):
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
         elif item.name.endswith("_"):
             hint = Annotated[hint, tyro.conf.arg(name=_flag(item.name))]
-        entries[item.name] = Entry(item.name, _parsed(hint, docs.get(item.name, ""), default), default)
+        entries[item.name] = Entry(
+            item.name, _parsed(hint, docs.get(item.name, "") + more.get(item.name, ""), default), default
+        )
     return entries
 
 
@@ -253,7 +261,7 @@ def _parsed(hint: object, docs: str, default: Field[object]) -> object:
     metavar, shown = None, "" if default.default is None or default.default == () else None
     if get_origin(inner) is tuple and not _has_default(default):
         shown = "(required)"  # otherwise tyro shows an empty tuple as the default
-    if inner in _PLACEHOLDERS and not _named(hint):
+    if inner in _PLACEHOLDERS and not any(getattr(mark, "metavar", None) for mark in get_args(hint)):
         metavar = _PLACEHOLDERS[inner]
     elif choices := [name for part in get_args(inner) for name in get_args(part)]:
         metavar = "{" + ",".join(map(str, choices)) + "}"
@@ -265,68 +273,37 @@ def _parsed(hint: object, docs: str, default: Field[object]) -> object:
     return Annotated[hint, about]
 
 
-def _named(hint: object) -> bool:
-    return any(getattr(mark, "metavar", None) for mark in getattr(hint, "__metadata__", ()))
-
-
-def _group(title: str, entries: list[Entry]) -> Entry:
-    group = make_dataclass(title, entries, frozen=True, kw_only=True)
-    return Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group))
-
-
 def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None) -> Iterator[Entry]:
+    """Yield the groups of tasks' own options; tasks share an option of one name, type and default."""
     owners: dict[type, str] = {}
     for task in tasks():
         owners.setdefault(getattr(task, kind), task.name)
-    wanted = [getattr(task, kind) for task in tasks() if only is not None and task.name in only]
-    shown = set[tuple[str, object, object]]()
-    for owners_of, name in owners.items():
-        entries = {}
-        for key, entry in _entries(owners_of, {}).items():
-            if (same := (key, *_type_and_default(owners_of, key))) not in shown:
-                others = (
-                    task
-                    for other, task in owners.items()
-                    if other is not owners_of and same[1:] == _type_and_default(other, key)
-                )
-                entries[key] = _with_other_tasks(entry, list(others))
-                shown.add(same)
-        if not entries:
-            continue
+    forms = {owner: {item.name: (item.type, item.default) for item in fields(owner)} for owner in owners}
+    wanted = [forms[getattr(task, kind)] for task in tasks() if only is not None and task.name in only]
+    shown = set[tuple[str, object]]()
+    for owner, name in owners.items():
+        others = {task: forms[other] for other, task in owners.items() if other is not owner}
+        also = {
+            key: [task for task, item in others.items() if item.get(key) == form] for key, form in forms[owner].items()
+        }
+        more = {key: f" (Also of {', '.join(names)}.)" for key, names in also.items() if names}
+        entries = {
+            key: item for key, item in _entries(owner, {}, more).items() if (key, forms[owner][key]) not in shown
+        }
+        shown |= {(key, forms[owner][key]) for key in entries}
         shown_here = [
             entry
-            for option, entry in entries.items()
-            if only is None
-            or any(_type_and_default(other, option) == _type_and_default(owners_of, option) for other in wanted)
+            for key, entry in entries.items()
+            if only is None or any(other.get(key) == forms[owner][key] for other in wanted)
         ]
         about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
-        group = make_dataclass(owners_of.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
+        group = make_dataclass(owner.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
         hint: object = Annotated[group, tyro.conf.arg(name=name)]
         if not entries.keys() & taken:
             hint = Annotated[hint, tyro.conf.OmitArgPrefixes]
         if shown_here:
             yield Entry(f"{name.replace('-', '_')}_task", hint, field(default_factory=group))
         taken |= entries.keys()
-
-
-def _type_and_default(options: type, name: str) -> tuple[object, object]:
-    """Return the type and the default of an option; (None, MISSING) for a missing option.
-
-    Tasks whose options agree in both share the option.
-    """
-    flags_by_name = {item.name: (item.type, item.default) for item in fields(options)}
-    return flags_by_name.get(name, (None, MISSING))
-
-
-def _with_other_tasks(entry: Entry, also: list[str]) -> Entry:
-    """Return ``entry`` with a help that also names the other tasks with this option, ``also``."""
-    if not also:
-        return entry
-    name, hint, default = entry
-    inner, *marks = get_args(hint)
-    help = " ".join((next(mark.help for mark in marks if hasattr(mark, "help")), f"(Also of {', '.join(also)}.)"))
-    marks = [replace(mark, help=help) if hasattr(mark, "help") else mark for mark in marks]
-    return Entry(name, Annotated[(inner, *marks)], default)
 
 
 def _number(text: str) -> float:
@@ -357,12 +334,6 @@ def option_docs(options: type) -> dict[str, str]:
     The parser also reads such texts, but it needs source code, and a class that :func:`form_of` makes has none.
     """
     return {name: spelled(text) for name, text in field_docs(options).items()}
-
-
-def _default(option: Field[object]) -> Any:
-    if option.default_factory is not MISSING:
-        return field(default_factory=option.default_factory)
-    return field() if option.default is MISSING else field(default=option.default)
 
 
 def _has_default(entry: Field[object]) -> bool:

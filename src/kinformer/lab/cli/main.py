@@ -190,34 +190,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without ``argv`` the process belongs to the command, so the settings of the process are changed for computing
     (``runtime.process``). With ``argv`` the caller's settings are restored.
     """
-    with started(is_command=argv is None), as_flags():
-        return _main(argv)
-
-
-def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
-    open_standard_streams()
-    try:
-        status = _dispatch(arguments, is_command=argv is None)
-        sys.stdout.flush()
-        return status
-    except KinformerError as error:
-        return _fail(str(error))
-    except KeyboardInterrupt as error:
-        return _fail(str(error), 130) if error.args else 130
-    except BrokenPipeError:
-        abandon(sys.stdout)
-        return 141
-    except (MemoryError, RuntimeError) as error:
-        if (sentence := memory_sentence(error)) is None:
-            raise
-        return _fail(spelled(sentence))
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        abandon(sys.stdout)
-        return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
+    with started(is_command=argv is None), as_flags():
+        open_standard_streams()
+        try:
+            status = _dispatch(arguments, is_command=argv is None)
+            sys.stdout.flush()
+            return status
+        except KinformerError as error:
+            return _fail(str(error))
+        except KeyboardInterrupt as error:
+            return _fail(str(error), 130) if error.args else 130
+        except BrokenPipeError:
+            abandon(sys.stdout)
+            return 141
+        except (MemoryError, RuntimeError) as error:
+            if (sentence := memory_sentence(error)) is None:
+                raise
+            return _fail(spelled(sentence))
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            abandon(sys.stdout)
+            return _fail(f"{where}{error.strerror or error}; free space or check the path and its permissions.")
 
 
 def _dispatch(arguments: list[str], is_command: bool) -> int:
@@ -286,19 +282,11 @@ def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
 def overview() -> str:
     """Return the text of ``kinformer --help``."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: kinformer COMMAND [OPTIONS]",
-            "",
-            "The Transformer family in one command line.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "kinformer help COMMAND shows a command's options, kinformer help MEMBER a member, kinformer --version the "
-            "version.",
-        ]
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return (
+        f"usage: kinformer COMMAND [OPTIONS]\n\nThe Transformer family in one command line.\n\ncommands:\n{lines}\n\n"
+        "kinformer help COMMAND shows a command's options, kinformer help MEMBER a member, kinformer --version the "
+        "version."
     )
 
 

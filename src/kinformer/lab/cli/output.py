@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
@@ -87,7 +87,8 @@ def describing_run(options: Printing) -> Iterator[None]:
         return
     started_at, out = time.monotonic(), tolerant(sys.stderr)
     device = f", device {options.device}" if hasattr(options, "device") else ""
-    print(f"kinformer {__version__}, Python {platform.python_version()}, {_packages()}{device}", file=out, flush=True)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))  # without imports
+    print(f"kinformer {__version__}, Python {platform.python_version()}, {packages}{device}", file=out, flush=True)
     yield
     torch = sys.modules.get("torch")
     threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"
@@ -95,11 +96,6 @@ def describing_run(options: Printing) -> Iterator[None]:
     used, peak = usage.ru_utime + usage.ru_stime, size(usage.ru_maxrss * 1024)
     took = f"{time.monotonic() - started_at:.1f} s{threads}, {used:.1f} s of processor time, at most {peak} of memory"
     print(f"kinformer: {took}", file=out, flush=True)
-
-
-def _packages() -> str:
-    """Return the names and versions of the packages that compute, without importing the packages."""
-    return ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))
 
 
 class _Notes(logging.Handler):
@@ -202,10 +198,5 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = (stream or tolerant(stream) for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
-        _tolerate(stream)
-
-
-def _tolerate(stream: TextIO) -> None:
-    """Print a question mark for a character that the terminal cannot show, instead of raising an error."""
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):  # a question mark for a character that the terminal cannot show
+            stream.reconfigure(errors="replace")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from kinformer.lab.cli.form import CommonOptions
-from kinformer.lab.cli.output import BEGUN, print_blocks, print_json, print_table
+from kinformer.lab.cli.output import BEGUN, print_json, print_table
 from kinformer.lab.comparison.options import BenchOptions, CompareOptions
 from kinformer.lab.estimation.options import EstimateOptions
 from kinformer.lab.tasks.evaluation import TextTable
@@ -45,7 +45,16 @@ def _show(options: Estimate, result: MemberEstimate) -> None:
     rows = f"{plural(result.batch_size, 'row')} of {plural(result.length, 'token')}"
     print(f"{options.member} ({result.recipe}), {rows}, {options.precision}, {options.optimizer}\n")
     _print_parts(result)
-    print(_memory(result))
+    print()
+    for amounts, title in (
+        (result.memory["train"], "training"),
+        (result.peak, "peak of a process that trains on a CPU, about"),
+        (result.memory["inference_fp32"], "inference in float32"),
+        (result.memory["inference_bf16"], "inference in bfloat16"),
+    ):
+        terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
+        print(f"{title}: {size(sum(amounts.values()))} = {terms}")
+    print()
     if result.cluster is not None:
         _print_cluster(result.cluster, options)
     if rules := result.rules_of_thumb:
@@ -134,19 +143,6 @@ def _print_parts(result: MemberEstimate) -> None:
     print("FLOPs: of a forward at inference, of the forward of a training step, and of the training step.")
 
 
-def _memory(result: MemberEstimate) -> str:
-    lines = []
-    for amounts, title in (
-        (result.memory["train"], "training"),
-        (result.peak, "peak of a process that trains on a CPU, about"),
-        (result.memory["inference_fp32"], "inference in float32"),
-        (result.memory["inference_bf16"], "inference in bfloat16"),
-    ):
-        terms = " + ".join(f"{size(amount)} {what}" for what, amount in amounts.items())
-        lines.append(f"{title}: {size(sum(amounts.values()))} = {terms}")
-    return "\n" + "\n".join(lines) + "\n"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compare(CompareOptions, CommonOptions):
     """Compare members by one parameter budget, the same data and order, and a learning rate that suits each.
@@ -168,10 +164,7 @@ class Compare(CompareOptions, CommonOptions):
 
         command = shlex.join(["kinformer", *sys.argv[1:]])
         written = report(self.members, self, self.merge, command, BEGUN.get())
-        if self.json:
-            print_json(as_json(written.comparison))
-        else:
-            print_blocks(written.text)
+        self.show(as_json(written.comparison), written.text)
         return int(any(entrant.error for entrant in written.comparison.entrants))
 
 
@@ -191,10 +184,7 @@ class Bench(BenchOptions, CommonOptions):
         from kinformer.lab.comparison.bench import bench
 
         timed = bench(self.members, self)
-        if self.json:
-            print_json(timed.as_json)
-        else:
-            print_blocks(_text(timed))
+        self.show(timed.as_json, _text(timed))
         return int(bool(timed.failed))
 
 

@@ -14,7 +14,7 @@ from kinformer.family.table import member
 from kinformer.lab.cli.form import CommonOptions, parse
 from kinformer.lab.cli.output import BEGUN, print_json
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.runtime.errors import KinformerError, plural, require, spelled
+from kinformer.runtime.errors import KinformerError, plural, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,7 @@ class Launch(CommonOptions):
     host: str | None = None
     """With torchrun on several machines: name or address of the first machine."""
 
-    def __post_init__(self) -> None:
-        require("nodes", self.nodes, 1)
-        require("processes", self.processes, 1)
-        require("restarts", self.restarts, 0)
-        super().__post_init__()
+    LEAST = {"nodes": 1, "processes": 1, "restarts": 0}
 
     def run(self) -> int:
         """Check the training's options, print the line or script that starts it, and return the exit status."""
@@ -97,20 +93,18 @@ class Launch(CommonOptions):
             raise KinformerError(f"{flag}: {self.nodes} x {self.processes} are {total} processes; {remedy}.")
         if self.to == "torchrun" and self.nodes > 1 and not re.fullmatch(r"[\w.:\[\]-]+", self.host or ""):
             raise KinformerError("`host`: torchrun's line needs the first machine's name or address; give it.")
-        script = torchrun_line(self, words) if self.to == "torchrun" else slurm_script(self, words, training)
+        if self.to == "slurm":
+            script = slurm_script(self, words, training)
+        elif self.nodes == 1:
+            script = _torchrun("--standalone", self, words) + "\n"
+        else:
+            place = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(self.host or '')}:{PORT}"
+            script = _torchrun(f"--nnodes {self.nodes} {place}", self, words) + "\n"
         if self.json:
             print_json({"to": self.to, "script": script})
         else:
             print(script, end="")
         return 0
-
-
-def torchrun_line(options: Launch, words: tuple[str, ...]) -> str:
-    """Return the line that a user types on every machine."""
-    if options.nodes == 1:
-        return _torchrun("--standalone", options, words) + "\n"
-    rendezvous = f"--rdzv-id kinformer --rdzv-backend c10d --rdzv-endpoint {shlex.quote(options.host or '')}:{PORT}"
-    return _torchrun(f"--nnodes {options.nodes} {rendezvous}", options, words) + "\n"
 
 
 def slurm_script(options: Launch, words: tuple[str, ...], training: Train) -> str:

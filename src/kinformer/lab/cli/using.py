@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from kinformer.lab.calibration.options import CalibrateOptions
-from kinformer.lab.cli.form import CommonOptions, Hidden, Printing, RunFolder
-from kinformer.lab.cli.output import print_blocks, print_json, printable
+from kinformer.lab.cli.form import CommonOptions, Hidden, UsingRun
+from kinformer.lab.cli.output import print_json, printable
 from kinformer.lab.runs.options import (
     EmbedOptions,
     EvaluateOptions,
@@ -46,22 +46,16 @@ class Evaluate(EvaluateOptions, CommonOptions):
         from kinformer.lab.runs.inference import evaluate
 
         report = evaluate(self.folders, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(report.facts)
-        else:
-            print_blocks(report.text)
-        return 0
+        return self.show(report.facts, report.text)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(GenerateOptions, Printing):
+class Generate(GenerateOptions, UsingRun):
     """Continue a text and write every token at once, draw or classify images, or translate lines as they come.
 
     The cost of the generation goes to standard error.
     """
 
-    folder: RunFolder
-    """The run folder."""
     opening: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="PROMPT")] = None
     """The text to continue; - reads standard input, as a translation does where nothing is given."""
     prompt: str | None = None
@@ -156,15 +150,13 @@ AGAIN, END = "/new", "/quit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(GenerateOptions, Printing):
+class Chat(GenerateOptions, UsingRun):
     """Continue a text in turns; the state is carried from turn to turn.
 
     A model that was imported with a chat template answers messages instead. A line /new begins a new text; /quit, or
     the end of the input, ends the chat.
     """
 
-    folder: RunFolder
-    """The run folder."""
     before: str | None = None
     """The text before every line of yours, in place of a chat template; a backslash and n are a new line."""
     after: str | None = None
@@ -234,11 +226,9 @@ def _noted(pieces: Iterator[str], message: dict[str, str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predict(PredictOptions, Printing):
+class Predict(PredictOptions, UsingRun):
     """Predict: classes of texts or images, masked tokens, transcripts, translations, answers, actions."""
 
-    folder: RunFolder
-    """The run folder."""
     inputs: Inputs = "-"
     """What to predict from: a file (lines, .tsv, .csv, .jsonl), a folder (of texts, images or sound), or - for lines on
     standard input."""
@@ -252,10 +242,9 @@ class Predict(PredictOptions, Printing):
         from kinformer.lab.data.tables import check_table, writing_table
         from kinformer.lab.runs.inference import predictions
 
-        _refuse_terminal(self.inputs)
+        _check_files(self.inputs, self.out)
         if self.out is not None:
             check_table("out", self.out)
-            _refuse_same(self.out, self.inputs)
         with ExitStack() as files:
             write = None
             for predicted in predictions(self.folder, self.inputs, self):
@@ -270,12 +259,10 @@ class Predict(PredictOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Embed(EmbedOptions, Printing):
+class Embed(EmbedOptions, UsingRun):
     """Make a vector of every text, image or sound: the last hidden states of a trained run, their mean, the first or
     the last."""
 
-    folder: RunFolder
-    """The run folder."""
     inputs: Inputs = "-"
     """Texts: a file (lines, .tsv, .csv, .jsonl), a folder, or - for lines on standard input. Of a run of images or
     speech: a file or a folder."""
@@ -289,10 +276,9 @@ class Embed(EmbedOptions, Printing):
         """Embed the items, and write every vector without delay."""
         from kinformer.lab.runs.inference import check_vectors, embeddings, writing_vectors
 
-        _refuse_terminal(self.inputs)
+        _check_files(self.inputs, self.out)
         if self.out is not None:
             check_vectors(self.out)
-            _refuse_same(self.out, self.inputs)
         vectors = embeddings(self.folder, self.inputs, self)
         if self.out is None:
             for embedded in vectors:
@@ -304,24 +290,18 @@ class Embed(EmbedOptions, Printing):
         return 0
 
 
-def _refuse_terminal(inputs: str) -> None:
-    """Refuse to read items from a terminal, where a command without a file would wait for input."""
+def _check_files(inputs: str, out: str | None) -> None:
+    """Refuse to wait for items from a terminal, and to write over the input file."""
     if inputs == "-" and getattr(sys.stdin, "isatty", bool)():
         raise KinformerError("there must be something to predict from; give a FILE, a FOLDER, or lines by a pipe.")
-
-
-def _refuse_same(out: str, inputs: str) -> None:
-    """Refuse to write over the input file."""
-    if inputs != "-" and absolute(out) == absolute(inputs):
+    if inputs != "-" and out is not None and absolute(out) == absolute(inputs):
         raise KinformerError(f"`out` {out}: is the input file; give another.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(ServeOptions, Printing):
+class Serve(ServeOptions, UsingRun):
     """Answer completions and chats by a trained run, many at a time as one batch, until Ctrl-C."""
 
-    folder: RunFolder
-    """The run folder."""
     json: bool = False
     """Print the address of the server as one JSON object, as in {"url": ..., "model": ...}; useful with --port 0."""
 
@@ -334,40 +314,30 @@ class Serve(ServeOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index(IndexOptions, CommonOptions):
+class Index(IndexOptions, UsingRun):
     """Write the run's vector of every context of a text, and the token that came next, into a datastore for kNN-LM.
 
     The same command continues a build that was stopped.
     """
-
-    folder: RunFolder
-    """The run folder."""
 
     def run(self) -> int:
         """Build the datastore, or continue to build it, and print a report."""
         from kinformer.lab.runs.index import index
 
         done = index(self.folder, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(done.facts)
-            return 0
         store, new = done.store, done.new
         speed = f" in {done.seconds:.0f} s, {new / done.seconds:,.0f} a second" if new else ""
-        print(f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}")
+        lines = [f"{store.folder}: {plural(new, 'new entry')}{speed}; {store.entries:,} in all, {size(done.bytes)}"]
         if done.lists is not None:
-            print(
-                f"sorted into {plural(done.lists, 'list')}, in which train, evaluate and generate search unless told "
-                "otherwise"
-            )
-        return 0
+            where = "in which train, evaluate and generate search unless told otherwise"
+            lines.append(f"sorted into {plural(done.lists, 'list')}, {where}")
+        return self.show(done.facts, lines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace(TraceOptions, Printing):
+class Trace(TraceOptions, UsingRun):
     """Trace a run on a text: attention weights of every layer and head, buckets, spans, exits, hidden states."""
 
-    folder: RunFolder
-    """The run folder."""
     text: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TEXT")] = None
     """The text; - reads standard input."""
     file: str | None = None
@@ -405,7 +375,7 @@ class Trace(TraceOptions, Printing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibrate(CalibrateOptions, Printing):
+class Calibrate(CalibrateOptions, UsingRun):
     """Find the lowest threshold of early exits whose risk is bounded, and keep it in the run.
 
     A sample is a prompt from the text and its greedy continuation, or a source and its translation. Its loss is between
@@ -414,16 +384,9 @@ class Calibrate(CalibrateOptions, Printing):
     With --search, thresholds of every exit are found by their cost in bits per byte instead.
     """
 
-    folder: RunFolder
-    """The run folder."""
-
     def run(self) -> int:
         """Calibrate the run, print the result, and return the exit status."""
         from kinformer.lab.calibration.calibrate import calibrate
 
         result = calibrate(self.folder, self, quiet=self.json or self.quiet)
-        if self.json:
-            print_json(result.facts)
-        else:
-            print_blocks(result.text)
-        return 0
+        return self.show(result.facts, result.text)

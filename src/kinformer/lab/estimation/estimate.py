@@ -289,18 +289,6 @@ def measure_live(
     return {("live", "loss"): until_loss, ("live", "backward"): live.peak}
 
 
-def live_bytes(config: ModelSpec, live: Mapping[str, int], tokens: int, handed: int) -> int:
-    """Return the bytes at the peak of a step of the whole model.
-
-    live: the peak bytes of the model of distinct layers, until the ``loss`` and in the ``backward``. tokens: batch *
-    length. handed: the bytes that further layers keep until the loss is computed. Further checkpointed layers keep
-    their inputs until their backward (the residual stream is float32 also under autocast).
-    """
-    inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
-    further = FLOAT * tokens * config.dim * inputs
-    return further + max(live["loss"] + handed, live["backward"])
-
-
 Precision = Literal["fp32", "bf16-mixed"]
 COUNTED = {
     "flops_inference": "inference",
@@ -370,9 +358,12 @@ def estimate(
     rows = _table(config, model, costs)
     if config.stack.recomputes:
         handed = _handed_on(config, model, batch, length, precision)
-        live = {part: amount for (kind, part), amount in costs.items() if kind == "live"}
+        live = max(costs["live", "loss"] + handed, costs["live", "backward"])
+        # Further checkpointed layers keep their inputs; the residual stream is float32 also under autocast.
+        inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
+        live += FLOAT * batch * length * config.dim * inputs
         # a row for recomputed layers: the live bytes at the peak minus the activations of the other rows
-        activations = live_bytes(config, live, batch * length, handed) - sum(row.activation_bytes for row in rows)
+        activations = live - sum(row.activation_bytes for row in rows)
         recomputed = {"parameters": 0} | dict.fromkeys(COUNTED, 0) | {"activation_bytes": activations}
         part = "checkpoints" if config.stack.checkpoint else "recomputed"
         rows = [*rows, PartCost(part=part, count=len(config.uses), **recomputed)]

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kinformer.core.config import Config
 from kinformer.core.contract import ReadsSource
-from kinformer.core.model import CausalModel, Model, StackedModel
+from kinformer.core.model import Model, StackedModel
 from kinformer.core.parts import Likelihood
 from kinformer.core.stack import Stack, StackConfig, units_of
 from kinformer.core.state import State, nbytes
@@ -76,7 +76,7 @@ class _Ledger:
             parameter.untyped_storage()._cdata: parameter for parameter in model.parameters()
         }
         for name, module in parts(model):
-            module.register_forward_pre_hook(self._entering(name))
+            module.register_forward_pre_hook(lambda _, __, part=name: self.enter(part))
             module.register_forward_hook(self._leave)
             if isinstance(module, ReadsSource):
                 submodule: Any = module
@@ -111,9 +111,6 @@ class _Ledger:
         moved = round(share * self.costs["forward", part])
         self.costs["forward", part] -= moved
         self.costs["backward", part] += moved
-
-    def _entering(self, part: str) -> Callable[[nn.Module, object], None]:
-        return lambda module, args: self.enter(part)
 
     def _within(self, part: str, function: Callable[..., State]) -> Callable[..., State]:
         """Return ``function`` with its work booked on ``part``: a mixer projects its source where its state begins."""
@@ -248,11 +245,7 @@ def in_pieces(model: Model, rows: int) -> bool:
 
 def forward_and_loss(pieces: bool) -> tuple[Forward, LossFrom]:
     """Return the two halves of a training step's forward pass; with ``pieces`` the second one makes the logits."""
-    return (_head_inputs, _loss_in_pieces) if pieces else (outputs, loss_of)
-
-
-def _head_inputs(model: CausalModel, tokens: Tensor) -> tuple[Tensor, State]:
-    return model.head_inputs(tokens)
+    return (lambda model, tokens: model.head_inputs(tokens), _loss_in_pieces) if pieces else (outputs, loss_of)
 
 
 def _loss_in_pieces(model: Any, hidden: Tensor, tokens: Tensor) -> Tensor:

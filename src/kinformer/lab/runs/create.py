@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from kinformer.core.model import CausalModel, WholeModel
-from kinformer.core.stack import ModelConfig
 from kinformer.family.table import member
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.datastore.retrieval import choose_retrieval, resume_retrieval
@@ -35,7 +34,7 @@ from kinformer.lab.runs.rows import data_of, staged_rows
 from kinformer.lab.runs.run import BYTES, CHAT_TEMPLATE, TOKENIZER, Run, creating, open_run, require_empty, settings_in
 from kinformer.lab.tasks.table import options_for
 from kinformer.lab.tasks.table import task as task_called
-from kinformer.lab.tasks.task import Data, Task, TrainingPlan
+from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
 from kinformer.lab.training.lora import add_updates
@@ -104,8 +103,11 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
     """
     if not options.resume:
         options = replace(options, member=member(options.member).name)
-    if options.compile:
-        _require_compiler()
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if options.compile and shutil.which(compiler) is None:  # torch.compile would fail in the middle of the first step
+        raise KinformerError(
+            f"`compile`: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave `compile` out."
+        )
     device = options.usable_device()
     if device.type == "cuda" and options.devices > torch.cuda.device_count():
         raise KinformerError(
@@ -126,15 +128,6 @@ def set_threads(threads: int | None, processes: int, device: str) -> None:
         threads = max(1, (os.cpu_count() or 1) // processes)
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def _require_compiler() -> None:
-    """Refuse ``compile`` without a C++ compiler, because torch.compile would fail in the middle of the first step."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        raise KinformerError(
-            f"`compile`: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave `compile` out."
-        )
 
 
 # A new run.
@@ -161,18 +154,24 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
         if decides(options):
             kind = Chooser if task.data.running_text else Ladder
-            chooser = kind(requested, options, task, planned, _open_recipe(options, base), device, started_at)
-            options = _completed(chooser, quiet)
+            named = base is not None or options.recipe is not None or "layers" in options.set
+            free = None if named else recipe_config(options, base, None)  # the config that the minutes may change
+            chosen = kind(requested, options, task, planned, free, device, started_at).choose()
+            if not quiet:
+                print(chosen.text, file=tolerant(sys.stderr), flush=True)
+            options = chosen.options
         plan = planned(options)
         tokenizer = plan.tokenizer
         retrieval = choose_retrieval(options, plan.config)
         if isinstance(tokenizer, FileTokenizer):
             tokenizer.save(folder / TOKENIZER)
-        inherits_prompts = base is not None and tokenizer is not None and tokenizer is base.tokenizer
-        if base is not None and inherits_prompts:
+        prompts: JsonObject = {}
+        if base is not None and tokenizer is not None and tokenizer is base.tokenizer:
             from kinformer.interop.tokenizer_files import chat_templates, write_chat_templates
 
             write_chat_templates(folder, chat_templates(base.folder))
+            causal = plan.config.protocol is CausalModel  # only causal models have a prefix
+            prompts = {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
         if template := getattr(plan.data, "chat_template", None):
             (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
         facts = {"spec": planner.spec, "holdout": options.holdout, "identity": plan.data.identity}
@@ -189,11 +188,13 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
             training=vars(plan.settings),
             by_user=frozenset(options.task_options),
             vocabulary=None if tokenizer is None else TOKENIZER if isinstance(tokenizer, FileTokenizer) else BYTES,
-            prompts=_prompts(base, plan.config) if base is not None and inherits_prompts else {},
+            prompts=prompts,
         )
         for stage in stages_of(plan.settings):
             staged_rows(run, plan, stage, device, quiet)
-        run = run if base is None else _inheriting(run, base)
+        if base is not None:
+            inherited = {"member": base.member} | inherited_by(run, base).facts
+            run = replace(run, data=dict(run.data) | {"inherited": inherited})
         run.save()
     return run, plan.settings
 
@@ -212,32 +213,6 @@ def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str
             f"the ids of {task.name}; begin with a run of {task.name}, or with none."
         )
     return {"init": str(base.folder.resolve())}
-
-
-def _prompts(base: Run, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of ``base`` for a model of ``config``; only causal models have a prefix."""
-    causal = config.protocol is CausalModel
-    return {name: value for name, value in base.prompts.items() if causal or name != "prefix"}
-
-
-def _inheriting(run: Run, base: Run) -> Run:
-    """Return the run with an entry in its data that lists the weights from ``base``."""
-    facts = {"member": base.member} | inherited_by(run, base).facts
-    return replace(run, data=dict(run.data) | {"inherited": facts})
-
-
-def _completed(chooser: Chooser | Ladder, quiet: bool) -> TrainOptions:
-    """Return the options that the ``chooser`` chose, and print them unless ``quiet``."""
-    chosen = chooser.choose()
-    if not quiet:
-        print(chosen.text, file=tolerant(sys.stderr), flush=True)
-    return chosen.options
-
-
-def _open_recipe(options: TrainOptions, base: Run | None) -> ModelConfig | None:
-    """Return the config that the minutes may change; None if the user gave a recipe, layers or a base run."""
-    named = base is not None or options.recipe is not None or "layers" in options.set
-    return None if named else recipe_config(options, base, None)
 
 
 # A resumed run keeps its own options; MAY_CHANGE names the exceptions.
@@ -272,9 +247,11 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
             f"{spec}: is not the data that the run in {run.folder} was begun with ({data.fingerprint} instead of "
             f"{begun_with}); give that data, or another `out`."
         )
-    if options.set and _config_again(run, options, data) != run.config:
-        path, value = next(iter(options.set.items()))
-        raise _otherwise(run, f"`set` {path}={value}")
+    if options.set:
+        base = open_run(run.data["init"]) if run.data.get("init") else None
+        if plan_config(replace(options, recipe=run.recipe), base, run.task, data) != run.config:
+            path, value = next(iter(options.set.items()))
+            raise _otherwise(run, f"`set` {path}={value}")
     run.save()
     return run, settings
 
@@ -322,12 +299,6 @@ def _check_unchanged(run: Run, options: TrainOptions) -> None:
         raise _otherwise(run, f"`holdout` {options.holdout}")
 
 
-def _config_again(run: Run, options: TrainOptions, data: Data) -> ModelConfig:
-    """Return the config that these options would give the run's model."""
-    init = run.data.get("init")
-    return plan_config(replace(options, recipe=run.recipe), open_run(init) if init else None, run.task, data)
-
-
 def _otherwise(run: Run, changed: str) -> KinformerError:
     return KinformerError(
         f"{changed}: the run in {run.folder} was started with another value, and a resumed run keeps its settings; "
@@ -347,7 +318,10 @@ def inherited_by(run: Run, base: Run) -> Inheritance:
 
     Errors: ``KinformerError`` if no weight fits.
     """
-    return inheritance(base.config, run.config, base.folder, head=_same_head(base, run))
+    names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
+    heads = [getattr(item.config, "head", None) for item in (base, run)]
+    same = names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)
+    return inheritance(base.config, run.config, base.folder, head=same)
 
 
 def begin_with(model: nn.Module, run: Run, init: str) -> None:
@@ -384,10 +358,3 @@ def _names(names: Sequence[str]) -> str:
     shown = [f"{name} ({count} times)" if count > 1 else name for name, count in counts.items()]
     more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
     return ", ".join([*shown[:_SHOWN], *more])
-
-
-def _same_head(base: Run, run: Run) -> bool:
-    """Return whether both predict the same things with the same head."""
-    names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
-    heads = [getattr(item.config, "head", None) for item in (base, run)]
-    return names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple, TypedDict
 
 import torch
 from torch import nn
 
 from kinformer.core.config import override, to_dict
-from kinformer.core.model import Model
 from kinformer.core.parts import active_parameters
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.family.build import configure
@@ -46,38 +44,22 @@ LENGTHS = (1, 128, 1024, 8192, 65536)
 """Tokens at which the bytes of the state are computed."""
 
 
-class FormulaFacts(TypedDict):
-    """The formula of a part: a sentence and lines of mathematics."""
-
-    slot: str
-    kind: str
-    says: str
-    lines: tuple[str, ...]
-
-
-class ParameterFacts(TypedDict):
-    """The numbers of parameters: in all, used by one token, and by part."""
-
-    total: int
-    active: int
-    parts: dict[str, int]
-
-
 class DescriptionFacts(MemberFacts):
     """A member's record, and all facts that follow from a config.
 
     training: the options of training that differ from the defaults.
-    computes: the formulas.
+    computes: the formulas of the parts: ``slot``, ``kind``, ``says`` (a sentence), ``lines`` (of mathematics).
+    parameters: their ``total``, the number ``active`` for one token, and ``parts``.
     symbols: the papers' symbol and the value of each size, by the name of its setting.
     state_bytes: the bytes of the state of one row, by the number of absorbed tokens.
     """
 
     recipe: str
     training: JsonObject
-    computes: list[FormulaFacts]
+    computes: list[JsonObject]
     symbols: dict[str, list[object]]
     config: JsonObject
-    parameters: ParameterFacts
+    parameters: JsonObject
     max_length: int | None
     state_bytes: dict[str, int]
     patterns: list[TextPicture]
@@ -101,13 +83,14 @@ def describe(
     record, recipe, config, training = subject_of(name, recipe, vocab_size, changes or {})
     with unallocated():
         model = config.build()
+    ends = (model.max_length, getattr(model, "max_source_length", None))
+    limit = min((end for end in ends if end is not None), default=None)
+    lengths = [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
     facts: DescriptionFacts = {
         **record.facts,
         "recipe": recipe,
         "training": dict(record.training.get(recipe, {})) if training is None else training_of(training),
-        "computes": [
-            {"slot": item.slot, "kind": item.kind, "says": item.says, "lines": item.lines} for item in formulas(config)
-        ],
+        "computes": [item._asdict() for item in formulas(config)],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
         "parameters": {
@@ -116,20 +99,10 @@ def describe(
             "parts": _parameters(model),
         },
         "max_length": model.max_length,
-        "state_bytes": {str(length): state_bytes(model, length) for length in _lengths(model)},
+        "state_bytes": {str(length): state_bytes(model, length) for length in lengths},
         "patterns": pictures(model),
     }
     return Description(member=record, recipe=recipe, config=config, facts=facts)
-
-
-class Subject(NamedTuple):
-    """The ``member``, ``recipe`` and ``config`` of a name; ``training`` holds the settings of a run, None for a
-    member."""
-
-    member: Member
-    recipe: str
-    config: ModelConfig
-    training: JsonObject | None
 
 
 def training_of(settings: Mapping[str, object]) -> dict[str, object]:
@@ -138,20 +111,22 @@ def training_of(settings: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if value != plain.get(name) and value not in ([], None)}
 
 
-def subject_of(name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]) -> Subject:
-    """Return the model of a member or a run folder, with ``changes``."""
+def subject_of(
+    name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]
+) -> tuple[Member, str, ModelConfig, JsonObject | None]:
+    """Return the member, the recipe, and the config with ``changes`` of a member or a run folder; and the settings of
+    training of a run, None for a member."""
     require_path("member", name)
     if name not in FAMILY and "/" in name and not Path(name).is_dir():
         raise KinformerError(f"{name}: is not a run folder, and no member has such a name; see: kinformer list.")
     if name in FAMILY or not Path(name).is_dir():
         record, recipe = member(name), recipe or "small"
-        return Subject(record, recipe, configure(record.name, recipe, vocab_size, changes), None)
+        return record, recipe, configure(record.name, recipe, vocab_size, changes), None
     run = open_run(name)
     for option, value in (("recipe", recipe), ("vocab_size", vocab_size)):
         if value is not None:
             raise KinformerError(f"{marked(option)} {value}: the run in {run.folder} has its own; leave it out.")
-    config = override(run.config, changes, kinds())
-    return Subject(member(run.member), run.recipe, config, run.training)
+    return member(run.member), run.recipe, override(run.config, changes, kinds()), run.training
 
 
 def _parameters(model: nn.Module) -> dict[str, int]:
@@ -165,12 +140,6 @@ def _parameters(model: nn.Module) -> dict[str, int]:
         for part, module in inner:
             parts[part] = parts.get(part, 0) + sum(parameter.numel() for parameter in module.parameters())
     return {part: count for part, count in parts.items() if count}
-
-
-def _lengths(model: Model) -> list[int]:
-    ends = (model.max_length, getattr(model, "max_source_length", None))
-    limit = min((end for end in ends if end is not None), default=None)
-    return [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
 
 
 # The estimate of a member on many devices: the best meshes for training it, and for serving it.
@@ -189,11 +158,6 @@ class ClusterEstimate:
     meshes: dict[int, list[MeshCost]]
     serving: list[ServingCost]
     refused: str
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the estimate as data that JSON can hold."""
-        return asdict(self)
 
 
 def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> ClusterEstimate | None:

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kinformer.core.config import to_dict
@@ -49,9 +49,6 @@ from kinformer.runtime.files import (
 )
 from kinformer.runtime.parsing import JsonObject
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 # A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
 #
 # ``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (the digest of the run's
@@ -63,7 +60,12 @@ if TYPE_CHECKING:
 
 GRAPH = "graph.json"
 SCHEMA = 1
-FORMATS = ("onnx", "aoti")
+FORMATS = {
+    "onnx": "the folder is one ONNX graph for prompts and steps, which onnxruntime runs without kinformer or PyTorch.",
+    "aoti": "the folder is a package of one step, which AOTInductor compiles for this processor; this takes a minute "
+    "or so, and `package` of generate uses it.",
+}
+"""The formats of a graph, each with the sentence about its folder."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
     except KinformerError as error:
         raise KinformerError(f"{run.folder}: {error}") from None
     require_new(out)
-    announce(_sentence(format))
+    announce(FORMATS[format])
     model, difference = run.model(), None
     facts = _facts(run, model, format)
     with appearing(out) as place:
@@ -116,17 +118,6 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
     parameters = sum(parameter.numel() for parameter in model.parameters())
     names = tuple(leaf["name"] for leaf in described["state"])
     return ExportedGraph(out, format, described["file"], names, parameters, difference)
-
-
-def _sentence(format: str) -> str:
-    if format == "onnx":
-        return (
-            "the folder is one ONNX graph for prompts and steps, which onnxruntime runs without kinformer or PyTorch."
-        )
-    return (
-        "the folder is a package of one step, which AOTInductor compiles for this processor; this takes a minute or "
-        "so, and `package` of generate uses it."
-    )
 
 
 def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
@@ -152,16 +143,6 @@ def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
     machine.
     """
     folder = Path(folder)
-    facts = _package_facts(folder)
-    if facts["weights"] != run.weights_digest():
-        raise KinformerError(
-            f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
-        )
-    step = graphs.load_package(folder / facts["file"], facts)
-    use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
-
-
-def _package_facts(folder: Path) -> JsonObject:
     path = folder / GRAPH
     if not path.is_file():
         raise KinformerError(
@@ -178,7 +159,12 @@ def _package_facts(folder: Path) -> JsonObject:
         if facts["schema"] != SCHEMA or not {"file", "weights", "machine", "sha256", "state"} <= set(facts):
             raise KinformerError(f"{path}: is by another version of kinformer; export the run again.")
         require_file(folder / facts["file"])
-    return facts
+    if facts["weights"] != run.weights_digest():
+        raise KinformerError(
+            f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
+        )
+    step = graphs.load_package(folder / facts["file"], facts)
+    use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -239,7 +225,9 @@ def export(
     shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
         has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
-        source = _source(run) if has_tokenizer else None
+        source = None  # bytes, or no tokenizer
+        if has_tokenizer and run.vocabulary != BYTES:
+            source = (run.folder / str(run.vocabulary)).read_bytes()
         padding = padding_of(source) if has_tokenizer else None
         form = form_of(run.config, run.training.get("length"), padding)
     except KinformerError as error:
@@ -342,11 +330,6 @@ def sentence_of(form: Form) -> str:
     notes = "".join(f"; {note}" for note in (form.native.reordered, *form.native.notes) if note)
     what = f"the folder is a {form.model_type} ({form.model_class}), which {form.auto_class} loads by itself"
     return f"{what}{notes}."
-
-
-def _source(run: Run) -> bytes | None:
-    """Return the run's tokenizer.json; None for a run whose tokens are bytes."""
-    return None if run.vocabulary == BYTES else (run.folder / str(run.vocabulary)).read_bytes()
 
 
 def _labels(run: Run) -> dict[str, object]:
@@ -459,6 +442,8 @@ def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name:
     record = member_called(run.member)
     lines = "\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",)))
     preparer, use = _use(run, form, name)
+    names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
+    settings = [name for name in names if run.training.get(name)]
     return CARD.format(
         member=run.member,
         name=name,
@@ -467,7 +452,8 @@ def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name:
         dtype=dtype,
         growth=f"Growth of its state with the tokens absorbed: {record.growth}." if record.causal else WHOLE,
         data=",".join(Path(part).name for part in str(run.data.get("spec") or "unknown").split(",")),
-        training=_training(run) or "elsewhere; the weights were imported",
+        training=", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in settings)
+        or "elsewhere; the weights were imported",
         measured=_measured(run),
         auto_class=form.auto_class,
         pipeline=PIPELINES[form.auto_class],
@@ -505,12 +491,6 @@ def _use(run: Run, form: Form, name: str) -> tuple[str, str]:
     if form.auto_class == "AutoModel":
         return "", OF_STEPS.format(**to_dict(run.config.input))
     return "AutoTokenizer", OF_TEXT.format(name=name, use=GENERATED if form.auto_class in GENERATES else LOGITS)
-
-
-def _training(run: Run) -> str:
-    """Return the settings of the run's training in a line; empty for an imported run."""
-    names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
-    return ", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in names if run.training.get(name))
 
 
 def _measured(run: Run) -> str:

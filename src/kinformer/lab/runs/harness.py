@@ -234,12 +234,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """Return the id that ends a text; for a run without such an id the last id of a new line."""
-        return next(iter(ends_of_text(self.model)), self._newline)
-
-    @property
-    def _newline(self) -> int:
-        """The last id of a new line, after which a text may begin."""
-        return int(self._encoded("\n")[-1])
+        return int(next(iter(ends_of_text(self.model)), self._encoded("\n")[-1]))
 
     @property
     def prefix_token_id(self) -> int:
@@ -289,11 +284,8 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation in nats, and whether greedy decoding gives the
         continuation."""
-        encoded = [self._encode(*request.args) for request in requests]
-        arguments = [request.args for request in requests]
-        return self._loglikelihood_tokens(
-            [(pair, *ids) for pair, ids in zip(arguments, encoded, strict=True)], disable_tqdm=disable_tqdm
-        )
+        encoded = [(request.args, *self._encode(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text in nats: in the harness's windows, or with the state carried."""
@@ -479,7 +471,12 @@ def evaluate_by_harness(
     runs: Sequence[Run], options: EvaluateOptions, task_options: NextTokenEvaluationOptions, quiet: bool
 ) -> EvaluationReport:
     """Evaluate each run by the harness's tasks, and return a report with every metric of every task."""
-    _check_options(runs, options)
+    for run in runs:
+        require_continuing(run, INSTEAD)
+    for option in fields(EvaluateOptions):  # a task of the harness brings its own data
+        default = EvaluationSettings().split if option.name == "split" else option.default
+        if option.name not in READ and getattr(options, option.name) != default:
+            raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
     options.usable_device()
     names = [name.strip() for name in str(task_options.harness).split(",")]
     with _quietly(quiet):
@@ -505,7 +502,12 @@ def _evaluate(
     lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
     with _seeded(options.seed), _quietly(quiet), _in_a_sentence("cannot be done", tasks.names, remedy):
-        loaded = _loaded(tasks, task_options.fewshot, options.seed)
+        loaded = tasks.load(tasks.names)
+        for task in loaded["tasks"].values():  # a task that asks for 0 examples keeps 0, as in the harness
+            usual = task.get_config("num_fewshot")
+            if usual != 0:
+                task.set_config("num_fewshot", (usual or 0) if task_options.fewshot is None else task_options.fewshot)
+            task.set_fewshot_seed(options.seed or DEFAULT_OTHER_SEED)
         results: JsonObject = evaluate(lm, loaded, limit=options.first, bootstrap_iters=RESAMPLES, log_samples=False)
     values = values_of(results)
     carried = lm.length is None
@@ -530,17 +532,6 @@ def _evaluate(
         since=started_at,
     )
     return evaluation, values
-
-
-def _loaded(tasks: Tasks, fewshot: int | None, seed: int) -> LoadedTasks:
-    """Return the tasks with `fewshot` examples each; a task that asks for 0 examples keeps 0, as in the harness."""
-    loaded = tasks.load(tasks.names)
-    for task in loaded["tasks"].values():
-        usual = task.get_config("num_fewshot")
-        if usual != 0:
-            task.set_config("num_fewshot", (usual or 0) if fewshot is None else fewshot)
-        task.set_fewshot_seed(seed or DEFAULT_OTHER_SEED)
-    return loaded
 
 
 def values_of(results: JsonObject) -> list[Value]:
@@ -589,19 +580,6 @@ def _side_by_side(runs: Sequence[Run], values: Sequence[Sequence[Value]]) -> lis
     rows = [[*key, *(column.get(key, "-") for column in columns)] for key in columns[0]]
     headers = ("task", "metric", *short_names([run.folder for run in runs]))
     return ["", TextTable(headers, rows, range(2, len(headers)))]
-
-
-def _check_options(runs: Sequence[Run], options: EvaluateOptions) -> None:
-    """Refuse runs that do not continue texts, and options that tasks of the harness do not read.
-
-    A task of the harness brings its own data, so it does not read the options of data.
-    """
-    for run in runs:
-        require_continuing(run, INSTEAD)
-    for option in fields(EvaluateOptions):
-        default = EvaluationSettings().split if option.name == "split" else option.default
-        if option.name not in READ and getattr(options, option.name) != default:
-            raise KinformerError(f"{marked(option.name)}: means nothing to tasks of a `harness`; leave it out.")
 
 
 def _is_file(name: str) -> bool:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from kinformer.core.model import CausalModel
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import model_config
 from kinformer.family.table import member as member_called
-from kinformer.interop import read_checkpoint
+from kinformer.interop import Imported, read_checkpoint
 from kinformer.interop.checkpoint import ARCHITECTURES, OURS
 from kinformer.interop.proof import LIMIT, Plain, Theirs, Verdict, beside, judge
 from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
@@ -31,13 +36,7 @@ from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.plugins import current_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
     from transformers import PreTrainedModel
-
-    from kinformer.core.stack import ModelConfig
-    from kinformer.interop import Imported
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
 def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: Path, name: str) -> Run:
     if imported.tokenizer is not None:
         read_json(imported.tokenizer)
-        write_atomic(out / TOKENIZER, partial(_copy, imported.tokenizer))
+        write_atomic(out / TOKENIZER, partial(shutil.copyfile, imported.tokenizer))
         write_chat_templates(out, prompting.chat_templates)
     save_weights(out, imported.weights, {"imported": "1"})
     task = task_of(config)
@@ -154,10 +153,6 @@ def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
 def reads_ids(config: ModelConfig) -> bool:
     """Return whether a model of ``config`` reads token ids, which a tokenizer makes from text."""
     return hasattr(config.input, "vocab_size")
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.write_bytes(source.read_bytes())
 
 
 # Verification of causal models: of a run and its export, of a folder of transformers and its import, of a user's model.
@@ -251,7 +246,6 @@ def _prefixed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _loaded(folder: Path, trust: bool) -> PreTrainedModel:
     """Return the causal model of transformers in ``folder``, in float32."""
     try:
-        import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise KinformerError(

@@ -5,20 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kinformer.lab.data.files import spooled
-from kinformer.lab.datastore.attach import keyed, origin_of
-from kinformer.lab.datastore.search import InvertedLists, build, has_lists
+from kinformer.lab.datastore.attach import KeyedDecoder, keyed, origin_of
+from kinformer.lab.datastore.search import build, has_lists
 from kinformer.lab.datastore.store import Datastore, IndexedText, Writer, entries_of, open_source
 from kinformer.lab.runs.options import IndexOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import locked
 from kinformer.runtime.progress import note, progressing
-
-if TYPE_CHECKING:
-    from kinformer.lab.datastore.attach import KeyedDecoder
 
 
 @dataclass(frozen=True)
@@ -67,9 +63,12 @@ def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Inde
         started_at = time.perf_counter()
         new = _write(run, keys, text, options, quiet)
         seconds = time.perf_counter() - started_at
-        lists = _sort(options, quiet)
-    count = None if lists is None else lists.count
-    return Indexed(Path(folder), Datastore(options.datastore), text.identity, new, seconds, count)
+        store, place, count = Datastore(options.datastore), Path(options.datastore), None
+        if options.approximate or has_lists(place):  # new lists, or existing lists brought up to date
+            with locked(place), progressing(quiet, "sorting") as progress:
+                how = {"key_bytes": options.key_bytes, "similarity": options.similarity}
+                count = build(store, options.lists, **how, seed=options.seed, progress=progress).count  # type: ignore[arg-type]
+    return Indexed(Path(folder), store, text.identity, new, seconds, count)
 
 
 def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOptions, quiet: bool) -> int:
@@ -94,12 +93,3 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
             note(f"kept {plural(writer.record.parts[-1].written, 'entry')}; give the same command again to continue.")
             raise
     return done - before
-
-
-def _sort(options: IndexOptions, quiet: bool) -> InvertedLists | None:
-    """Build the lists for approximate search, or bring existing lists up to date."""
-    if not options.approximate and not has_lists(Path(options.datastore)):
-        return None
-    with locked(Path(options.datastore)), progressing(quiet, "sorting") as progress:
-        how = {"key_bytes": options.key_bytes, "similarity": options.similarity}
-        return build(Datastore(options.datastore), options.lists, **how, seed=options.seed, progress=progress)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
 
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
@@ -87,7 +86,12 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         raise KinformerError("evaluate: needs DIR; see kinformer evaluate --help.")
     options.check_store()
     runs = [open_run(folder) for folder in folders]
-    _check_alike(runs)
+    for run in runs[1:]:
+        if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
+            raise KinformerError(
+                f"{run.folder}: is a run of the task {run.task.name}, unlike {runs[0].folder}, which is one of "
+                f"{runs[0].task.name}; evaluate it by itself."
+            )
     options_of_task = [
         options_for(run.task, "EvaluationOptions", options.task_options, str(run.folder)) for run in runs
     ]
@@ -105,16 +109,6 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
             return _measured(runs, options, options_of_task[0], quiet)
         parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
         return EvaluationReport([part.evaluations[0] for part in parts])
-
-
-def _check_alike(runs: Sequence[Run]) -> None:
-    """Refuse runs whose models are measured in different ways."""
-    for run in runs[1:]:
-        if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
-            raise KinformerError(
-                f"{run.folder}: is a run of the task {run.task.name}, unlike {runs[0].folder}, which is one of "
-                f"{runs[0].task.name}; evaluate it by itself."
-            )
 
 
 def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: object, quiet: bool) -> EvaluationReport:
@@ -174,7 +168,13 @@ def generate(
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
-    _check_prompt(run.task, prompt)
+    if run.task.generation.prompt is None:
+        if prompt is not None:
+            raise KinformerError(f"`prompt`: the task {run.task.name} continues no text; leave it out.")
+    elif prompt is None:
+        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
+    elif not prompt:
+        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     subject, options = _prepared(run, options)
     return run.task.generate(subject, prompt, options, write)
 
@@ -212,7 +212,15 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
     if options.package is not None:
-        _attach_package(run, packed, options)
+        from kinformer.lab.runs.exporting import attach_package
+
+        changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
+        if names := [name for name, differs in (changed | {"device": device.type != "cpu"}).items() if differs]:
+            raise KinformerError(
+                f"{marked(names[0])}: does not go with `package`, which holds one sequence's step with the run's "
+                "weights in float32, for a CPU; leave one of both out."
+            )
+        attach_package(run, packed, options.package)
     model = attach_store(run, packed, open_run, options, options.samples)
     beside = language_model_of(task_options, device)
     return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options
@@ -231,30 +239,6 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
         )
     model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
     return pack(model, options.samples)
-
-
-def _attach_package(run: Run, model: nn.Module, options: GenerateOptions) -> None:
-    """Let ``model`` compute its steps by the package that the options name; refuse options that the package lacks."""
-    from kinformer.lab.runs.exporting import attach_package
-
-    changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
-    changed |= {"device": next(model.parameters()).device.type != "cpu"}
-    if names := [name for name, differs in changed.items() if differs]:
-        raise KinformerError(
-            f"{marked(names[0])}: does not go with `package`, which holds one sequence's step with the run's weights "
-            "in float32, for a CPU; leave one of both out."
-        )
-    attach_package(run, model, options.package or "")
-
-
-def _check_prompt(task: Task, prompt: str | bytes | Iterable[bytes] | None) -> None:
-    prompted = task.generation.prompt is not None
-    if not prompted and prompt is not None:
-        raise KinformerError(f"`prompt`: the task {task.name} continues no text; leave it out.")
-    if prompted and prompt is None:
-        raise KinformerError("there must be one prompt; give `prompt` TEXT, `prompt` - or `prompt_file` PATH.")
-    if prompted and not prompt:
-        raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
 
 
 def check_drawing(task: Task, options: GenerateOptions) -> None:
@@ -284,20 +268,15 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
             f"{run.folder}: is a run of {run.member!r} for the task {run.task.name}; {run.task.prediction.refusal}"
         )
     task_options = options_for(run.task, "PredictionOptions", options.task_options, str(run.folder))
-    _check_read(run.task, options)
+    for option in fields(options):
+        value, reads = getattr(options, option.name), run.task.prediction.reads
+        if option.name in PREDICTING and option.name not in reads and value != option.default:
+            raise KinformerError(
+                f"{marked(option.name)} {value}: predictions of the task {run.task.name} do not read it; leave it out."
+            )
     model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
     yield from run.task.predict(subject, source, options, task_options)
-
-
-def _check_read(task: Task, options: PredictOptions) -> None:
-    """Refuse the general options that a task does not read."""
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if option.name in PREDICTING and option.name not in task.prediction.reads and value != option.default:
-            raise KinformerError(
-                f"{marked(option.name)} {value}: predictions of the task {task.name} do not read it; leave it out."
-            )
 
 
 # Vectors of texts, images and sounds: the last hidden states of a trained run, one vector for each item.

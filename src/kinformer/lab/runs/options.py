@@ -22,7 +22,6 @@ from kinformer.runtime.errors import (
     require,
     require_above,
     require_seed,
-    require_share,
 )
 
 if TYPE_CHECKING:
@@ -215,10 +214,8 @@ class LearningOptions(OfTask, Machine):
     holdout: float | None = None
     """Hold out the last share of the data for validation and test at once, instead of 5 % for each."""
 
-    def __post_init__(self) -> None:
-        require("train_tokenizer", self.train_tokenizer, 1)
-        require_share("holdout", self.holdout)
-        super().__post_init__()
+    LEAST = {"train_tokenizer": 1}
+    SHARES = {"holdout": "(0, 1)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +261,8 @@ class TrainOptions(Processes, Settings, LearningOptions):
     hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
+    LEAST = {"devices": 1, "neighbours": 1, "probes": 0}
+
     @property
     def folder(self) -> Path:
         """The run folder.
@@ -276,13 +275,10 @@ class TrainOptions(Processes, Settings, LearningOptions):
 
     def __post_init__(self) -> None:
         self.settings()
-        require("devices", self.devices, 1)
         if self.sample_every and self.devices > 1:
             raise KinformerError(f"`sample_every` {self.sample_every}: one process draws samples; leave it out.")
         for name, value in spread(self.parallel, self.devices).items():
             object.__setattr__(self, name, value)
-        require("neighbours", self.neighbours, 1)
-        require("probes", self.probes, 0)
         LearningOptions.__post_init__(self)
         if self.lora is not None and self.init is None and not self.resume:
             raise KinformerError(f"`lora` {self.lora}: updates the weights of another run; give `init` RUN too.")
@@ -356,12 +352,11 @@ class IndexOptions(ListOptions, Machine):
     seed: int = 0
     """The seed of all random numbers."""
 
+    LEAST = {"chunk": 1, "first": 2}
+    SHARES = {"holdout": "(0, 1)", "overlap": "[0, 1)"}
+
     def __post_init__(self) -> None:
-        require("chunk", self.chunk, 1)
-        require("first", self.first, 2)
         require_seed(self.seed)
-        require_share("holdout", self.holdout)
-        require_share("overlap", self.overlap, zero=True)
         super().__post_init__()
 
 
@@ -397,8 +392,9 @@ class TraceOptions(RunOptions):
     seed: int = 0
     """Decides all random numbers, such as the hashes of a member with hashing."""
 
+    LEAST = {"max_tokens": 1}
+
     def __post_init__(self) -> None:
-        require("max_tokens", self.max_tokens, 1)
         require_seed(self.seed)
         super().__post_init__()
 
@@ -435,13 +431,11 @@ class ServeOptions(RunOptions):
     quiet: bool = False
     """Print nothing but errors."""
 
+    LEAST = {"max_streams": 1, "max_state_bytes": 1, "chunk": 1, "port": 0, "max_waiting": 0}
+
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise KinformerError("`api_key` is empty; give a key, or leave it out.")
-        for name in ("max_streams", "max_state_bytes", "chunk"):
-            require(name, getattr(self, name), 1)
-        for name in ("port", "max_waiting"):
-            require(name, getattr(self, name), 0)
         require_seed(self.seed)
         if self.port > 65535:
             raise KinformerError(f"`port` is {self.port} but must be at most 65535.")

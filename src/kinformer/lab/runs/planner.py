@@ -69,7 +69,9 @@ class Planner:
         length = self.task.length(self.data, config)
         settings = _settings(options, self.task, length)
         if options.length is None and length is None:
-            settings = replace(settings, length=min(settings.length, _longest(config) or settings.length))
+            with unallocated():
+                longest = getattr(config.build(), "max_length", None) or settings.length
+            settings = replace(settings, length=min(settings.length, longest))
         task_options = options_for(self.task, "Options", options.task_options)
         return TrainingPlan(config, self.data, settings, task_options, self.tokenizer)
 
@@ -205,7 +207,14 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
     if options.tokenizer is not None:
         if size is not None:
             raise KinformerError(f"`tokenizer` {options.tokenizer} and `train_tokenizer` {size} contradict; give one.")
-        return ByteTokenizer() if options.tokenizer == BYTES else _file_tokenizer(options.tokenizer)
+        if options.tokenizer == BYTES:
+            return ByteTokenizer()
+        if not Path(options.tokenizer).is_file():
+            raise KinformerError(
+                f"`tokenizer` {options.tokenizer}: is not a file; give the path of a tokenizer.json, as a checkpoint "
+                "or a run with `train_tokenizer` holds one, or leave it out and train on bytes."
+            )
+        return FileTokenizer(options.tokenizer)
     if size is None and options.retriever is not None and (shared := open_run(options.retriever).tokenizer) is not None:
         return shared
     named = [path for path, _ in mixture_of(source.spec) or [(source.spec, 1.0)]]
@@ -216,21 +225,6 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
         return ByteTokenizer()
     with tempfile.TemporaryDirectory() as folder:
         return train_tokenizer_on(task.texts(source, task_options), size, Path(folder) / TOKENIZER)
-
-
-def _file_tokenizer(path: str) -> FileTokenizer:
-    if not Path(path).is_file():
-        raise KinformerError(
-            f"`tokenizer` {path}: is not a file; give the path of a tokenizer.json, as a checkpoint or a run with "
-            "`train_tokenizer` holds one, or leave it out and train on bytes."
-        )
-    return FileTokenizer(path)
-
-
-def _longest(config: ModelConfig) -> int | None:
-    """Return the most positions of a model of ``config``; None for an unlimited number."""
-    with unallocated():
-        return getattr(config.build(), "max_length", None)
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:

@@ -70,7 +70,12 @@ class Reporter:
         named = {item.name: values[item.name] for item in fields(run.task.GenerationOptions) if item.name in values}
         if "out" in named:
             (run.folder / SAMPLES).mkdir(exist_ok=True)
-        prompt, pieces = self._prompt(), list[str]()
+        prompt: str | Iterator[bytes] | None = None if run.task.generation.prompt is None else "\n"
+        pieces: list[str] = []
+        if run.task.generation.prompt == "lines":  # the first sentence held out for a translation
+            from kinformer.lab.tasks.translate import held_out_pairs
+
+            prompt = iter(held_out_pairs(run, EvaluationSettings(split="validation"))[1].source[:1])
         if run.task.generation.prompt == "text":
             settings["max_new_tokens"] = max(1, min(SAMPLE_TOKENS, run.training["length"] - 2))
         elif "samples" in run.task.generation.reads:
@@ -88,14 +93,6 @@ class Reporter:
         text = "".join(pieces) or getattr(result, "text", "") or result.samples[0].text
         text = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
         return {"sample": text} | ({"image": str(image)} if (run.folder / image).is_file() else {})
-
-    def _prompt(self) -> str | Iterator[bytes] | None:
-        """Return the prompt of a sample: a new line for text, the first sentence held out for a translation."""
-        if self.run.task.generation.prompt != "lines":
-            return None if self.run.task.generation.prompt is None else "\n"
-        from kinformer.lab.tasks.translate import held_out_pairs
-
-        return iter(held_out_pairs(self.run, EvaluationSettings(split="validation"))[1].source[:1])
 
     def write(self) -> None:
         """Write the page in some milliseconds. A failure, as on a full disk, does not end the training."""
@@ -116,7 +113,8 @@ class Reporter:
             step, best = pick(history.validation, key=lambda point: point[1])
             summary.insert(0, f"best validation {history.metric.text(best)} (step {step:,})")
         style, script = ((ASSETS / file).read_text(encoding="utf-8") for file in ("style.css", "script.js"))
-        sections = [("What came out", _list(summary))]
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary)
+        sections = [("What came out", f'<ul class="summary">{items}</ul>')]
         if history.training or history.validation:
             sections.append(("Learning", _curve(history)))
         if shown := "".join(self._sample(item) for item in history.samples[-SHOWN:]):
@@ -154,10 +152,6 @@ class Reporter:
         written = self.run.task.generation.prompt == "text"
         text = item["sample"] if written else re.sub(r"\S*/(?=[^/\s]+\.\w)", "", item["sample"])  # no folders of files
         return f"<h3>step {item['step']:,}</h3>{image}<pre>{escape(text)}</pre>"
-
-
-def _list(sentences: Sequence[str]) -> str:
-    return '<ul class="summary">' + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
 
 
 def _pairs(values: Mapping[str, object]) -> str:

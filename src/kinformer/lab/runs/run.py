@@ -246,6 +246,7 @@ class Run:
     def save(self) -> None:
         """Write the run's ``config.json``, signed."""
         from kinformer import __version__
+        from kinformer.lab.data.tokenizer import file_fingerprint
 
         data = {
             "schema": SCHEMA,
@@ -263,17 +264,12 @@ class Run:
             data["packages"] = packages
         if self.prompts:
             data["prompts"] = self.prompts
-        if fingerprint := self.tokenizer_fingerprint or self._fingerprint():
+        fingerprint, file = self.tokenizer_fingerprint, self.folder / str(self.vocabulary)
+        if not fingerprint and self.vocabulary not in (None, BYTES) and file.is_file():
+            fingerprint = file_fingerprint(file.read_bytes())
+        if fingerprint:
             data["tokenizer_fingerprint"] = fingerprint
         write_json(self.folder / CONFIG, signed(data))
-
-    def _fingerprint(self) -> str | None:
-        """Return the fingerprint of the tokenizer's file; None without a file."""
-        from kinformer.lab.data.tokenizer import file_fingerprint
-
-        if self.vocabulary in (None, BYTES) or not (self.folder / self.vocabulary).is_file():
-            return None
-        return file_fingerprint((self.folder / self.vocabulary).read_bytes())
 
     def build(self) -> Any:
         """Return the model, newly initialised."""

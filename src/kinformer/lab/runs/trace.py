@@ -223,8 +223,6 @@ class Trace(Reading):
 MASK = "[MASK]"
 ReadHidden: TypeAlias = Callable[..., tuple[*tuple[object, ...], tuple[Tensor, ...]]]
 """A model's ``hidden(ids, taps=...)``, whose last result is the outputs of the tapped uses."""
-Hook: TypeAlias = Callable[..., None]
-Inputs: TypeAlias = tuple[object, ...]
 
 
 def trace(folder: str | Path, text: str, options: TraceOptions) -> Trace:
@@ -243,7 +241,7 @@ def trace(folder: str | Path, text: str, options: TraceOptions) -> Trace:
         raise KinformerError(f"`target` is for runs of the task translate, but {run.folder} is one of {run.task.name}.")
     ends = NO_ENDS if run.config.protocol is CausalModel else ends_of(run.config)
     ids = _ids(run, model, text, ends, options.max_tokens)
-    return Trace(title=title, **vars(_read(_Subject(run, model.stack, ""), ids, options, model.hidden)))
+    return Trace(title=title, **vars(_read(run, model.stack, ids, options, model.hidden)))
 
 
 def _translation(run: Run, model: EncoderDecoder, text: str, options: TraceOptions, title: str) -> Trace:
@@ -257,22 +255,11 @@ def _translation(run: Run, model: EncoderDecoder, text: str, options: TraceOptio
     ends = ends_of(run.config)
     source = _ids(run, model, text, BosEos(eos=ends.eos), options.max_tokens)
     read = _ids(run, model, target, BosEos(bos=ends.bos), options.max_tokens)
-    encoder = _Subject(run, model.encoder.stack, "encoder, ")
-    encoded = _read(encoder, source, options, model.encoder.hidden)
+    encoded = _read(run, model.encoder.stack, source, options, model.encoder.hidden, "encoder, ")
     with torch.no_grad():
         state = model.begin(source)
-    decoder = _Subject(run, model.stack, "")
-    decoded = _read(decoder, read, options, partial(model.hidden, state=state))
+    decoded = _read(run, model.stack, read, options, partial(model.hidden, state=state))
     return Trace(title=title, source=encoded, **vars(decoded))
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """A stack of a run's model, and the prefix of the names of its places."""
-
-    run: Run
-    stack: Stack
-    name: str
 
 
 @dataclass
@@ -301,24 +288,21 @@ class _Records:
     running: list[Tensor] = field(default_factory=list)
 
 
-def _read(subject: _Subject, ids: Tensor, options: TraceOptions, hidden: ReadHidden) -> Reading:
+def _read(run: Run, stack: Stack, ids: Tensor, options: TraceOptions, hidden: ReadHidden, prefix: str = "") -> Reading:
     """Run the model over ``ids`` [1, tokens] once, then call the mixers of the chosen layers again for their
-    weights."""
-    stack = subject.stack
+    weights. The names of places begin with ``prefix``."""
     layers = numbers_in("layers", options.layers, len(stack.layers), "layers")
     with torch.no_grad(), _recording(stack) as records:
         result = hidden(ids, taps=range(len(stack.order)))
     taps = result[-1]
     require_finite(all(bool(tap.isfinite().all()) for tap in taps))
-    attention = [
-        _attention(subject, call, options.heads) for call in records.calls if stack.order[call.use] + 1 in layers
-    ]
+    calls = [call for call in records.calls if stack.order[call.use] + 1 in layers]
     steps = torch.stack([item[0].cpu() for item in records.running]).sum(0) if records.running else None
     return Reading(
         ids=ids[0].cpu(),
-        tokens=tuple(labels(subject.run, subject.run.config, ids[0].tolist())),
+        tokens=tuple(labels(run, run.config, ids[0].tolist())),
         hidden_states=tuple(tap[0].float().cpu() for tap in taps),
-        attention=tuple(attention),
+        attention=tuple(_attention(stack, call, options.heads, prefix) for call in calls),
         exits=records.exits[0] if records.exits else None,
         steps=steps,
     )
@@ -330,10 +314,10 @@ def _recording(stack: Stack) -> Iterator[_Records]:
     records = _Records()
     with ExitStack() as hooks:
 
-        def on(module: nn.Module, hook: Hook) -> None:
+        def on(module: nn.Module, hook: Callable[..., None]) -> None:
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-        def note_call(uses: Iterator[int], first: bool, mixer: Mixer, inputs: Inputs, named: dict[str, object]) -> None:
+        def note_call(uses: Iterator[int], first: bool, mixer: Mixer, inputs: Any, named: dict[str, object]) -> None:
             records.calls.append(_Call(mixer, (*inputs, *named.values()), next(uses), first))
 
         for layer in stack.layers:
@@ -359,11 +343,11 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
             yield from _mixers(child)
 
 
-def _attention(subject: _Subject, call: _Call, heads: str | None) -> AttentionTrace:
+def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> AttentionTrace:
     """Return the trace of one call of a mixer."""
-    mixer, stack = call.mixer, subject.stack
+    mixer = call.mixer
     layer, steps = stack.order[call.use] + 1, len(stack.order) // len(stack.layers)
-    place = f"{subject.name}layer {layer}"
+    place = f"{prefix}layer {layer}"
     if steps > 1:
         place += f", step {call.use // len(stack.layers) + 1}"
     if not call.first:

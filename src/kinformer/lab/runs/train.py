@@ -83,17 +83,12 @@ def _data(data: JsonObject) -> str:
     identity = data.get("identity") or {}
     name = str(identity.get("name") or data.get("spec"))
     if train := identity.get("bytes", {}).get("train"):
-        return f"{name}, {_bytes(train)} to train on"
+        units = ((least, unit) for least, unit in _UNITS if train >= least)
+        amount = next((f"{train / least:.3g} {unit}" for least, unit in units), plural(train, "byte"))
+        return f"{name}, {amount} to train on"
     if train := identity.get("examples", {}).get("train"):
         return f"{name}, {plural(train, 'example')} to train on"
     return name
-
-
-def _bytes(count: int) -> str:
-    for least, unit in _UNITS:
-        if count >= least:
-            return f"{count / least:.3g} {unit}"
-    return plural(count, "byte")
 
 
 def _precision(group: Group, settings: Settings) -> str:
@@ -255,7 +250,9 @@ def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Su
         flag = f"`devices` {options.devices}" if options.parallel is None else f"`parallel` {options.parallel}"
         remedy = "leave `devices` out" if options.parallel is None else f"give sizes whose product is {world}"
         raise KinformerError(f"{flag}: torchrun started {plural(world, 'process')}; {remedy}.")
-    with ExitStack() as locks, _joined(_device_type(options.device), options.parallelism) as group:
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = auto if options.device == "auto" else options.device.split(":")[0]
+    with ExitStack() as locks, _joined(device, options.parallelism) as group:
         set_threads(options.threads, world, group.device.type)
 
         def planned() -> Plan:
@@ -276,8 +273,3 @@ def _started_again(folder: Path) -> bool:
     named = job_id() is not None and (folder / JOB).is_file()
     same = named and (folder / JOB).read_text(encoding="utf-8", errors="replace") == job_id()
     return same or (restarts.isdigit() and int(restarts) > 0)
-
-
-def _device_type(device: str) -> str:
-    """Return the type of the device that the option ``device`` names, such as "cpu"."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device.split(":")[0]

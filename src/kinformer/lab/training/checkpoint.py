@@ -178,7 +178,13 @@ class Checkpoints:
     def _commit(self, partial: Path, checkpoint: Checkpoint, shards: Shards | None = None) -> None:
         """Fill the folder ``partial`` with all but the ``shards`` there, and rename it."""
         final = self.path(checkpoint.step)
-        _fill(partial, checkpoint, shards)
+        files = checkpoint.files.items()
+        digests = {name: save_tensors(partial / f"{name}.safetensors", tensors) for name, tensors in files}
+        plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
+        if shards is not None:
+            plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
+        plan = with_finite_numbers(plan)
+        write_json(partial / PLAN, plan | {"sha256": _digest(plan)})
         _pause("before-fsync")
         sync_folder(partial)
         _pause("before-rename")
@@ -287,17 +293,6 @@ def removed(folder: Path) -> KinformerError:
     )
 
 
-def _fill(folder: Path, checkpoint: Checkpoint, shards: Shards | None) -> None:
-    digests = {
-        name: save_tensors(folder / f"{name}.safetensors", tensors) for name, tensors in checkpoint.files.items()
-    }
-    plan = {"schema": SCHEMA, "step": checkpoint.step, "files": digests, "numbers": dict(checkpoint.numbers)}
-    if shards is not None:
-        plan |= {"schema": SHARDED_SCHEMA, "shards": shards.plan}
-    plan = with_finite_numbers(plan)
-    write_json(folder / PLAN, plan | {"sha256": _digest(plan)})
-
-
 def _digest(plan: Mapping[str, object]) -> str:
     return sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
@@ -322,9 +317,6 @@ def _pause(point: str) -> None:
     """Stop this process where KINFORMER_PAUSE says so: lets a test kill it just there."""
     if os.environ.get(PAUSE) == point:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-
-
-Work = Callable[[], object]
 
 
 class Saves:
@@ -361,7 +353,7 @@ class Saves:
             self.wait()
         self._step = step
 
-    def add(self, work: Work) -> None:
+    def add(self, work: Callable[[], object]) -> None:
         """Do ``work`` after all earlier work."""
         if self._thread is None:
             self._timed(work, None)
@@ -374,7 +366,7 @@ class Saves:
         if last is not None:
             last.result()
 
-    def _timed(self, work: Work, before: Future[None] | None) -> None:
+    def _timed(self, work: Callable[[], object], before: Future[None] | None) -> None:
         if before is not None:
             before.result()
         started_at = time.monotonic()
@@ -470,10 +462,6 @@ class Best:
         deciding = next((metric for metric in self.metrics_in_order if metrics[metric.name] != best[metric.name]), None)
         return deciding is not None and deciding.better(metrics[deciding.name], best[deciding.name])
 
-    def out_of_patience(self, step: int, patience: int, validate_every: int) -> bool:
-        """Return whether at ``step`` the last ``patience`` validations (0: never) were not better than the best."""
-        return bool(patience) and self.step is not None and step - self.step >= patience * validate_every
-
     def note(self, metrics: Mapping[str, float], step: int) -> None:
         """Record ``metrics`` of step ``step`` as the best so far."""
         self.metrics, self.step = dict(metrics), step
@@ -489,9 +477,10 @@ class Best:
         call together."""
         noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
         Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
-        group.on_first(self._remove_file)
 
-    def _remove_file(self) -> None:
-        with suppress(FileNotFoundError):
-            (self.folder / WEIGHTS).unlink()
-            sync_folder(self.folder)
+        def remove_file() -> None:
+            with suppress(FileNotFoundError):
+                (self.folder / WEIGHTS).unlink()
+                sync_folder(self.folder)
+
+        group.on_first(remove_file)

@@ -34,7 +34,7 @@ def in_pieces(model: Model, rows: int) -> bool:
     if divided(model):
         return True
     product = _product(model)
-    if product is None or not _large(product, rows) or getattr(model, "_compiled_call_impl", None) is not None:
+    if product is None or rows * len(product[0]) < LOGITS or getattr(model, "_compiled_call_impl", None) is not None:
         return False
     weight = product[0]
     return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
@@ -56,17 +56,13 @@ def of_head(model: Model, x: Tensor, targets: Tensor) -> Tensor:
 def large(model: Model, rows: int) -> bool:
     """Return whether the logits of ``rows`` rows are one product and large enough for pieces."""
     product = _product(model)
-    return product is not None and _large(product, rows)
+    return product is not None and rows * len(product[0]) >= LOGITS
 
 
 def _product(model: Model) -> tuple[Tensor, Tensor | None] | None:
     """Return the matrix and the bias of a head that multiplies by a matrix; None for any other head."""
     head = getattr(model, "head", None)
     return head.product(model.input) if isinstance(head, OutputProduct) else None
-
-
-def _large(product: tuple[Tensor, Tensor | None], rows: int) -> bool:
-    return rows * len(product[0]) >= LOGITS
 
 
 def summed(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ class Layouts:
 
     def _rows(self, whole: Tensor) -> Tensor:
         """Return ``whole`` cut into rows over all processes of the job."""
-        from torch import distributed
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Shard
 

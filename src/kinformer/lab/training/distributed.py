@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kinformer.core.contract import ReadsSource
@@ -93,13 +93,6 @@ def heeded() -> tuple[signal.Signals, ...]:
 # processes would find the entries of dead processes, and would connect to an address at which nobody answers.
 
 _PAUSE = 0.01
-
-
-def torchruns_store() -> Store | None:
-    """Return torchrun's store; None where processes were started otherwise."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def job_id() -> str | None:
@@ -302,8 +295,9 @@ def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, rin
     local_device = torch.device(device, local) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(local_device)
-    store = torchruns_store()
-    if store is not None:
+    store: Store | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         store = of_this_start(store, rank, world)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     distributed.init_process_group(backend, rank=rank, world_size=world, store=store)
@@ -452,8 +446,6 @@ def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Modu
         _share_time(step, group, keeps)
         if group.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(step)
-    from torch.distributed.device_mesh import init_device_mesh
-
     if group.tensor > 1:
         from kinformer.lab.training.tensor_parallel import parallelize
 

@@ -168,23 +168,19 @@ class Log:
         self._file = path.open("a", encoding="utf-8")
         self._events = None if find_spec("tensorboard") is None else EventFile(folder / EVENTS, resumed)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Write one line of JSON and one point per curve."""
-        self._file.write(dump_json({"step": step} | values) + "\n")
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write one line of JSON, and a point for the curve of each number."""
+        self._file.write(dump_json({"step": step, **values}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            self._events.scalars(values, step)
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        if self._events is not None and numbers:
+            self._events.scalars(numbers, step)
 
     def close(self) -> None:
         """Flush and close all files of the log."""
         self._file.close()
         if self._events is not None:
             self._events.close()
-
-    def write_sample(self, step: int, sample: Mapping[str, str]) -> None:
-        """Write a sample of the model at ``step``."""
-        self._file.write(dump_json({"step": step} | dict(sample)) + "\n")
-        self._file.flush()
 
 
 SMOOTH = 0.8
@@ -264,14 +260,16 @@ def _step(line: str) -> float:
 
 
 class TrainingProgress:
-    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then."""
+    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then.
 
-    def __init__(self, total: int, done: int, stream: TextIO | None = None) -> None:
-        self.total, self.done, self._done_before = total, done, done
+    It shows nothing in ``quiet`` runs, and in all processes but the first."""
+
+    def __init__(self, total: int, done: int, stream: TextIO | None = None, quiet: bool = False) -> None:
+        self.total, self.quiet, self._done_before = total, quiet, done
         self._stream = tolerant(stream or sys.stderr)
         self._start = self._last_line_at = time.monotonic()
         self._last_rate = (0, 0.0)
-        self._bar = _bar(self._stream) if self._stream.isatty() else None
+        self._bar = _bar(self._stream) if self._stream.isatty() and not quiet else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
 
     def __enter__(self) -> TrainingProgress:
@@ -286,11 +284,10 @@ class TrainingProgress:
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
         """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far.
         The displayed speed is the speed since the last display."""
-        self.done = done
         now = time.monotonic()
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
-        elif now - self._last_line_at >= QUIET_SECONDS or done == self.total:
+        elif not self.quiet and (now - self._last_line_at >= QUIET_SECONDS or done == self.total):
             self._last_line_at = now
             left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
@@ -309,21 +306,8 @@ class TrainingProgress:
         """Print a line of text beside the bar."""
         if self._bar:
             self._bar.console.print(text, markup=False, highlight=False)
-        else:
+        elif not self.quiet:
             print(text, file=self._stream, flush=True)
-
-
-class Silence(TrainingProgress):
-    """The display of quiet runs and of all processes but the first: it shows nothing."""
-
-    def __init__(self) -> None:
-        self._bar = None
-
-    def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Show nothing where progress would be shown."""
-
-    def say(self, text: str) -> None:
-        """Print nothing where a line would be printed."""
 
 
 def _clock(seconds: float) -> str:

@@ -61,13 +61,13 @@ from kinformer.lab.training.logging import (
     Log,
     Metric,
     Result,
-    Silence,
     Smoothing,
     TrainingProgress,
 )
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.schedule import (
     FORWARD_SHARE,
+    LOOKS,
     PROBE_SHARE,
     Course,
     LearningRate,
@@ -85,9 +85,7 @@ from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
-    from kinformer.core.state import State
     from kinformer.lab.runs.report import Reporter
-    from kinformer.lab.training.distributed import Group
 
 
 # States carried from step to step: one per accumulated part of each process, stored in checkpoints by row.
@@ -108,10 +106,6 @@ class Carried:
         """Reset all parts to the initial state."""
         self.states = [None] * len(self.states)
 
-    def put(self, part: int, state: State) -> None:
-        """Store ``state`` for the next step, cut from its graph."""
-        self.states[part] = states.detach(state)
-
     def divide(self, whole: State, model: Any, group: Group) -> None:
         """Keep this process's heads of the carried states.
 
@@ -130,16 +124,9 @@ class Carried:
         part = group.rank % group.tensor
         for index, state in enumerate(self.states):
             if state is not None:
-                order = iter(self.cuts)
-                self.states[index] = states.map_tensors(lambda leaf: self._part(leaf, next(order), part, group), state)  # noqa: B023
-
-    @staticmethod
-    def _part(leaf: Tensor, dim: int | None, part: int, group: Group) -> Tensor:
-        return leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone()
-
-    def _joined(self, index: int, leaves: tuple[Tensor, ...]) -> Tensor:
-        dim = self.cuts[index]
-        return leaves[0] if dim is None else torch.cat(leaves, dim)
+                pairs = zip(states.tensors(state), self.cuts, strict=True)
+                ours = [leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone() for leaf, dim in pairs]
+                self.states[index] = rebuilt(state, ours)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
         """Return every leaf of every part on the first process, called ``"part.leaf"``; all processes take part."""
@@ -149,9 +136,11 @@ class Carried:
         everyone = group.collect(leaves_here)
         per_part = len(leaves_here) // len(self.states)
         if self.cuts:
+            cuts = self.cuts * len(self.states)
             parts = [everyone[begin : begin + group.tensor] for begin in range(0, len(everyone), group.tensor)]
             everyone = [
-                [self._joined(i % per_part, same) for i, same in enumerate(zip(*part, strict=True))] for part in parts
+                [same[0] if dim is None else torch.cat(same, dim) for dim, *same in zip(cuts, *part, strict=True)]
+                for part in parts
             ]
         # Processes that share the time of rows have the same states.
         flat = [leaf for leaves in everyone[:: group.context] for leaf in leaves]
@@ -415,7 +404,7 @@ class Updater:
         rows = take_rows(batch, slice(part * size, (part + 1) * size))
         loss, metrics, state = self.engine(rows, self.carried.states[part], progress)
         if self.data.carries:
-            self.carried.put(part, state)
+            self.carried.states[part] = states.detach(state)
         del state  # before the backward: it may be as large as the activations
         (loss / self.settings.accumulate).backward()
         require_metrics(metrics, self.data.sums)
@@ -424,12 +413,10 @@ class Updater:
 
     def _batch(self, step: int) -> Batch:
         batch = self.data.batch(step, self.group.replica, self.group.replicas)
-        return map_fields(self.group.stretch_of(batch), self._place)
-
-    def _place(self, tensor: Tensor) -> Tensor:
+        batch = self.group.stretch_of(batch)
         if self.group.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.group.device, non_blocking=True)
+            batch = map_fields(batch, Tensor.pin_memory)
+        return map_fields(batch, lambda field: field.to(self.group.device, non_blocking=True))
 
 
 class Window:
@@ -446,10 +433,6 @@ class Window:
         self.speed = self.overall = self.seconds = 0.0
         self.tokens = 0
         self.restart()
-
-    def add(self, done: UpdateResult) -> None:
-        """Record the result of one step."""
-        self.updates.append(done)
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
         """Return the losses, norms and metrics (means over the processes) of the steps since the last reading; this
@@ -569,7 +552,7 @@ class Trainer:
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
-            Silence() if self.silent else TrainingProgress(self.total, self.step) as progress,
+            TrainingProgress(self.total, self.step, quiet=self.silent) as progress,
             self.storage.saves,
         ):
             self.progress = progress
@@ -601,7 +584,7 @@ class Trainer:
             self.course.revise(self.step, self.step)
         while self.step < self.total:
             rate = self.rate(at := self.course.at(self.step), self.total)
-            self.window.add(self.update(self.step, rate, at / self.total))
+            self.window.updates.append(self.update(self.step, rate, at / self.total))
             self.moving.update(self.step)
             self.step += 1
             if pace and self.step >= look:
@@ -630,19 +613,21 @@ class Trainer:
                 break
 
     def _look(self, pace: Pace) -> int:
-        """Update the estimate of the steps that fit in the minutes; return the step of the next estimate."""
+        """Update the estimate of the steps that fit in the minutes; return the step of the next
+        estimate: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.revise(self.step, max(self.step, total))
         self.progress.expect(self.total)
-        return pace.next_look(self.step, self.total)
+        return self.step + max(1, (self.total - self.step) // 10, self.total // LOOKS)
 
     def _out_of_patience(self, validate_every: int) -> bool:
         """Return whether the last ``patience`` validations were not better than the best."""
-        if ended := self.best.out_of_patience(self.step, self.settings.patience, validate_every):
-            validations = plural(self.settings.patience, "validation")
-            self.progress.say(f"the run ends: {validations} since step {self.best.step}, none better")
-        return ended
+        patience, best = self.settings.patience, self.best.step
+        if not patience or best is None or self.step - best < patience * validate_every:
+            return False
+        self.progress.say(f"the run ends: {plural(patience, 'validation')} since step {best}, none better")
+        return True
 
     def _agree(self, interrupt: Interrupt, end: float) -> tuple[int, bool, bool]:
         """Return the received signal, whether the time is over, and whether to save: the same in all processes."""
@@ -695,7 +680,7 @@ class Trainer:
         with self.moving.applied():
             sample = self.reporter.sample(self.step)
         if sample and self.log:
-            self.log.write_sample(self.step, sample)
+            self.log.write(self.step, sample)
             self.progress.say(f"step {self.step}/{self.total}  sample: {sample['sample'].strip()}")
 
     def _validate(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, RAdam, SparseAdam
 
-from kinformer.core.stack import sparse_tables, units_of
+from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
@@ -22,8 +22,6 @@ from kinformer.runtime.process import processor_class
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
-
-    from kinformer.core.stack import Stack
 
 
 ParameterGroup: TypeAlias = dict[str, Any]
@@ -222,8 +220,6 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
 def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
     """Yield every module with a stack, and its stack. Encoders within an input are left out: they count as parts
     before the first layer."""
-    from kinformer.core.stack import Stack
-
     if isinstance(stack := getattr(model, "stack", None), Stack):
         yield model, stack
     yield from (trunk for name, child in model.named_children() if name != "input" for trunk in _trunks(child))
@@ -272,23 +268,22 @@ class Optimiser:
         inner = {parameter for unit in units_of(model) for parameter in unit.parameters() if parameter.dim() == 2}
         hidden = [item for item in named if item[1] in inner]
         factors = rate_factors(model, settings.layer_decay)
-        parts = [named]
+        parts: list[tuple[str, Named, float]] = [(settings.optimizer, named, settings.weight_decay)]
         if settings.optimizer == "muon" and hidden:
             # Muon moves the matrices of the layers; embeddings, heads, norms and biases are AdamW's.
-            parts = [hidden, [item for item in named if item[1] not in inner]]
+            rest = [item for item in named if item[1] not in inner]
+            parts = [("muon", hidden, settings.weight_decay), ("adamw", rest, settings.weight_decay)]
+        if tables:
+            parts.append(("tables", tables, 0.0))
         self.parameters = [parameter for _, parameter in named]
         self.optimisers: list[Optimizer] = []
         self.names: list[list[str]] = []
-        for kind, part in zip([settings.optimizer, "adamw"], parts, strict=False):
-            groups = _groups(part, settings.weight_decay, factors)
+        for kind, part, decay in parts:
+            groups = _groups(part, decay, factors)
             self.names.append([name for group in groups for name in group.pop("names")])
             self.optimisers.append(_build(kind, groups, settings))
         self.clips_itself = settings.optimizer == "adagrad"
         self.table_rate = settings.table_lr
-        if tables:
-            groups = _groups(tables, 0.0, factors)
-            self.names.append([name for group in groups for name in group.pop("names")])
-            self.optimisers.append(spared(SparseAdam)(groups))
 
     def step(self, rate: float) -> None:
         """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
@@ -379,6 +374,7 @@ def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optim
         "adafactor": (Adafactor, {}),
         "adagrad": (ClippedAdagrad, {"clip": settings.clip}),
         "sgd": (SGD, {"momentum": settings.momentum}),
+        "tables": (SparseAdam, {}),
     }
     made, options = classes[kind]
     build: Callable[..., Optimizer] = spared(made)

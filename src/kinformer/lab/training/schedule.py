@@ -153,7 +153,9 @@ class Plateau:
 
     def see(self, value: float) -> bool:
         """Take the metric of a validation; return whether the learning rate falls."""
-        if self._better(value):
+        # As in PyTorch: relative to the best, whatever its sign.
+        limit = None if self.best is None else self.best * (1 - THRESHOLD if self.lower else 1 + THRESHOLD)
+        if math.isfinite(value) and (limit is None or (value < limit if self.lower else value > limit)):
             self.best, self.bad = value, 0
             return False
         self.bad += 1
@@ -161,14 +163,6 @@ class Plateau:
             return False
         before, self.share, self.bad = self.share, max(self.share * self.factor, self.floor), 0
         return self.share < before
-
-    def _better(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        # As in PyTorch: relative to the best, whatever its sign.
-        return value < self.best * (1 - THRESHOLD) if self.lower else value > self.best * (1 + THRESHOLD)
 
     @property
     def state(self) -> dict[str, float | None]:
@@ -328,7 +322,3 @@ class Pace:
             recent = (now - self.aside - self._mark[1]) / (step - self._mark[0])
             self.per_step = (self.per_step + recent) / 2
         self._mark = (step, now - self.aside)
-
-    def next_look(self, step: int, total: int) -> int:
-        """Return the step after which to look again: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
-        return step + max(1, (total - step) // 10, total // LOOKS)

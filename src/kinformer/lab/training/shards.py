@@ -18,20 +18,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
 from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.tensor import DTensor
 
 SHARDS = "shards"
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -98,7 +94,9 @@ class Shards:
             try:
                 dcp.load(dict(wanted), storage_reader=dcp.HuggingFaceStorageReader(str(self.folder)), no_dist=True)
             except dcp.api.CheckpointException as error:  # no Exception
-                raise _cause(error) from None
+                failures = [failure[0] for failure in error.failures.values()]
+                cause = next((failure for failure in failures if isinstance(failure, Exception)), None)
+                raise cause or OSError(0, str(error)) from None
         with torch.no_grad():
             for path, tensor in targets.items():
                 if tensor is not (source := wanted[self.aliases.get(path, path)]):
@@ -226,8 +224,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _begin(tensor: DTensor) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
-    from torch.distributed.tensor import Shard
-
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
     dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
@@ -257,7 +253,9 @@ def _forms(place: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
                 begin = offsets[0] if offsets else 0
                 if type(begin) is not int or begin < 0:
                     raise ValueError(f"{key} begins at row {begin!r}")
-                parts.setdefault(key, []).append((begin, shape, _dtype(part.get_dtype())))
+                if (dtype := part.get_dtype()) not in _DTYPES:
+                    raise ValueError(f"it holds numbers of type {dtype}")
+                parts.setdefault(key, []).append((begin, shape, _DTYPES[dtype]))
     return {key: _joined(place, key, chunks) for key, chunks in parts.items()}
 
 
@@ -272,15 +270,3 @@ def _joined(place: Path, key: str, chunks: list[tuple[int, tuple[int, ...], torc
     if not shape and rows != 1:
         raise KinformerError(f"{place}: the number {key} is there {rows} times; restore it from a copy")
     return torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype, device="meta")
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"it holds numbers of type {name}")
-    return _DTYPES[name]
-
-
-def _cause(error: CheckpointException) -> Exception:
-    """Return the first exception among the failures of processes that PyTorch reports."""
-    failures = [failure[0] for failure in error.failures.values()]
-    return next((failure for failure in failures if isinstance(failure, Exception)), OSError(0, str(error)))

@@ -102,22 +102,17 @@ def divide(model: Any, part: int, parts: int) -> Division:
     for name, new in _modules(model).items():
         if isinstance(new, FollowsHeads) and new is not followed[name]:
             new.follow(followed[name], part)
-    division.vocabulary = _divides_vocabulary(model, parts)
+    embedding = getattr(model.config.input, "embedding", None)
+    simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
+    alone = getattr(model, "exit_heads", None) is None and getattr(model, "ahead", None) is None
+    division.vocabulary = simple and alone and model.vocab_size % parts == 0 and output_product(model) is not None
     _take(model, whole, blocks, division, part)
     return division
 
 
-class _Layers(NamedTuple):
-    """The layers of a ``stack`` at ``place`` in a model, the ``config`` that holds theirs, and the width of each."""
-
-    place: str
-    stack: Stack
-    config: Any
-    widths: Sequence[int]
-
-
-def _stacks(model: Any) -> list[_Layers]:
-    """Return the stacks of a decoder, of an encoder, or of both in one model.
+def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
+    """Return the stacks of a decoder, of an encoder, or of both in one model: the place in the model, the stack, the
+    config that holds its layers' configs, and the width of each layer.
 
     Errors: ``KinformerError`` for other models.
     """
@@ -128,7 +123,7 @@ def _stacks(model: Any) -> list[_Layers]:
         config, stack = owner.config, owner.stack
         if isinstance(stack, Stack):
             widths = config.stack.widths(model.config.dim, len(config.layers))
-            stacks.append(_Layers(".".join(filter(None, (place, "stack"))), stack, config, widths))
+            stacks.append((".".join(filter(None, (place, "stack"))), stack, config, widths))
     if not stacks:
         raise KinformerError(
             f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
@@ -188,10 +183,14 @@ def _take(
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
         if isinstance(layer.mixer, RecomputesKV) and options.residual.kind in _ENTERING:  # it repeats this norm itself
             inside = (*inside, f"stack.layers.{number}.mixer_residual.{_ENTERING[options.residual.kind]}.")
+    vocabulary: set[str] = set()
+    if division.vocabulary and (product := output_product(model)) is not None:
+        path, head = product
+        vocabulary = {"input.embedding.weight", *(f"{path}.{name}" for name, _ in head.named_parameters())}
     for name, tensor in _tensors(model).items():
-        source, owner = whole[name], name.rpartition(".")[0]
+        source, (owner, _, key) = whole[name], name.rpartition(".")
         dims = [dim for dim, (a, b) in enumerate(zip(source.shape, tensor.shape, strict=True)) if a != b]
-        if division.vocabulary and name in _vocabulary(model):
+        if name in vocabulary:
             dims = [0]
         if dims:
             (dim,) = dims
@@ -201,21 +200,14 @@ def _take(
             source = source.index_select(dim, cut.rows(part, division.parts).to(source.device))
         elif name.startswith(inside):
             division.partial.add(name)
-        _put(model, name, source)
+        parent: nn.Module = model.get_submodule(owner)
+        if isinstance(old := getattr(parent, key), nn.Parameter):
+            setattr(parent, key, nn.Parameter(source.detach().clone(), requires_grad=old.requires_grad))
+        else:
+            parent._buffers[key] = source.detach().clone()
     for name, module in model.named_modules():
         if isinstance(module, ResidualOutput) and f"{name}.weight" in division.cuts and module.bias is not None:
             division.added.add(f"{name}.bias")
-
-
-@torch.no_grad()
-def _put(model: Any, name: str, value: Tensor) -> None:
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    old = getattr(owner, key)
-    if isinstance(old, nn.Parameter):
-        setattr(owner, key, nn.Parameter(value.detach().clone(), requires_grad=old.requires_grad))
-    else:
-        owner._buffers[key] = value.detach().clone()
 
 
 def _tensors(model: Any) -> dict[str, Tensor]:
@@ -235,26 +227,6 @@ def output_product(model: StackedModel) -> tuple[str, OutputProduct] | None:
         if head is None or type(model.head).__name__ != "AdjustedHead":
             return None
     return path, head
-
-
-def _divides_vocabulary(model: Any, parts: int) -> bool:
-    """Return whether the table and the logits are cut by the rows of the vocabulary; they are whole otherwise."""
-    embedding = getattr(model.config.input, "embedding", None)
-    simple = embedding is not None and type(embedding).by_vocabulary and model.config.kind == "decoder"
-    if not simple or model.vocab_size % parts:
-        return False
-    if getattr(model, "exit_heads", None) is not None or getattr(model, "ahead", None) is not None:
-        return False
-    return output_product(model) is not None
-
-
-def _vocabulary(model: Any) -> set[str]:
-    """Return the names of the tensors with a row for every token of the vocabulary."""
-    product = output_product(model)
-    assert product is not None
-    path, head = product
-    names = {"input.embedding.weight"}
-    return names | {f"{path}.{name}" for name, _ in head.named_parameters()}
 
 
 class VocabularyPart(NamedTuple):
