@@ -63,6 +63,17 @@ KINDS: dict[str, tuple[str, dict]] = {
             | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         },
     ),
+    "llama, dynamic": ("Llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": 7,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": ROPE
+            | {"rope_type": "longrope", "partial_rotary_factor": 0.5}
+            | {"short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0]},
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
@@ -147,7 +158,7 @@ MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
-IMPORTED_ONLY = (*EXPERTS, "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
+IMPORTED_ONLY = (*EXPERTS, "phi3", "llama, dynamic", "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""
 

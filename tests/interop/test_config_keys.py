@@ -37,15 +37,10 @@ INERT = {
 }
 """Keys that cannot change the outputs of what is imported, by their reason."""
 UNREAD = {
-    "deepseek_v2": {
-        "n_group": "only choices within groups read it, and topk_method is greedy",
-        "topk_group": "only choices within groups read it, and topk_method is greedy",
-        "head_dim": "transformers overwrites it",
-    },
+    "deepseek_v2": {"head_dim": "transformers overwrites it"},
     **dict.fromkeys(
         ("gemma3_text", "modernbert"), {"original_max_position_embeddings": "kinds of layers have tables of their own"}
     ),
-    "deepseek_v3": {"topk_group": "there is one group"},
     "mt5": {"tie_word_embeddings": "whether the tables differ tells"},
     "decision_transformer": {"vocab_size": "no ids are read", "max_position_embeddings": "one row is read"},
     "gpt_neox": {"rope_theta": "transformers reads rotary_emb_base"},
@@ -56,8 +51,11 @@ BASES = {
     "qwen3": [{"use_sliding_window": True, "num_hidden_layers": 40}],
     "qwen3_moe": [{"use_sliding_window": True}, {"mlp_only_layers": [0]}],
     "qwen3_next": [{}, {"mlp_only_layers": [0]}],
-    "deepseek_v2": [{"num_experts_per_tok": 2, "first_k_dense_replace": 1}],
-    "deepseek_v3": [{"n_group": 1}, {"n_group": 1, "num_key_value_heads": None}],
+    "deepseek_v2": [
+        {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ],
+    "deepseek_v3": [{"n_group": 1}, {"n_group": 4, "topk_group": 2}, {"n_group": 1, "num_key_value_heads": None}],
     "bloom": [{"pretraining_tp": 2}, {"slow_but_exact": True}],
     "marian": [{}, {"share_encoder_decoder_embeddings": False}],
     "deit": [{"architectures": ["DeiTForImageClassification"]}],

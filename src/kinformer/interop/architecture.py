@@ -19,6 +19,7 @@ from kinformer.interop.settings import (
     GENERATION,
     Settings,
     Table,
+    bound_positions,
     optional_table,
 )
 from kinformer.runtime.errors import KinformerError
@@ -105,6 +106,7 @@ class Architecture:
         """
         full = Settings({**self.defaults.defaults(), **config}, place)
         full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
+        full |= bound_positions(full)[0]
         shared = {**EVERYWHERE, **(CAUSAL if self.causal else {})}
         full.require({name: value for name, value in shared.items() if name not in self.defaults} | dict(self.required))
         for name in ("num_hidden_layers", "n_layer", "n_layers"):

@@ -272,6 +272,9 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
 )
 
 
+GROUPED = "group_limited_greedy"
+
+
 def _deepseek_keys(model: ConfigView) -> KeyMap:
     ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
     queries = {
@@ -314,6 +317,8 @@ def _deepseek(full: Settings, **mixture: object) -> ConfigData:
         "norm": {"kind": "rms_norm"},
         "residual": "pre",
     }
+    if mixture.get("groups"):
+        experts["topk_groups"] = full.integer("topk_group")
     model, dense = decoder_of(full, DEEPSEEK, layer), full.count("first_k_dense_replace")
     model["layers"][dense:] = [layer | {"feed_forward": experts}] * len(model["layers"][dense:])
     return model
@@ -329,18 +334,15 @@ def _scale(full: Settings) -> float | None:
 
 
 def _deepseek_v2(full: Settings) -> ConfigData:
-    full.choice("topk_method", "greedy")
-    return _deepseek(full, normalise=False)
+    grouped = full.choice("topk_method", "greedy", GROUPED) == GROUPED
+    return _deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
 
 
 def _deepseek_v3(full: Settings) -> ConfigData:
-    if full["n_group"] not in (None, 1):
-        raise full.error(
-            f"n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be imported."
-        )
     if full.get("head_dim") is not None:
         full.require({"head_dim": full["qk_rope_head_dim"]})
-    return _deepseek(full, router="sigmoid", normalise=full.switch("norm_topk_prob"), bias_rate=0.001)
+    mixture = {"router": "sigmoid", "normalise": full.switch("norm_topk_prob"), "bias_rate": 0.001}
+    return _deepseek(full, **mixture, **({} if full["n_group"] is None else {"groups": full.integer("n_group")}))
 
 
 def _rope_parameters(mixer: ConfigView) -> JsonObject:
@@ -360,7 +362,7 @@ def _rope_parameters(mixer: ConfigView) -> JsonObject:
     return settings
 
 
-ABSENT = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True}
+ABSENT = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True, "groups": 1, "topk_groups": 1}
 """The settings that files give for a mixture of experts that no layer has."""
 
 
@@ -380,13 +382,14 @@ def _write_deepseek(model: ConfigView) -> JsonObject:
         "first_k_dense_replace": len(layers) - len(mixtures),
         "n_shared_experts": max(1, experts["shared_dim"] // experts["hidden_dim"]),
         "norm_topk_prob": experts["normalise"],
-        "n_group": 1,
-        "topk_group": 1,
+        "n_group": experts["groups"],
+        "topk_group": experts["topk_groups"],
     }
 
 
 def _write_deepseek_v2(model: ConfigView) -> JsonObject:
-    return _write_deepseek(model) | {"mlp_bias": False, "topk_method": "greedy"}
+    settings = _write_deepseek(model)
+    return settings | {"mlp_bias": False, "topk_method": "greedy" if settings["n_group"] == 1 else GROUPED}
 
 
 def _write_deepseek_v3(model: ConfigView) -> JsonObject:

@@ -1,4 +1,5 @@
-"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Qwen2, Qwen3 and Gemma 1 to 3.
+"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Phi-3, Qwen2, Qwen3 and
+Gemma 1 to 3.
 
 All have RMSNorm, rotary positions whose pairs lie half a head apart, and a gated feed-forward. They differ in biases,
 in the norm of queries and keys, and in which layers have a window. Gemma multiplies embeddings by sqrt(dim), rounded
@@ -51,6 +52,16 @@ LLAMA = Table(
     mlp_bias=False,
 )
 MISTRAL = LLAMA.changed(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096, layer_types=None)
+PHI3 = LLAMA.changed(
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=4096,
+    original_max_position_embeddings=4096,
+    sliding_window=None,
+    resid_pdrop=0.0,
+)
 QWEN = LLAMA.changed(
     vocab_size=151936,
     intermediate_size=22016,
@@ -92,10 +103,14 @@ GEMMA3 = GEMMA2.changed(
 
 
 def keys(
-    model: ConfigView, norm: Layout = SAME, feed_forward: Callable[[ConfigView], tuple[Key, ...]] = lambda _: GATED
+    model: ConfigView,
+    norm: Layout = SAME,
+    feed_forward: Callable[[ConfigView], tuple[Key, ...]] = lambda _: GATED,
+    fused: bool = False,
 ) -> KeyMap:
     """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms; ``feed_forward``
-    gives the keys of a layer's feed-forward by its config."""
+    gives the keys of a layer's feed-forward by its config; ``fused``: whether queries, keys and values are one
+    product."""
     first = model["layers"][0]
     names = {"mixer_residual.norm": "input_layernorm", "feed_forward_residual.norm": "post_attention_layernorm"}
     if first["residual"] in ("sandwich", {"kind": "sandwich"}):
@@ -110,9 +125,10 @@ def keys(
     projection = "mixer.projection.inner" if normed else "mixer.projection"
     if normed:
         names |= {f"mixer.projection.{one}": f"self_attn.{one}" for one in ("q_norm", "k_norm")}
+    qkv = ("qkv",) if fused else ("q", "k", "v")
     attention = (
         *(key(ours, theirs, layout=norm) for ours, theirs in names.items()),
-        key(f"{projection}.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", layout=QKV),
+        key(f"{projection}.qkv", *(f"self_attn.{one}_proj" for one in qkv), layout=SAME if fused else QKV),
         key("mixer.out", "self_attn.o_proj"),
     )
     return KeyMap(
@@ -128,6 +144,13 @@ def _mistral(full: Settings) -> ConfigData:
     kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW)
     return like_llama(full, kinds, biases=(False, False))
+
+
+def _phi3(full: Settings) -> ConfigData:
+    position = rope(full, partial=True)
+    kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
+    model = like_llama(full, kinds, (False, False), positions=dict.fromkeys((FULL, WINDOW), position))
+    return model | {"layers": [layer | {"dropout": full.number("resid_pdrop")} for layer in model["layers"]]}
 
 
 def _qwen2(full: Settings) -> ConfigData:
@@ -315,14 +338,34 @@ def write_mistral(model: ConfigView) -> JsonObject:
     return write_llama(model, "mlp_bias", "attention_bias", "layer_types")
 
 
+def _write_phi3(model: ConfigView) -> JsonObject:
+    layer = model["layers"][0]
+    position = layer["mixer"]["position"]
+    settings = write_llama(model, "mlp_bias", "attention_bias", "layer_types", "head_dim", resid_pdrop=layer["dropout"])
+    settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
+    return settings | {"original_max_position_embeddings": position["original_length"] or 4096}
+
+
 def _write_qwen2(model: ConfigView) -> JsonObject:
     return write_qwen(model, "attention_bias")
 
 
+FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
+"""The keys of a feed-forward whose gate and other rows are one product."""
 ONE_WAY = {"use_bidirectional_attention": False}
 ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, _mistral, write_mistral, keys),
+    "phi3": Decoder(
+        title="Phi-3",
+        member="rope",
+        model_class="Phi3ForCausalLM",
+        defaults=PHI3,
+        read=_phi3,
+        write=_write_phi3,
+        keys=partial(keys, feed_forward=lambda _: FUSED, fused=True),
+        required={"mlp_bias": False, "attention_bias": False, "head_dim": None},
+    ),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
     **{
