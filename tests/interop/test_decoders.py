@@ -31,6 +31,8 @@ IMPORTED = {
     "llama, dynamic": ("llama, dynamic", {}),
     "phi3": ("phi3", {}),
     "phi3 of short texts": ("phi3", {"sliding_window": None, "rope_parameters": {"rope_type": "default"}}),
+    "opt with norms behind": ("opt", {"do_layer_norm_before": False}),
+    "opt without a last norm": ("opt", {"_remove_final_layer_norm": True}),
     "mistral": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -97,7 +99,7 @@ def edit(folder, **changes):
 def respell(folder, change):
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(change(tensors), path)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path)
 
 
 def logits_of(folder, out):
@@ -129,6 +131,26 @@ def test_an_mpt_is_always_four_times_as_wide(pairs, tmp_path):
     for layer in model["layers"]:
         layer["feed_forward"]["hidden_dim"] //= 2
     assert form_of(model_config(model, "mpt")).native is None
+
+
+NARROW = {"word_embed_proj_dim": 12, "do_layer_norm_before": False, "tie_word_embeddings": True}
+
+
+def test_narrow_vectors_of_an_opt(tmp_path):
+    """OPT-350m's form, but for the gradients of products that are one matrix here; a lost product is named."""
+    pair = Pair("opt", tmp_path, **NARROW)
+    for name in CHECKS.keys() - {"gradients"}:
+        CHECKS[name](pair)
+    assert any("project_in is part of the embedding" in note for note in pair.done.notes)
+    for ending, message in (("project_in.weight", "lacks project_in.weight"), ("embed_tokens.weight", "lacks embed_t")):
+        folder = shutil.copytree(pair.folder, tmp_path / ending)
+        respell(folder, without(ending))
+        with pytest.raises(KinformerError, match=message):
+            read_checkpoint(folder)
+    folder = shutil.copytree(pair.folder, tmp_path / "narrow")
+    respell(folder, lambda tensors: {n: t[:, :5] if n.endswith("in.weight") else t for n, t in tensors.items()})
+    with pytest.raises(KinformerError, match="not as wide as the vectors of tokens"):
+        read_checkpoint(folder)
 
 
 def test_several_files(pairs, tmp_path):
