@@ -42,6 +42,7 @@ UNREAD = {
         ("gemma3_text", "modernbert"), {"original_max_position_embeddings": "kinds of layers have tables of their own"}
     ),
     "mt5": {"tie_word_embeddings": "whether the tables differ tells"},
+    "umt5": {"tie_word_embeddings": "transformers overwrites it"},
     "decision_transformer": {"vocab_size": "no ids are read", "max_position_embeddings": "one row is read"},
     "gpt_neox": {"rope_theta": "transformers reads rotary_emb_base"},
     **dict.fromkeys(("swin", "swinv2"), {"num_hidden_layers": "transformers overwrites it"}),
@@ -57,6 +58,7 @@ BASES = {
     ],
     "deepseek_v3": [{"n_group": 1}, {"n_group": 4, "topk_group": 2}, {"n_group": 1, "num_key_value_heads": None}],
     "bloom": [{"pretraining_tp": 2}, {"slow_but_exact": True}],
+    "mbart": [{"decoder_start_token_id": 5}],
     "marian": [{}, {"share_encoder_decoder_embeddings": False}],
     "deit": [{"architectures": ["DeiTForImageClassification"]}],
     **{kind: [{"architectures": ["ForSequenceClassification"]}, {}] for kind in ("bert", "roberta", "longformer")},
