@@ -74,6 +74,17 @@ KINDS: dict[str, tuple[str, dict]] = {
             | {"short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0]},
         },
     ),
+    "smollm3": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {"rope_parameters": ROPE}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"sliding_attention": ROPE | {"rope_theta": 90.0}}
+            | {"full_attention": ROPE | {"rope_type": "linear", "factor": 2.0}},
+            "num_hidden_layers": 4,
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
@@ -158,7 +169,21 @@ MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
-IMPORTED_ONLY = (*EXPERTS, "phi3", "llama, dynamic", "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
+IMPORTED_ONLY = (
+    *EXPERTS,
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "llama, dynamic",
+    "opt",
+    "bloom",
+    "mpt",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    *HYBRIDS,
+)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""
 

@@ -27,7 +27,7 @@ INERT = {
     "decoder_layerdrop drop_path_rate mlp_dropout sparse_prediction sparse_pred_ignore_index",
     "what a forward returns, or how it computes the same": "dtype use_cache return_dict "
     "output_hidden_states output_router_logits chunk_size_feed_forward reorder_and_upcast_attn onnx_export "
-    "deterministic_flash_attn number_of_conv_states",
+    "gradient_checkpointing deterministic_flash_attn number_of_conv_states",
     "ids that logits do not depend on": "pad_token_id sep_token_id",
     "lengths that bound a text, or that the run is evaluated with": "max_position_embeddings max_seq_len",
     "which class of transformers reads the folder": "is_decoder is_encoder_decoder id2label num_labels",
@@ -39,7 +39,8 @@ INERT = {
 UNREAD = {
     "deepseek_v2": {"head_dim": "transformers overwrites it"},
     **dict.fromkeys(
-        ("gemma3_text", "modernbert"), {"original_max_position_embeddings": "kinds of layers have tables of their own"}
+        ("gemma3_text", "modernbert", "olmo3"),
+        {"original_max_position_embeddings": "kinds of layers have tables of their own"},
     ),
     "mt5": {"tie_word_embeddings": "whether the tables differ tells"},
     "umt5": {"tie_word_embeddings": "transformers overwrites it"},
@@ -49,6 +50,7 @@ UNREAD = {
 }
 BASES = {
     "qwen2": [{"use_sliding_window": True, "num_hidden_layers": 40}],
+    "smollm3": [{"use_sliding_window": True, "sliding_window": 4}],
     "qwen3": [{"use_sliding_window": True, "num_hidden_layers": 40}],
     "qwen3_moe": [{"use_sliding_window": True}, {"mlp_only_layers": [0]}],
     "qwen3_next": [{}, {"mlp_only_layers": [0]}],

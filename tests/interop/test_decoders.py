@@ -33,6 +33,7 @@ IMPORTED = {
     "phi3 of short texts": ("phi3", {"sliding_window": None, "rope_parameters": {"rope_type": "default"}}),
     "opt with norms behind": ("opt", {"do_layer_norm_before": False}),
     "opt without a last norm": ("opt", {"_remove_final_layer_norm": True}),
+    **{name: (name, {}) for name in ("smollm3", "olmo2", "olmo3")},
     "mistral": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -323,6 +324,7 @@ def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
         ("deepseek_v3", {"n_group": 4, "topk_group": 1}, "topk_groups = 1 of the groups have 1"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is None, but must be a whole number"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 3 numbers"),
         ("mixtral", {"num_experts_per_tok": 9}, "topk must be from 1 to num_experts = 4"),
         (
             "qwen3_moe",
