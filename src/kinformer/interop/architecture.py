@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, head_rows
-from kinformer.interop.settings import (
-    CONFIG,
-    DEPTH,
-    GENERATION,
-    Settings,
-    Table,
-    bound_positions,
-    optional_table,
-)
+from kinformer.interop.settings import CONFIG, DEPTH, GENERATION, Settings, Table, bound_positions, optional_table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 

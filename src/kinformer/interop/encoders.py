@@ -193,13 +193,7 @@ class TextEncoder(Architecture):
         full = self.complete(config, place)
         skipped, norm = self._skipped(full), {"kind": "layer_norm", "bias": True}
         mixer = {"kind": "bidirectional"}
-        layer = {
-            "kind": "encoder",
-            "mixer": mixer,
-            "feed_forward": {"kind": "mlp"},
-            "norm": norm,
-            "residual": "post",
-        }
+        layer = {"kind": "encoder", "mixer": mixer, "feed_forward": {"kind": "mlp"}, "norm": norm, "residual": "post"}
         length = full.integer("max_position_embeddings", minimum=skipped + 1) - skipped
         model = {
             "kind": "encoder",

@@ -33,13 +33,7 @@ from kinformer.interop.key_map import (
     ends_of_model,
     key,
 )
-from kinformer.interop.settings import (
-    At,
-    Settings,
-    Table,
-    rope,
-    rope_parameters,
-)
+from kinformer.interop.settings import At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
@@ -316,8 +310,8 @@ def _write_mpt(model: ConfigView) -> JsonObject:
 
 
 class Opt(Decoder):
-    """OPT. Vectors of tokens that are narrower than the model, as in OPT-350m, have products on either side; each
-    product becomes a part of a table of ids, so that the table of the input and the output matrix differ here."""
+    """OPT. Vectors of tokens may be narrower than the model, as in OPT-350m. The products that widen and narrow them
+    become a part of the embedding and a part of the output matrix, which are not tied here."""
 
     def read_tensors(
         self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
@@ -459,10 +453,7 @@ ARCHITECTURES = {
         read=_opt,
         write=_write_opt,
         keys=OPT_KEYS,
-        required={
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-        },
+        required={"enable_bias": True, "layer_norm_elementwise_affine": True},
     ),
     "gpt2": Decoder(
         title="GPT-2",

@@ -13,27 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kinformer.interop.architecture import Decoder, decoder_of
-from kinformer.interop.key_map import (
-    GATED,
-    ONE_PLUS,
-    QKV,
-    SAME,
-    ConfigData,
-    ConfigView,
-    Key,
-    KeyMap,
-    Layout,
-    key,
-)
-from kinformer.interop.settings import (
-    FULL,
-    WINDOW,
-    At,
-    Settings,
-    Table,
-    rope,
-    rope_parameters,
-)
+from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
+from kinformer.interop.settings import FULL, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
@@ -386,22 +367,15 @@ def _write_qwen2(model: ConfigView) -> JsonObject:
 
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
 """The keys of a feed-forward whose gate and other rows are one product."""
+PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
+PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 """Our sublayers to the names that norms behind them have."""
 ONE_WAY = {"use_bidirectional_attention": False}
 ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, _mistral, write_mistral, keys),
-    "phi3": Decoder(
-        title="Phi-3",
-        member="rope",
-        model_class="Phi3ForCausalLM",
-        defaults=PHI3,
-        read=_phi3,
-        write=_write_phi3,
-        keys=partial(keys, feed_forward=lambda _: FUSED, fused=True),
-        required={"mlp_bias": False, "attention_bias": False, "head_dim": None},
-    ),
+    "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),

@@ -269,15 +269,8 @@ SCALINGS: dict[str, dict[str, str]] = {
         "original_length": ORIGINAL,
         **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
     },
-    "llama3": {
-        "original_length": ORIGINAL,
-        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
-    },
-    "longrope": {
-        "original_length": ORIGINAL,
-        "factors": "short_factor",
-        "attention_factor": "attention_factor",
-    },
+    "llama3": {"original_length": ORIGINAL, **{name: name for name in ("low_freq_factor", "high_freq_factor")}},
+    "longrope": {"original_length": ORIGINAL, "factors": "short_factor", "attention_factor": "attention_factor"},
 }
 """The type of scaled rotary positions to our names of its settings and their names in ``rope_parameters``."""
 READERS: dict[str, Callable[[Settings, str], object]] = {
