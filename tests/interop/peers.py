@@ -132,6 +132,11 @@ KINDS: dict[str, tuple[str, dict]] = {
         }
         | {"n_group": 1, "topk_group": 1},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
@@ -168,7 +173,7 @@ UNKNOWN = {
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
+EXPERTS = ("mixtral", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
 IMPORTED_ONLY = (
     *EXPERTS,
     "phi3",

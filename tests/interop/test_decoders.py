@@ -340,6 +340,19 @@ def test_a_mixture_that_cannot_be_read_is_one_sentence(kind, changes, sentence, 
         kinformer.import_checkpoint(folder, tmp_path / "run")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_the_layer_that_predicts_a_further_token_is_left_out_in_a_note(kind, pairs, tmp_path):
+    folder = shutil.copytree(pairs(kind).folder, tmp_path / "checkpoint")
+    further = {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in ("enorm", "eh_proj", "mlp.gate_proj")}
+    respell(folder, lambda tensors: tensors | further)
+    result = read_checkpoint(folder)
+    assert "layer 3 left out: it predicts a further token" in result.notes
+    assert result.weights.keys() == read_checkpoint(pairs(kind).folder).weights.keys()
+    respell(folder, without("eh_proj.weight"))
+    with pytest.raises(KinformerError, match=r"holds 'model.layers.3.* of 3 layers does not have"):
+        read_checkpoint(folder)
+
+
 SIZES = {
     "mixtral": ("num_local_experts", "intermediate_size", "hidden_size"),
     "qwen3_moe": ("num_local_experts", "moe_intermediate_size", "hidden_size", "head_dim"),

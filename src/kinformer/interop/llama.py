@@ -126,7 +126,8 @@ def keys(
 # From settings to our model.
 
 
-def _mistral(full: Settings) -> ConfigData:
+def mistral(full: Settings) -> ConfigData:
+    """Return the model config, as data, of a Mistral."""
     kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW)
     return like_llama(full, kinds, biases=(False, False))
@@ -374,7 +375,7 @@ BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 ONE_WAY = {"use_bidirectional_attention": False}
 ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
-    "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, _mistral, write_mistral, keys),
+    "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
