@@ -54,7 +54,7 @@ def test_a_context_is_extended_in_generation(cli, rope_run):
         (["layers=1"], "feed_forward.down.bias from (32,) to none, but a trained model keeps the weights"),
         (["dim=16"], "turns the weight input.embedding.weight from (256, 32) to (256, 16)"),
         (["head.tied=false"], "turns the weight head.output.weight from none to (256, 32)"),
-        ([f"{PLACE}.scaling=yarm"], "'yarm' is not one of 'none', 'linear', 'ntk', 'yarn', 'llama3'"),
+        ([f"{PLACE}.scaling=yarm"], "'yarm' is not one of 'none', 'linear', 'ntk', 'yarn', 'llama3', 'longrope'"),
         ([f"{PLACE}.scaling=ntk"], "scaling is 'ntk' with factor = 1; set both"),
         (
             [f"{PLACE}.scaling=yarn", f"{PLACE}.factor=2"],

@@ -63,6 +63,28 @@ KINDS: dict[str, tuple[str, dict]] = {
             | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         },
     ),
+    "llama, dynamic": ("Llama", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}),
+    "phi3": (
+        "Phi3",
+        {
+            "sliding_window": 7,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": ROPE
+            | {"rope_type": "longrope", "partial_rotary_factor": 0.5}
+            | {"short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0]},
+        },
+    ),
+    "smollm3": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}),
+    "olmo2": ("Olmo2", {"rope_parameters": ROPE}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {"sliding_attention": ROPE | {"rope_theta": 90.0}}
+            | {"full_attention": ROPE | {"rope_type": "linear", "factor": 2.0}},
+            "num_hidden_layers": 4,
+        },
+    ),
     "llama, biases": ("Llama", {"attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
@@ -110,6 +132,11 @@ KINDS: dict[str, tuple[str, dict]] = {
         }
         | {"n_group": 1, "topk_group": 1},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+        | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
@@ -146,8 +173,22 @@ UNKNOWN = {
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
-IMPORTED_ONLY = (*EXPERTS, "opt", "bloom", "mpt", "gemma", "gemma2", "gemma3_text", *HYBRIDS)
+EXPERTS = ("mixtral", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
+IMPORTED_ONLY = (
+    *EXPERTS,
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "llama, dynamic",
+    "opt",
+    "bloom",
+    "mpt",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    *HYBRIDS,
+)
 PATCHED = tuple(kind for kind in KINDS if kind not in IMPORTED_ONLY)
 """The models whose attention :func:`kinformer.interop.patch` can replace."""
 

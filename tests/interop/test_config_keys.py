@@ -27,7 +27,7 @@ INERT = {
     "decoder_layerdrop drop_path_rate mlp_dropout sparse_prediction sparse_pred_ignore_index",
     "what a forward returns, or how it computes the same": "dtype use_cache return_dict "
     "output_hidden_states output_router_logits chunk_size_feed_forward reorder_and_upcast_attn onnx_export "
-    "deterministic_flash_attn number_of_conv_states",
+    "gradient_checkpointing deterministic_flash_attn number_of_conv_states",
     "ids that logits do not depend on": "pad_token_id sep_token_id",
     "lengths that bound a text, or that the run is evaluated with": "max_position_embeddings max_seq_len",
     "which class of transformers reads the folder": "is_decoder is_encoder_decoder id2label num_labels",
@@ -37,28 +37,30 @@ INERT = {
 }
 """Keys that cannot change the outputs of what is imported, by their reason."""
 UNREAD = {
-    "deepseek_v2": {
-        "n_group": "only choices within groups read it, and topk_method is greedy",
-        "topk_group": "only choices within groups read it, and topk_method is greedy",
-        "head_dim": "transformers overwrites it",
-    },
+    "deepseek_v2": {"head_dim": "transformers overwrites it"},
     **dict.fromkeys(
-        ("gemma3_text", "modernbert"), {"original_max_position_embeddings": "kinds of layers have tables of their own"}
+        ("gemma3_text", "modernbert", "olmo3"),
+        {"original_max_position_embeddings": "kinds of layers have tables of their own"},
     ),
-    "deepseek_v3": {"topk_group": "there is one group"},
     "mt5": {"tie_word_embeddings": "whether the tables differ tells"},
+    "umt5": {"tie_word_embeddings": "transformers overwrites it"},
     "decision_transformer": {"vocab_size": "no ids are read", "max_position_embeddings": "one row is read"},
     "gpt_neox": {"rope_theta": "transformers reads rotary_emb_base"},
     **dict.fromkeys(("swin", "swinv2"), {"num_hidden_layers": "transformers overwrites it"}),
 }
 BASES = {
     "qwen2": [{"use_sliding_window": True, "num_hidden_layers": 40}],
+    "smollm3": [{"use_sliding_window": True, "sliding_window": 4}],
     "qwen3": [{"use_sliding_window": True, "num_hidden_layers": 40}],
     "qwen3_moe": [{"use_sliding_window": True}, {"mlp_only_layers": [0]}],
     "qwen3_next": [{}, {"mlp_only_layers": [0]}],
-    "deepseek_v2": [{"num_experts_per_tok": 2, "first_k_dense_replace": 1}],
-    "deepseek_v3": [{"n_group": 1}, {"n_group": 1, "num_key_value_heads": None}],
+    "deepseek_v2": [
+        {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+        {"num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ],
+    "deepseek_v3": [{"n_group": 1}, {"n_group": 4, "topk_group": 2}, {"n_group": 1, "num_key_value_heads": None}],
     "bloom": [{"pretraining_tp": 2}, {"slow_but_exact": True}],
+    "mbart": [{"decoder_start_token_id": 5}],
     "marian": [{}, {"share_encoder_decoder_embeddings": False}],
     "deit": [{"architectures": ["DeiTForImageClassification"]}],
     **{kind: [{"architectures": ["ForSequenceClassification"]}, {}] for kind in ("bert", "roberta", "longformer")},

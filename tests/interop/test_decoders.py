@@ -28,6 +28,12 @@ IMPORTED = {
         name: (name, {})
         for name in ("llama 3", "llama, linear scaling", "llama, yarn", "llama, yarn with a factor of DeepSeek")
     },
+    "llama, dynamic": ("llama, dynamic", {}),
+    "phi3": ("phi3", {}),
+    "phi3 of short texts": ("phi3", {"sliding_window": None, "rope_parameters": {"rope_type": "default"}}),
+    "opt with norms behind": ("opt", {"do_layer_norm_before": False}),
+    "opt without a last norm": ("opt", {"_remove_final_layer_norm": True}),
+    **{name: (name, {}) for name in ("smollm3", "olmo2", "olmo3")},
     "mistral": ("mistral", {}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
@@ -36,6 +42,12 @@ IMPORTED = {
     **{name: (name, {}) for name in ("gemma", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "mpt")},
     **{name: (name, {}) for name in EXPERTS},
     "deepseek_v3 without a rank of queries": ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v3 in groups": ("deepseek_v3", {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}),
+    "deepseek_v2 in groups": (
+        "deepseek_v2",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        | {"topk_method": "group_limited_greedy"},
+    ),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "bloom with 6 heads": ("bloom", {"n_head": 6, "hidden_size": 24}),
@@ -88,7 +100,7 @@ def edit(folder, **changes):
 def respell(folder, change):
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    save_file(change(tensors), path)
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path)
 
 
 def logits_of(folder, out):
@@ -122,6 +134,26 @@ def test_an_mpt_is_always_four_times_as_wide(pairs, tmp_path):
     assert form_of(model_config(model, "mpt")).native is None
 
 
+NARROW = {"word_embed_proj_dim": 12, "do_layer_norm_before": False, "tie_word_embeddings": True}
+
+
+def test_narrow_vectors_of_an_opt(tmp_path):
+    """OPT-350m's form, but for the gradients of products that are one matrix here; a lost product is named."""
+    pair = Pair("opt", tmp_path, **NARROW)
+    for name in CHECKS.keys() - {"gradients"}:
+        CHECKS[name](pair)
+    assert any("project_in is part of the embedding" in note for note in pair.done.notes)
+    for ending, message in (("project_in.weight", "lacks project_in.weight"), ("embed_tokens.weight", "lacks embed_t")):
+        folder = shutil.copytree(pair.folder, tmp_path / ending)
+        respell(folder, without(ending))
+        with pytest.raises(KinformerError, match=message):
+            read_checkpoint(folder)
+    folder = shutil.copytree(pair.folder, tmp_path / "narrow")
+    respell(folder, lambda tensors: {n: t[:, :5] if n.endswith("in.weight") else t for n, t in tensors.items()})
+    with pytest.raises(KinformerError, match="not as wide as the vectors of tokens"):
+        read_checkpoint(folder)
+
+
 def test_several_files(pairs, tmp_path):
     pairs("qwen3").theirs.save_pretrained(tmp_path / "shards", max_shard_size="16KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
@@ -138,6 +170,37 @@ def test_a_window_bounds_the_state(pairs):
     model = pairs("mistral").ours
     sizes = [kinformer.core.state.nbytes(model(tokens(time))[1]) for time in (6, 20)]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("name", "length"), [("llama, dynamic", 64), ("phi3", 32)])
+def test_positions_that_follow_the_length_hold_up_to_the_length_in_a_note(name, length, pairs, tmp_path):
+    """Texts of this length are equal; longer ones differ, as the note says."""
+    pair = pairs(name)
+    (note,) = (one for one in pair.done.notes if "rotary positions" in one)
+    assert f"whose frequencies change in texts of more than {length} tokens" in note
+    assert open_run(pair.out).training == {"length": length}
+    for time, equal in ((length, True), (length + 8, False)):
+        with torch.no_grad():
+            assert torch.allclose(pair.ours(tokens(time))[0], pair.logits(tokens(time)), rtol=0, atol=1e-4) == equal
+
+
+def test_the_factors_of_longer_texts_are_imported_where_the_file_names_them_alone(pairs, tmp_path):
+    """The old name of the type, too; an export has one table for every length, and so needs no note."""
+    folder, pair = shutil.copytree(pairs("phi3").folder, tmp_path / "checkpoint"), pairs("phi3")
+    scaling = {"type": "su", "short_factor": [2.0, 6.0], "long_factor": [2.0, 6.0]}
+    edit(folder, rope_parameters="LEFT OUT", rope_theta=500.0, rope_scaling=scaling, partial_rotary_factor=0.5)
+    done = kinformer.import_checkpoint(folder, tmp_path / "run")
+    assert not any("rotary" in note for note in done.notes)
+    with torch.no_grad():
+        ours, theirs = kinformer.load(tmp_path / "run")(tokens(40))[0], pair.logits(tokens(40))
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-4)
+    kinformer.export(tmp_path / "run", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "phi3"
+    assert not any(
+        "rotary" in note for note in kinformer.import_checkpoint(tmp_path / "back", tmp_path / "again").notes
+    )
+    with torch.no_grad():
+        assert torch.equal(kinformer.load(tmp_path / "again")(tokens(40))[0], ours)
 
 
 ENDS = {
@@ -176,10 +239,21 @@ REFUSED = {
         "max_position_embeddings is '64', but must be a whole",
     ),
     "scaled positions": (
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e5, "factor": 8.0}},
-        "rotary positions are of the type 'longrope'",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 5e5, "factor": 8.0}},
+        "rotary positions are of the type 'proportional'",
     ),
-    "scaled positions of older files": ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
+    "scaled positions of older files": (
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}},
+        "factor is None",
+    ),
+    "positions with too few factors": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        "needs a factor of each of the 4 pairs that turn, but factors has 1",
+    ),
+    "factors that are none": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0, "2"], "long_factor": [2.0]}},
+        "short_factor is '2', but must be a number above 0",
+    ),
     "positions that are no table": ({"rope_parameters": [1]}, "rope_parameters is not a table"),
     "attention to later tokens": ({"is_causal": False}, "is_causal is False, but only True can be imported"),
     "scaled by nothing": ({"rope_parameters": {"rope_type": "linear"}}, "factor is None, but must be a number above 0"),
@@ -246,8 +320,11 @@ def test_code_of_a_folder_is_never_run(pairs, folder, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
-        ("deepseek_v3", {"n_group": 2}, "n_group is 2, but only tokens that choose among all experts"),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method is 'group_limited_greedy'"),
+        ("deepseek_v3", {"n_group": 3}, "groups must divide num_experts = 4, but is 3"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 1}, "topk_groups = 1 of the groups have 1"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group is None, but must be a whole number"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be a list of 3 numbers"),
         ("mixtral", {"num_experts_per_tok": 9}, "topk must be from 1 to num_experts = 4"),
         (
             "qwen3_moe",
@@ -261,6 +338,19 @@ def test_a_mixture_that_cannot_be_read_is_one_sentence(kind, changes, sentence, 
     edit(folder, **changes)
     with pytest.raises(KinformerError, match=sentence):
         kinformer.import_checkpoint(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_the_layer_that_predicts_a_further_token_is_left_out_in_a_note(kind, pairs, tmp_path):
+    folder = shutil.copytree(pairs(kind).folder, tmp_path / "checkpoint")
+    further = {f"model.layers.3.{name}.weight": torch.ones(2, 2) for name in ("enorm", "eh_proj", "mlp.gate_proj")}
+    respell(folder, lambda tensors: tensors | further)
+    result = read_checkpoint(folder)
+    assert "layer 3 left out: it predicts a further token" in result.notes
+    assert result.weights.keys() == read_checkpoint(pairs(kind).folder).weights.keys()
+    respell(folder, without("eh_proj.weight"))
+    with pytest.raises(KinformerError, match=r"holds 'model.layers.3.* of 3 layers does not have"):
+        read_checkpoint(folder)
 
 
 SIZES = {

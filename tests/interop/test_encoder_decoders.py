@@ -31,7 +31,9 @@ KINDS = {
     "t5 1.1": ("T5", T5 | GATED),
     "t5 1.1 with a tied head": ("T5", T5 | GATED),
     "mt5": ("MT5", T5),
+    "umt5": ("UMT5", T5 | {"feed_forward_proj": "relu"}),
     "bart": ("Bart", BART),
+    "mbart": ("MBart", BART | {"scale_embedding": True, "decoder_start_token_id": 5}),
     "bart with scaled embeddings": ("Bart", BART | {"scale_embedding": True, "activation_function": "relu"}),
 }
 
@@ -52,7 +54,7 @@ class Pair:
         with torch.no_grad():
             for parameter in self.theirs.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-            if prefix == "Bart":
+            if prefix.endswith("Bart"):
                 self.theirs.final_logits_bias.add_(torch.randn(self.theirs.final_logits_bias.shape))
         self.theirs.save_pretrained(self.folder)
         self.done = kinformer.import_checkpoint(self.folder, folder / "run")
@@ -213,6 +215,10 @@ REFUSED = {
     "no table": ("bart", {}, lambda t: t.pop("model.shared.weight"), "lacks shared.weight"),
     "another head": ("bart", {}, lambda t: t.update({"qa_outputs.weight": torch.ones(2, 16)}), "holds 'qa_outputs"),
     "an output matrix": ("bart", {}, lambda t: t.update({"lm_head.weight": torch.ones(61, 16)}), "differ, but"),
+    "no language": ("mbart", {"decoder_start_token_id": None}, None, "decoder_start_token_id is None"),
+    "one table": (
+        "umt5", {}, lambda t: t.pop("decoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"), "lacks",
+    ),
     "norms before": ("bart", {"normalize_before": True}, None, "normalize_before is True"),
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ REFUSED = {
     "taps": ("qwen3_5_text", {"linear_conv_kernel_dim": 3}, "is not what config.json says"),
     "one tap": ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, but must be"),
     "biases of a gate": ("qwen3_next", {"attention_bias": True}, "attention_bias is True, but only False"),
-    "positions": ("qwen3_5_text", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5.0}}, "'dynamic'"),
+    "positions": ("qwen3_5_text", {"rope_parameters": {"rope_type": "other", "rope_theta": 5.0}}, "'other'"),
     "another activation": ("olmo_hybrid", {"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu"),
     "a switch that is none": ("olmo_hybrid", {"linear_allow_neg_eigval": 2}, "must be true or false"),
 }

@@ -139,12 +139,31 @@ def test_files_of_older_versions(pairs, tmp_path):
     assert all(torch.equal(one, result.weights[name]) for name, one in pair.ours.state_dict().items())
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@torch.no_grad()
+def test_classes_of_texts(pooling, tmp_path):
+    """The logits of texts padded on the right, and the names of the classes."""
+    names = {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    pair = Pair(tmp_path, "ForSequenceClassification", classifier_pooling=pooling, **names)
+    ids, valid = texts()
+    assert_close(pair.ours(ids, valid=valid), pair.theirs(ids, attention_mask=valid.long()).logits)
+    assert (pair.done.run.task.name, read_checkpoint(pair.folder).classes) == ("classify", ("a", "b", "c"))
+    for change, message in (
+        ({"problem_type": "multi_label_classification"}, "problem_type is 'multi_label_classification', but only"),
+        ({"architectures": ["ModernBertForTokenClassification"]}, "only ModernBertForSequenceClassification can be"),
+        ({"id2label": {"0": "a"}}, "the head has 1 class, so it predicts a number"),
+        ({"classifier_pooling": "max"}, "classifier_pooling is 'max', but only cls, mean can be imported"),
+    ):
+        with pytest.raises(KinformerError, match=message):
+            read_checkpoint(edited(pair, tmp_path / str(len(message)), change))
+
+
 REFUSED = {
     "norms with biases": ({"norm_bias": True}, None, "norm_bias is True, but only False"),
     "another activation": ({"hidden_activation": "relu"}, None, "hidden_activation is 'relu'"),
     "other kinds of layers": ({"layer_types": ["chunked_attention"] * 4}, None, "layer_types must be a list of 4"),
     "classes": (
-        {}, lambda tensors: tensors | {"classifier.weight": torch.ones(2, 32)}, "holds 'classifier.weight', which",
+        {}, lambda tensors: tensors | {"classifier.weight": torch.ones(2, 32)}, "the head is a classifier, but arch",
     ),
     "fewer layers": ({"num_hidden_layers": 2, "layer_types": None}, None, "language model of 2 layers does not have"),
     "another output": (

@@ -5,6 +5,9 @@
     s = softmax(W x), or sigmoid(W x);   g_e = s_e, divided by the sum over the chosen ones if ``normalise``
     E_e(x) = down_e(silu(gate_e x) * up_e x)
 
+With ``groups`` of neighbouring experts, a token chooses among the experts of ``topk_groups`` groups. A group's score is
+its largest s_e, or the sum of its two largest s_e + b_e with the sigmoid (DeepSeek-V2 and V3).
+
 Tokens choose experts, never experts tokens, which would show them their future; no token is dropped. Two ways keep the
 experts' loads alike:
 
@@ -156,6 +159,8 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         ABOVE = {"scale": 0}
         num_experts: int = 8
         topk: int = 2
+        groups: int = 1
+        topk_groups: int = 1
         hidden_dim: int | None = None
         shared_dim: int = 0
         shared_gate: bool = False
@@ -169,6 +174,16 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         def __post_init__(self) -> None:
             if not 1 <= self.topk <= self.num_experts:
                 raise KinformerError(f"topk must be from 1 to num_experts = {self.num_experts}, but is {self.topk}.")
+            if self.groups < 1 or self.num_experts % self.groups:
+                raise KinformerError(f"groups must divide num_experts = {self.num_experts}, but is {self.groups}.")
+            if not 1 <= self.topk_groups <= self.groups:
+                raise KinformerError(
+                    f"topk_groups must be from 1 to groups = {self.groups}, but is {self.topk_groups}."
+                )
+            if self.topk > (chosen := self.num_experts // self.groups * self.topk_groups):
+                raise KinformerError(
+                    f"topk is {self.topk}, but topk_groups = {self.topk_groups} of the groups have {chosen}."
+                )
             if self.shared_gate and not self.shared_dim:
                 raise KinformerError(
                     "shared_gate gates the expert that all tokens use; give shared_dim, or leave it out."
@@ -235,6 +250,13 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the chosen experts [..., topk] int64 and their weights."""
         biased = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        if self.config.topk_groups < self.config.groups:
+            grouped = biased.unflatten(-1, (self.config.groups, -1))
+            best = min(1 + (self.config.router == "sigmoid"), grouped.shape[-1])
+            of_groups = grouped.topk(best, dim=-1).values.sum(-1)
+            chosen = of_groups.topk(self.config.topk_groups, dim=-1).indices
+            beside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, chosen, False)
+            biased = grouped.masked_fill(beside[..., None], -torch.inf).flatten(-2)
         experts = biased.topk(self.config.topk, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.config.normalise:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.blocks.residual import NormConfig
 from kinformer.core.contract import select_valid
 from kinformer.core.parts import Input
 from kinformer.core.stack import HeadConfig
@@ -91,7 +92,7 @@ class PooledHead(PoolingHead):
 class ClassificationHead(PoolingHead):
     """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(dropout(activation(dense(pooled)))).
 
-    ``pooling`` as of :class:`PoolingHead`.
+    ``pooling`` as of :class:`PoolingHead`. ModernBERT has a ``norm`` behind the activation and no ``bias`` in dense.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ class ClassificationHead(PoolingHead):
         pooling: Pooling = "first"
         activation: Literal["tanh", "gelu", "gelu_tanh", "relu"] = "tanh"
         dropout: float = 0.0
+        bias: bool = True
+        norm: NormConfig | None = None
 
         def build(self, dim: int, input: Input) -> ClassificationHead:
             return ClassificationHead(self, dim)
@@ -110,12 +113,14 @@ class ClassificationHead(PoolingHead):
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(dim, config.pooling, config.dropout)
         self.activation = config.activation
-        self.dense = nn.Linear(dim, dim)
+        self.dense = nn.Linear(dim, dim, bias=config.bias)
+        self.norm = config.norm.build(dim) if config.norm else None
         self.dropout = Dropout(config.dropout) if config.dropout else None
         self.output = nn.Linear(dim, config.classes)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
         x = _activate(self.dense(self.pooled(hidden_states, valid)), self.activation)
+        x = x if self.norm is None else self.norm(x)
         return self.output(x if self.dropout is None else self.dropout(x))
 
 

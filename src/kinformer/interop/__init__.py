@@ -17,16 +17,7 @@ if TYPE_CHECKING:
     from kinformer.interop.conversion import Conversion, Phase, convert
     from kinformer.interop.patching import PatchedLayer, patch, patched_layers
 
-__all__ = [
-    "Conversion",
-    "Imported",
-    "PatchedLayer",
-    "Phase",
-    "convert",
-    "patch",
-    "patched_layers",
-    "read_checkpoint",
-]
+__all__ = ["Conversion", "Imported", "PatchedLayer", "Phase", "convert", "patch", "patched_layers", "read_checkpoint"]
 _MODULES = dict.fromkeys(("Conversion", "Phase", "convert"), "conversion")
 _MODULES |= dict.fromkeys(("PatchedLayer", "patch", "patched_layers"), "patching")
 

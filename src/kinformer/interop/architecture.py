@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from kinformer.interop.key_map import ConfigData, ConfigView, KeyMap, head_rows
-from kinformer.interop.settings import (
-    CONFIG,
-    DEPTH,
-    GENERATION,
-    Settings,
-    Table,
-    optional_table,
-)
+from kinformer.interop.settings import CONFIG, DEPTH, GENERATION, Settings, Table, bound_positions, optional_table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
@@ -105,6 +98,7 @@ class Architecture:
         """
         full = Settings({**self.defaults.defaults(), **config}, place)
         full |= {ours: config[theirs] for theirs, ours in self.names.items() if config.get(theirs) is not None}
+        full |= bound_positions(full)[0]
         shared = {**EVERYWHERE, **(CAUSAL if self.causal else {})}
         full.require({name: value for name, value in shared.items() if name not in self.defaults} | dict(self.required))
         for name in ("num_hidden_layers", "n_layer", "n_layers"):

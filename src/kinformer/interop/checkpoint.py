@@ -17,7 +17,16 @@ from torch import Tensor
 from kinformer.interop import encoder_decoders, encoders, experts, gpt2, images, llama, recurrent
 from kinformer.interop.architecture import Architecture, Tensors, add_ends
 from kinformer.interop.key_map import ConfigView
-from kinformer.interop.settings import CONFIG, INDEX, TOKENIZER, WEIGHTS, Settings, class_names, read_table
+from kinformer.interop.settings import (
+    CONFIG,
+    INDEX,
+    TOKENIZER,
+    WEIGHTS,
+    Settings,
+    bound_positions,
+    class_names,
+    read_table,
+)
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors, read_json, reading
 from kinformer.runtime.parsing import JsonObject
@@ -79,16 +88,19 @@ def _imported(folder: Path) -> Imported:
     if kind == OURS:
         return _ours(config, folder)
     form = ARCHITECTURES[PARTS.get(kind, kind)]
+    _, length, bounds = bound_positions(Settings({**form.defaults.defaults(), **config}, place))
     model, left_out = form.read_config(config, place), tuple[str, ...]()
     tensors = _weights(_tensors(folder), form.buffers, folder)
     if kind in PARTS:
         tensors, left_out = _language_tensors(tensors)
     model = form.with_tensors(model, tensors, config, folder)
     weights = form.read_tensors(tensors, model, folder, config)
-    notes = left_out + form.notes(tensors, model, folder)
+    notes = left_out + form.notes(tensors, model, folder) + bounds
     if model["kind"] == "decoder" and "vocab_size" in model["input"]:
         notes += add_ends(model["input"], config, folder)
     lengths = [name for name in ("max_position_embeddings", "max_seq_len") if config.get(name) is not None]
+    if length is None and lengths and model["position"] == "none":
+        length = Settings(config, place).integer(lengths[0])
     return Imported(
         member=form.member,
         model=model,
@@ -96,7 +108,7 @@ def _imported(folder: Path) -> Imported:
         tokenizer=_tokenizer(folder),
         notes=notes,
         classes=_classes(config, model, folder),
-        length=Settings(config, place).integer(lengths[0]) if lengths and model["position"] == "none" else None,
+        length=length,
     )
 
 

@@ -1,11 +1,11 @@
-"""Encoder-decoders of the library transformers: T5, T5 1.1 and mT5 (Raffel et al. 2020), BART (Lewis et al. 2019), and
-Marian (Opus-MT).
+"""Encoder-decoders of the library transformers: T5, T5 1.1, mT5 and UMT5 (Raffel et al. 2020), BART (Lewis et al.
+2019), mBART, and Marian (Opus-MT).
 
-T5 has biases by buckets of distance, with one table for all layers of a side. Its scores are not scaled; RMSNorm stands
-before each sublayer, and nothing has a bias. A tied head takes hidden states times dim ** -0.5. BART and Marian have
-norms behind sublayers. BART has learned positions; two rows of their table belong to no token. Marian has sinusoids in
-the split layout, and may have one table of ids for each side. A target begins with ``decoder_start_token_id``, which is
-our BOS; a source ends with EOS.
+T5 has biases by buckets of distance, with one table for all layers of a side; UMT5 has a table for each layer. Their
+scores are not scaled; RMSNorm stands before each sublayer, and nothing has a bias. A tied head takes hidden states
+times dim ** -0.5. BART and Marian have norms behind sublayers, mBART before them. BART and mBART have learned
+positions; two rows of their table belong to no token. Marian has sinusoids in the split layout, and may have one table
+of ids for each side. A target begins with ``decoder_start_token_id``, which is our BOS; a source ends with EOS.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ MARIAN_REQUIRED = {
 }
 """The only values with which our model computes the same; old files have the first five settings."""
 SHARED, SOURCE, TARGET = (f"{one}.weight" for one in ("shared", "encoder.embed_tokens", "decoder.embed_tokens"))
-OUTPUT, BIAS = "lm_head.weight", "final_logits_bias"
-"""The names of tables of ids, of the output matrix, and of the bias of each id."""
+OUTPUT, BIAS, TABLE = "lm_head.weight", "final_logits_bias", "relative_attention_bias.weight"
+"""The names of tables of ids, of the output matrix, of the bias of each id, and of T5's biases by distance."""
 
 
 # The keys of one side.
@@ -143,11 +143,13 @@ def _t5_keys(model: ConfigView, side: str) -> KeyMap:
     ]
     names = [f"layer.{last}.DenseReluDense.{one}" for one in inner]
     layer.append(key("feed_forward.gate_up", *names, layout=GATE_UP) if gated else key("feed_forward.up", *names))
+    if not model["layers"][0]["mixer"]["position"]["shared"]:
+        layer.append(key("mixer.position.table", f"layer.0.SelfAttention.{TABLE}", tensors=("",)))
     if side == "decoder":
         layer += _cross_keys("layer.1.layer_norm", *(f"layer.1.EncDecAttention.{one}" for one in "qkvo"))
     outside = (
         key("norm", "final_layer_norm"),
-        key("stack.shared.0.table", "relative_attention_bias.weight", tensors=("",)),
+        key("stack.shared.0.table", TABLE, tensors=("",)),
         *((key("head.output", "lm_head"),) if side == "decoder" else ()),
     )
     unused = re.compile(r"block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
@@ -185,7 +187,8 @@ def _cross_keys(norm: str, query: str, keys: str, values: str, out: str) -> list
 # From settings to our model.
 
 
-def _t5(full: Settings) -> ConfigData:
+def _t5(full: Settings, shared: bool = True) -> ConfigData:
+    """Return the config of a T5; ``shared``: whether all layers of a side have one table of biases."""
     scaled = full.get("scale_decoder_outputs", full.get("tie_word_embeddings") is not False)
     start = Settings({"decoder_start_token_id": full["pad_token_id"], **full}, full.place)
     projection = full.choice("feed_forward_proj", *FEED_FORWARDS)
@@ -199,7 +202,7 @@ def _t5(full: Settings) -> ConfigData:
         kind: mixer
         | {
             "kind": kind,
-            "position": {"kind": "t5", "bidirectional": kind == "bidirectional"},
+            "position": {"kind": "t5", "bidirectional": kind == "bidirectional", "shared": shared},
             "projection": {"kind": "multi_head", "bias": False},
         }
         for kind in ("bidirectional", "softmax")
@@ -232,25 +235,29 @@ def _deepened(model: ConfigData, full: Settings, of_encoder: str, of_decoder: st
     return model
 
 
-def _post_norm(full: Settings, table: Table) -> ConfigData:
-    """Return the config, as data, of an encoder-decoder with norms behind sublayers."""
-    parts = {"feed_forward": {"kind": "mlp"}, "norm": {"kind": "layer_norm", "eps": 1e-5}, "residual": "post"}
+def _like_bart(full: Settings, table: Table, residual: str = "post") -> ConfigData:
+    """Return the config, as data, of an encoder-decoder with norms behind sublayers, or with ``residual`` "pre" before
+    sublayers and behind the last one of each side."""
+    norm = {"kind": "layer_norm", "eps": 1e-5}
+    parts = {"feed_forward": {"kind": "mlp"}, "norm": norm, "residual": residual}
     encoder = copy.deepcopy(parts) | {"kind": "encoder", "mixer": {"kind": "bidirectional"}}
     decoder = copy.deepcopy(parts) | {"kind": "decoder", "mixer": {"kind": "softmax"}}
     decoder["further_mixers"] = [{"kind": "cross"}]
-    model = _both(encoder, decoder, {}) | {"norm": None, "head": {"kind": "language", "tied": True, "bias": True}}
+    last = norm if residual == "pre" else None
+    model = _both(encoder, decoder, {"norm": last} if last else {})
+    model |= {"norm": last, "head": {"kind": "language", "tied": True, "bias": True}}
     return _deepened(table.fill(model, full), full, "encoder_layers", "decoder_layers")
 
 
-def _bart(full: Settings) -> ConfigData:
-    model = _post_norm(full, BART)
+def _bart(full: Settings, residual: str = "post") -> ConfigData:
+    model = _like_bart(full, BART, residual)
     position = {"kind": "learned", "max_length": full.integer("max_position_embeddings")}
     entrance = {"position": position, "embedding_norm": model["layers"][0]["norm"]}
     return {**model, **entrance, "encoder": model["encoder"] | entrance}
 
 
 def _marian(full: Settings) -> ConfigData:
-    model, size = _post_norm(full, MARIAN), full.integer("vocab_size")
+    model, size = _like_bart(full, MARIAN), full.integer("vocab_size")
     shared = bool(full.get("share_encoder_decoder_embeddings", True))
     target = size if shared else full.optional("decoder_vocab_size") or size
     source = {"kind": "tokens", "scale": full.truth("scale_embedding"), "eos_token": model["input"]["eos_token"]}
@@ -329,7 +336,7 @@ def _side(model: ConfigView, side: str) -> ConfigView:
 
 
 class T5(EncoderDecoder):
-    """T5 and mT5, whose config does not say whether the output matrix is the table of ids."""
+    """T5, mT5 and UMT5, whose config does not say whether the output matrix is the table of ids."""
 
     biased = False
 
@@ -350,13 +357,21 @@ class T5(EncoderDecoder):
         return model
 
 
+class Umt5(T5):
+    """UMT5, in which each layer has a table of biases."""
+
+    def plain(self, name: str) -> str:
+        return name
+
+
 class Bart(EncoderDecoder):
-    """BART, which has learned positions and a norm behind the embedding."""
+    """BART and mBART, which have learned positions and a norm behind the embedding."""
 
     def side_keys(self, data: ConfigView, side: str) -> KeyMap:
         return _side_keys(
             side,
             key("embedding_norm", f"{side}.layernorm_embedding"),
+            key("norm", f"{side}.layer_norm"),
             key("position.table", f"{side}.embed_positions.weight", layout=Behind(2), tensors=("",)),
         )
 
@@ -452,6 +467,14 @@ ARCHITECTURES = {
         exported=False,
         read=lambda full: _t5(full.changed(scale_decoder_outputs=False)),
     ),
+    "umt5": Umt5(
+        title="UMT5",
+        defaults=MT5,
+        names=T5_NAMES,
+        exported=False,
+        # transformers ties the head and scales, whatever the file says
+        read=lambda full: _t5(full.changed(scale_decoder_outputs=True), shared=False),
+    ),
     "bart": Bart(
         title="BART",
         defaults=BART,
@@ -459,5 +482,13 @@ ARCHITECTURES = {
         names=SIDE_NAMES,
         exported=False,
         read=_bart,
+    ),
+    "mbart": Bart(
+        title="mBART",
+        defaults=BART.changed(decoder_start_token_id=None),
+        required={"tie_word_embeddings": True},
+        names=SIDE_NAMES,
+        exported=False,
+        read=lambda full: _bart(full, "pre"),
     ),
 }

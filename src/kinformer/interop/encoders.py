@@ -193,13 +193,7 @@ class TextEncoder(Architecture):
         full = self.complete(config, place)
         skipped, norm = self._skipped(full), {"kind": "layer_norm", "bias": True}
         mixer = {"kind": "bidirectional"}
-        layer = {
-            "kind": "encoder",
-            "mixer": mixer,
-            "feed_forward": {"kind": "mlp"},
-            "norm": norm,
-            "residual": "post",
-        }
+        layer = {"kind": "encoder", "mixer": mixer, "feed_forward": {"kind": "mlp"}, "norm": norm, "residual": "post"}
         length = full.integer("max_position_embeddings", minimum=skipped + 1) - skipped
         model = {
             "kind": "encoder",
@@ -461,6 +455,8 @@ MODERN = Table(
     embedding_dropout=At(0.0, "dropout"),
     mlp_bias=At(False, "layers.feed_forward.bias"),
     tie_word_embeddings=At(True, "head.tied"),
+    classifier_pooling="cls",
+    classifier_dropout=0.0,
 )
 MODERN_REQUIRED = {
     "norm_bias": False,
@@ -479,6 +475,7 @@ MODERN_KEYS = KeyMap(
         key("head.norm", "head.norm"),
         key("head.output", "decoder", tensors=("weight",)),
         key("head.bias", "decoder.bias", tensors=("",)),
+        key("head.output", "classifier"),
     ),
     layer=(
         key("mixer_residual.norm", "attn_norm"),
@@ -529,6 +526,30 @@ class ModernBert(Architecture):
 
     kind: str = "encoder"
     causal: bool = False
+
+    def with_tensors(
+        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
+    ) -> ConfigData:
+        """Return our ``model``, with a head for classes of texts where the ``tensors`` have one."""
+        if "classifier.weight" not in tensors:
+            return model
+        full = self.complete(config, folder / CONFIG)
+        if not any(str(name).endswith("SequenceClassification") for name in full.get("architectures") or ()):
+            raise full.error(
+                f"the head is a classifier, but architectures is {full.get('architectures')!r}; only "
+                "ModernBertForSequenceClassification can be imported."
+            )
+        norm = {"kind": "layer_norm", "bias": False, "eps": full.number("norm_eps")}
+        head = {
+            "kind": "classification",
+            "classes": count_classes(full),
+            "pooling": full.named("classifier_pooling", {"cls": "first", "mean": "mean"}),
+            "activation": "gelu",
+            "dropout": full.number("classifier_dropout"),
+            "bias": False,
+            "norm": norm,
+        }
+        return {**model, "head": head}
 
     def read_tensors(
         self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None

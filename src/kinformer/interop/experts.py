@@ -1,6 +1,6 @@
 """Decoders with a mixture of experts, as the library transformers saves them: Mixtral and Qwen3-MoE, which are
 LLaMA-like except for the feed-forward, and DeepSeek-V2 and V3, which also have latent attention, plain feed-forwards in
-the first layers, and a shared expert beside the experts that a token chooses.
+the first layers, and a shared expert beside the experts that a token chooses; GLM-4.5 has the mixture of DeepSeek-V3.
 
 Files hold a matrix of each expert, transformers in memory one tensor of all; both are read, and files are written.
 """
@@ -8,15 +8,15 @@ Files hold a matrix of each expert, transformers in memory one tensor of all; bo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import Decoder, decoder_of
+from kinformer.interop.architecture import Decoder, Tensors, decoder_of
 from kinformer.interop.key_map import (
     GATED,
     Blocks,
@@ -29,7 +29,7 @@ from kinformer.interop.key_map import (
     ends_of_model,
     key,
 )
-from kinformer.interop.llama import LLAMA, MISTRAL, QWEN, keys, like_llama, write_mistral, write_qwen
+from kinformer.interop.llama import LLAMA, MISTRAL, QWEN, keys, like_llama, mistral, write_mistral, write_qwen
 from kinformer.interop.settings import (
     FULL,
     WINDOW,
@@ -166,14 +166,8 @@ def _mixtral_keys(model: ConfigView) -> KeyMap:
     )
 
 
-def _qwen_keys(model: ConfigView) -> KeyMap:
-    return keys(model, feed_forward=feed_forward_keys)
-
-
 def _mixtral(full: Settings) -> ConfigData:
-    windowed = full["sliding_window"] is not None
-    kinds = [WINDOW if windowed else FULL] * full["num_hidden_layers"]
-    model = like_llama(full, kinds, biases=(False, False))
+    model = mistral(full)
     experts = MIXTRAL_EXPERTS.fill({"kind": "experts"}, full)
     return model | {"layers": [layer | {"feed_forward": experts} for layer in model["layers"]]}
 
@@ -272,6 +266,9 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
 )
 
 
+GROUPED = "group_limited_greedy"
+
+
 def _deepseek_keys(model: ConfigView) -> KeyMap:
     ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
     queries = {
@@ -300,8 +297,6 @@ def _deepseek(full: Settings, **mixture: object) -> ConfigData:
     full.choice("hidden_act", "silu")
     if full.get("num_key_value_heads") is not None:
         full.require({"num_key_value_heads": full.integer("num_attention_heads")})
-    experts = DEEPSEEK_EXPERTS.fill({"kind": "experts", "balance": 0.0, **mixture}, full)
-    experts["shared_dim"] = full.count("n_shared_experts") * experts["hidden_dim"]
     mixer = {
         "kind": "latent",
         "position": rope(full) | {"layout": "interleaved" if full.get("rope_interleave", True) else "half"},
@@ -314,9 +309,24 @@ def _deepseek(full: Settings, **mixture: object) -> ConfigData:
         "norm": {"kind": "rms_norm"},
         "residual": "pre",
     }
-    model, dense = decoder_of(full, DEEPSEEK, layer), full.count("first_k_dense_replace")
-    model["layers"][dense:] = [layer | {"feed_forward": experts}] * len(model["layers"][dense:])
+    return _with_mixtures(decoder_of(full, DEEPSEEK, layer), full, mixture)
+
+
+def _with_mixtures(model: ConfigData, full: Settings, mixture: Mapping[str, object]) -> ConfigData:
+    """Return ``model`` with a mixture in the layers behind the first ones; ``mixture``: its further settings."""
+    experts = DEEPSEEK_EXPERTS.fill({"kind": "experts", "balance": 0.0, **mixture}, full)
+    experts["shared_dim"] = full.count("n_shared_experts") * experts["hidden_dim"]
+    if mixture.get("groups"):
+        experts["topk_groups"] = full.integer("topk_group")
+    dense = full.count("first_k_dense_replace")
+    model["layers"][dense:] = [layer | {"feed_forward": experts} for layer in model["layers"][dense:]]
     return model
+
+
+def _v3_mixture(full: Settings) -> ConfigData:
+    """Return the settings of a mixture with scores by a sigmoid."""
+    mixture = {"router": "sigmoid", "normalise": full.switch("norm_topk_prob"), "bias_rate": 0.001}
+    return mixture if full["n_group"] is None else mixture | {"groups": full.integer("n_group")}
 
 
 def _scale(full: Settings) -> float | None:
@@ -329,18 +339,14 @@ def _scale(full: Settings) -> float | None:
 
 
 def _deepseek_v2(full: Settings) -> ConfigData:
-    full.choice("topk_method", "greedy")
-    return _deepseek(full, normalise=False)
+    grouped = full.choice("topk_method", "greedy", GROUPED) == GROUPED
+    return _deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
 
 
 def _deepseek_v3(full: Settings) -> ConfigData:
-    if full["n_group"] not in (None, 1):
-        raise full.error(
-            f"n_group is {full['n_group']!r}, but only tokens that choose among all experts (1) can be imported."
-        )
     if full.get("head_dim") is not None:
         full.require({"head_dim": full["qk_rope_head_dim"]})
-    return _deepseek(full, router="sigmoid", normalise=full.switch("norm_topk_prob"), bias_rate=0.001)
+    return _deepseek(full, **_v3_mixture(full))
 
 
 def _rope_parameters(mixer: ConfigView) -> JsonObject:
@@ -360,7 +366,7 @@ def _rope_parameters(mixer: ConfigView) -> JsonObject:
     return settings
 
 
-ABSENT = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True}
+ABSENT = {"num_experts": 1, "topk": 1, "scale": 1.0, "normalise": True, "groups": 1, "topk_groups": 1}
 """The settings that files give for a mixture of experts that no layer has."""
 
 
@@ -380,13 +386,14 @@ def _write_deepseek(model: ConfigView) -> JsonObject:
         "first_k_dense_replace": len(layers) - len(mixtures),
         "n_shared_experts": max(1, experts["shared_dim"] // experts["hidden_dim"]),
         "norm_topk_prob": experts["normalise"],
-        "n_group": 1,
-        "topk_group": 1,
+        "n_group": experts["groups"],
+        "topk_group": experts["topk_groups"],
     }
 
 
 def _write_deepseek_v2(model: ConfigView) -> JsonObject:
-    return _write_deepseek(model) | {"mlp_bias": False, "topk_method": "greedy"}
+    settings = _write_deepseek(model)
+    return settings | {"mlp_bias": False, "topk_method": "greedy" if settings["n_group"] == 1 else GROUPED}
 
 
 def _write_deepseek_v3(model: ConfigView) -> JsonObject:
@@ -394,7 +401,53 @@ def _write_deepseek_v3(model: ConfigView) -> JsonObject:
     return _write_deepseek(model) | {"rope_interleave": interleaved}
 
 
-NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+# GLM-4.5.
+
+GLM = Table(DEEPSEEK_V3).changed(
+    first_k_dense_replace=1,
+    rms_norm_eps=1e-5,
+    routed_scaling_factor=1.0,
+    n_group=1,
+    topk_group=1,
+    n_routed_experts=128,
+    moe_intermediate_size=1408,
+    use_qk_norm=False,
+    partial_rotary_factor=0.5,
+)
+
+
+def _glm(full: Settings) -> ConfigData:
+    biases, positions = (full.switch("attention_bias"), False), {FULL: rope(full, partial=True)}
+    model = like_llama(full, biases=biases, normed=full.switch("use_qk_norm"), positions=positions)
+    return _with_mixtures(model, full, _v3_mixture(full))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicting(Decoder):
+    """A decoder whose files may hold one more layer, which predicts a further token and which no model here has."""
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        further = _further(tensors, model)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in further}
+        return super().read_tensors(tensors, model, folder, config)
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        number = len(model["layers"])
+        return (f"layer {number} left out: it predicts a further token",) if _further(tensors, model) else ()
+
+
+def _further(tensors: Tensors, model: ConfigView) -> list[str]:
+    """Return the names of the tensors of the layer that predicts a further token."""
+    before = f"model.layers.{len(model['layers'])}."
+    return [name for name in tensors if name.startswith(before)] if f"{before}eh_proj.weight" in tensors else []
+
+
+NO_BIAS, ROUTED = {"attention_bias": False, "mlp_bias": False}, "n_routed_experts"
+V2, V3 = (DEEPSEEK_V2, _deepseek_v2, _write_deepseek_v2), (DEEPSEEK_V3, _deepseek_v3, _write_deepseek_v3)
+GLM_KEYS = partial(keys, feed_forward=partial(feed_forward_keys, shared="mlp.shared_experts"))
+GLM_REQUIRED, GLM_NAMES = {"mlp_bias": False}, {"num_local_experts": ROUTED}
 ARCHITECTURES = {
     "mixtral": Decoder(
         title="Mixtral",
@@ -414,30 +467,18 @@ ARCHITECTURES = {
         defaults=QWEN_MOE,
         read=_qwen3_moe,
         write=_write_qwen3_moe,
-        keys=_qwen_keys,
+        keys=partial(keys, feed_forward=feed_forward_keys),
         required={"layer_types": None},
         names={"num_local_experts": "num_experts"},
     ),
-    "deepseek_v2": Decoder(
-        title="DeepSeek-V2",
-        member="mla",
-        model_class="DeepseekV2ForCausalLM",
-        defaults=DEEPSEEK_V2,
-        read=_deepseek_v2,
-        write=_write_deepseek_v2,
-        keys=_deepseek_keys,
-        required=NO_BIAS,
-        names={"num_experts": "n_routed_experts"},
-    ),
-    "deepseek_v3": Decoder(
-        title="DeepSeek-V3",
-        member="mla",
-        model_class="DeepseekV3ForCausalLM",
-        defaults=DEEPSEEK_V3,
-        read=_deepseek_v3,
-        write=_write_deepseek_v3,
-        keys=_deepseek_keys,
-        required=NO_BIAS,
-        names={"num_local_experts": "n_routed_experts"},
+    **{
+        kind: form(title, "mla", name, table, read, write, _deepseek_keys, required=NO_BIAS, names={count: ROUTED})
+        for kind, form, title, name, table, read, write, count in (
+            ("deepseek_v2", Decoder, "DeepSeek-V2", "DeepseekV2ForCausalLM", *V2, "num_experts"),
+            ("deepseek_v3", Predicting, "DeepSeek-V3", "DeepseekV3ForCausalLM", *V3, "num_local_experts"),
+        )
+    },
+    "glm4_moe": Predicting(
+        "GLM-4.5", "mixtral", "", GLM, _glm, None, GLM_KEYS, required=GLM_REQUIRED, names=GLM_NAMES, exported=False
     ),
 }

@@ -33,13 +33,7 @@ from kinformer.interop.key_map import (
     ends_of_model,
     key,
 )
-from kinformer.interop.settings import (
-    At,
-    Settings,
-    Table,
-    rope,
-    rope_parameters,
-)
+from kinformer.interop.settings import At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
@@ -92,6 +86,8 @@ OPT = Table(
     dropout=At(0.1, "layers.dropout dropout"),
     attention_dropout=At(0.0, "layers.mixer.dropout"),
     tie_word_embeddings=At(True, "head.tied"),
+    do_layer_norm_before=True,
+    _remove_final_layer_norm=False,
 )
 BLOOM = Table(
     vocab_size=At(250880, "input.vocab_size"),
@@ -199,6 +195,8 @@ BLOOM_KEYS = KeyMap(
     prefix="transformer.",
     left_out=UNUSED,
 )
+TABLE, PROJECTIONS = "embed_tokens.weight", ("project_in.weight", "project_out.weight")
+"""OPT's vectors of tokens, and the products that widen and narrow them."""
 MPT_KEYS = KeyMap(
     model=ends_of_model("wte", "norm_f"),
     layer=_layer_keys("norm_1", _qkv("attn.Wqkv"), "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
@@ -245,9 +243,13 @@ def _neox(full: Settings) -> ConfigData:
 
 
 def _opt(full: Settings) -> ConfigData:
-    if full.get("word_embed_proj_dim") not in (None, full.integer("hidden_size")):
-        raise full.error("word_embed_proj_dim is not hidden_size; only one width can be imported.")
-    return decoder_of(full, OPT, _layer(norm={"eps": 1e-5}), position={"kind": "learned"})
+    layer, before = _layer(norm={"eps": 1e-5}), full.switch("do_layer_norm_before")
+    outside = {} if before and not full.switch("_remove_final_layer_norm") else {"norm": None}
+    layer["residual"] = "pre" if before else "post"
+    model = decoder_of(full, OPT, layer, position={"kind": "learned"}, **outside)
+    if full.get("word_embed_proj_dim") is not None and full.integer("word_embed_proj_dim") != model["dim"]:
+        model["head"]["tied"] = False
+    return model
 
 
 def _bloom(full: Settings) -> ConfigData:
@@ -293,7 +295,9 @@ def _write_opt(model: ConfigView) -> JsonObject:
     settings = OPT.written(model)
     if settings["activation_function"] != "relu":
         raise KeyError("activation_function")
-    return settings | {"word_embed_proj_dim": model["dim"], "do_layer_norm_before": True}
+    before = model["layers"][0]["residual"]["kind"] == "pre"
+    settings |= {"word_embed_proj_dim": model["dim"], "do_layer_norm_before": before}
+    return settings | {"_remove_final_layer_norm": before and model["norm"] is None}
 
 
 def _write_mpt(model: ConfigView) -> JsonObject:
@@ -303,6 +307,35 @@ def _write_mpt(model: ConfigView) -> JsonObject:
         "no_bias": True,
         "attn_config": {"alibi": True, "attn_pdrop": layer["mixer"]["dropout"] or 0},
     }
+
+
+class Opt(Decoder):
+    """OPT. Vectors of tokens may be narrower than the model, as in OPT-350m. The products that widen and narrow them
+    become a part of the embedding and a part of the output matrix, which are not tied here."""
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        by_name = {name.split("decoder.")[-1]: name for name in tensors}
+        if any(name in by_name for name in PROJECTIONS):
+            if missing := [name for name in (*PROJECTIONS, TABLE) if name not in by_name]:
+                raise KinformerError(f"{folder}: lacks {missing[0]}; restore it from a copy.")
+            tensors = dict(tensors)
+            into, out = (tensors.pop(by_name[name]).double() for name in PROJECTIONS)
+            table = tensors[by_name[TABLE]]
+            output = tensors.get("lm_head.weight", table)
+            if table.shape[1:] != into.shape[1:] or output.shape[1:] != out.shape[:1]:
+                raise KinformerError(f"{folder}: project_in or project_out is not as wide as the vectors of tokens.")
+            tensors |= {
+                by_name[TABLE]: (table.double() @ into.mT).float(),
+                "lm_head.weight": (output.double() @ out).float(),
+            }
+        return super().read_tensors(tensors, model, folder, config)
+
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        if not any(name.endswith(PROJECTIONS) for name in tensors):
+            return ()
+        return ("project_in is part of the embedding and project_out of the output matrix, which are not tied here",)
 
 
 # Decision Transformer.
@@ -412,7 +445,7 @@ class DecisionTransformer(Architecture):
 
 ARCHITECTURES = {
     # OPT stands before GPT-2, which its models would be, too. OPT with another activation than ReLU is a GPT-2.
-    "opt": Decoder(
+    "opt": Opt(
         title="OPT",
         member="gpt",
         model_class="OPTForCausalLM",
@@ -420,12 +453,7 @@ ARCHITECTURES = {
         read=_opt,
         write=_write_opt,
         keys=OPT_KEYS,
-        required={
-            "do_layer_norm_before": True,
-            "_remove_final_layer_norm": False,
-            "enable_bias": True,
-            "layer_norm_elementwise_affine": True,
-        },
+        required={"enable_bias": True, "layer_norm_elementwise_affine": True},
     ),
     "gpt2": Decoder(
         title="GPT-2",

@@ -22,15 +22,7 @@ from torch import Tensor
 from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, model_of
 from kinformer.interop.encoders import ENCODER, PRODUCTS
 from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import (
-    PREPROCESSOR,
-    At,
-    Settings,
-    Table,
-    count_classes,
-    labels,
-    read_table,
-)
+from kinformer.interop.settings import PREPROCESSOR, At, Settings, Table, count_classes, labels, read_table
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import JsonObject
 

@@ -1,8 +1,10 @@
-"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Qwen2, Qwen3 and Gemma 1 to 3.
+"""LLaMA and the decoders like it, as the library transformers saves them: Mistral, Phi-3, SmolLM3, Qwen2, Qwen3, Gemma
+1 to 3, OLMo 2 and OLMo 3.
 
 All have RMSNorm, rotary positions whose pairs lie half a head apart, and a gated feed-forward. They differ in biases,
-in the norm of queries and keys, and in which layers have a window. Gemma multiplies embeddings by sqrt(dim), rounded
-there to the weights' type and here not; from Gemma 2 on a sublayer has a norm on either side.
+in the norm of queries and keys, and in which layers have a window or no positions. Gemma multiplies embeddings by
+sqrt(dim), rounded there to the weights' type and here not; from Gemma 2 on a sublayer has a norm on either side. OLMo
+has norms behind sublayers alone.
 """
 
 from __future__ import annotations
@@ -11,27 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kinformer.interop.architecture import Decoder, decoder_of
-from kinformer.interop.key_map import (
-    GATED,
-    ONE_PLUS,
-    QKV,
-    SAME,
-    ConfigData,
-    ConfigView,
-    Key,
-    KeyMap,
-    Layout,
-    key,
-)
-from kinformer.interop.settings import (
-    FULL,
-    WINDOW,
-    At,
-    Settings,
-    Table,
-    rope,
-    rope_parameters,
-)
+from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
+from kinformer.interop.settings import FULL, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
@@ -51,6 +34,16 @@ LLAMA = Table(
     mlp_bias=False,
 )
 MISTRAL = LLAMA.changed(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096, layer_types=None)
+PHI3 = LLAMA.changed(
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=4096,
+    original_max_position_embeddings=4096,
+    sliding_window=None,
+    resid_pdrop=0.0,
+)
 QWEN = LLAMA.changed(
     vocab_size=151936,
     intermediate_size=22016,
@@ -59,6 +52,8 @@ QWEN = LLAMA.changed(
     max_window_layers=28,
     layer_types=None,
 )
+SMOLLM3 = QWEN.changed(num_key_value_heads=4, sliding_window=None, no_rope_layers=None, no_rope_layer_interval=4)
+OLMO = LLAMA.changed(rms_norm_eps=1e-5, mlp_bias=False)
 GEMMA = LLAMA.changed(
     vocab_size=256000,
     hidden_size=3072,
@@ -92,10 +87,14 @@ GEMMA3 = GEMMA2.changed(
 
 
 def keys(
-    model: ConfigView, norm: Layout = SAME, feed_forward: Callable[[ConfigView], tuple[Key, ...]] = lambda _: GATED
+    model: ConfigView,
+    norm: Layout = SAME,
+    feed_forward: Callable[[ConfigView], tuple[Key, ...]] = lambda _: GATED,
+    fused: bool = False,
 ) -> KeyMap:
     """Return the key map of a LLaMA-like ``model``; ``norm``: the layout of the weights of norms; ``feed_forward``
-    gives the keys of a layer's feed-forward by its config."""
+    gives the keys of a layer's feed-forward by its config; ``fused``: whether queries, keys and values are one
+    product."""
     first = model["layers"][0]
     names = {"mixer_residual.norm": "input_layernorm", "feed_forward_residual.norm": "post_attention_layernorm"}
     if first["residual"] in ("sandwich", {"kind": "sandwich"}):
@@ -105,14 +104,17 @@ def keys(
             "feed_forward_residual.inner_norm": "pre_feedforward_layernorm",
             "feed_forward_residual.norm": "post_feedforward_layernorm",
         }
+    if first["residual"] == "res_post":
+        names = {f"{part}_residual.norm": f"post_{theirs}_layernorm" for part, theirs in BEHIND.items()}
     normed = first["mixer"]["projection"]["kind"] == "normalised"
     head = "head.output" if model["head"].get("softcap") is None else "head.inner.output"
     projection = "mixer.projection.inner" if normed else "mixer.projection"
     if normed:
         names |= {f"mixer.projection.{one}": f"self_attn.{one}" for one in ("q_norm", "k_norm")}
+    qkv = ("qkv",) if fused else ("q", "k", "v")
     attention = (
         *(key(ours, theirs, layout=norm) for ours, theirs in names.items()),
-        key(f"{projection}.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", layout=QKV),
+        key(f"{projection}.qkv", *(f"self_attn.{one}_proj" for one in qkv), layout=SAME if fused else QKV),
         key("mixer.out", "self_attn.o_proj"),
     )
     return KeyMap(
@@ -124,10 +126,47 @@ def keys(
 # From settings to our model.
 
 
-def _mistral(full: Settings) -> ConfigData:
+def mistral(full: Settings) -> ConfigData:
+    """Return the model config, as data, of a Mistral."""
     kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW)
     return like_llama(full, kinds, biases=(False, False))
+
+
+def _phi3(full: Settings) -> ConfigData:
+    position = rope(full, partial=True)
+    kinds = [FULL if full["sliding_window"] is None else WINDOW] * full["num_hidden_layers"]
+    model = like_llama(full, kinds, (False, False), positions=dict.fromkeys((FULL, WINDOW), position))
+    return model | {"layers": [layer | {"dropout": full.number("resid_pdrop")} for layer in model["layers"]]}
+
+
+def _smollm3(full: Settings) -> ConfigData:
+    numbers, step = range(1, full["num_hidden_layers"] + 1), full.integer("no_rope_layer_interval")
+    turned = full["no_rope_layers"]
+    turned = [int(number % step != 0) for number in numbers] if turned is None else turned
+    if not isinstance(turned, list) or len(turned) != len(numbers):
+        raise full.error(f"no_rope_layers must be a list of {len(numbers)} numbers, 0 for layers without positions.")
+    windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
+    kinds = [WINDOW if windowed and not turns else FULL for turns in turned]
+    model = like_llama(full, kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW))
+    for layer, turns in zip(model["layers"], turned, strict=True):
+        if not turns:
+            layer["mixer"]["position"] = {"kind": "none"}
+    return model
+
+
+def _olmo2(full: Settings, kinds: Sequence[str] | None = None, **options: Mapping[str, ConfigView]) -> ConfigData:
+    model = like_llama(full, kinds, normed=True, **options)
+    for layer in model["layers"]:
+        layer["residual"] = "res_post"
+        layer["mixer"]["projection"] = layer["mixer"]["projection"] | {"over": "heads"}
+    return model
+
+
+def _olmo3(full: Settings) -> ConfigData:
+    local = full.changed(rope_theta=5e5, rope_scaling=None)
+    positions = {FULL: rope(full, FULL, base=5e5), WINDOW: rope(local, WINDOW)}
+    return _olmo2(full, _alternating(full, 4), positions=positions)
 
 
 def _qwen2(full: Settings) -> ConfigData:
@@ -315,16 +354,39 @@ def write_mistral(model: ConfigView) -> JsonObject:
     return write_llama(model, "mlp_bias", "attention_bias", "layer_types")
 
 
+def _write_phi3(model: ConfigView) -> JsonObject:
+    layer = model["layers"][0]
+    position = layer["mixer"]["position"]
+    settings = write_llama(model, "mlp_bias", "attention_bias", "layer_types", "head_dim", resid_pdrop=layer["dropout"])
+    settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
+    return settings | {"original_max_position_embeddings": position["original_length"] or 4096}
+
+
 def _write_qwen2(model: ConfigView) -> JsonObject:
     return write_qwen(model, "attention_bias")
 
 
+FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
+"""The keys of a feed-forward whose gate and other rows are one product."""
+PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
+PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
+BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
+"""Our sublayers to the names that norms behind them have."""
 ONE_WAY = {"use_bidirectional_attention": False}
 ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
-    "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, _mistral, write_mistral, keys),
+    "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
+    "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
+    "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),
+    **{
+        kind: Decoder(title, "rope", "", table, read, None, keys, exported=False, required={"mlp_bias": False})
+        for kind, title, table, read in (
+            ("olmo2", "OLMo 2", OLMO, _olmo2),
+            ("olmo3", "OLMo 3", OLMO.changed(sliding_window=4096, layer_types=None), _olmo3),
+        )
+    },
     **{
         kind: Decoder(title, "rope", model_class, table, read, write, partial(keys, norm=ONE_PLUS), required=ONE_WAY)
         for kind, title, model_class, table, read, write in (

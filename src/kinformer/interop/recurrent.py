@@ -41,15 +41,7 @@ from kinformer.interop.key_map import (
     key,
 )
 from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
-from kinformer.interop.settings import (
-    FULL,
-    LINEAR,
-    At,
-    Settings,
-    Table,
-    rope,
-    rope_table,
-)
+from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]

@@ -22,6 +22,8 @@ TOKENIZER, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safete
 """The names of the files in a folder of transformers."""
 DEPTH = 10_000
 """The largest number of layers; a config with more layers is damaged."""
+LONGEST, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+"""The settings of the longest text, and of the longest text before positions were scaled."""
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """The kinds of layers in the setting ``layer_types``."""
 
@@ -73,6 +75,13 @@ class Settings(dict[str, Any]):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
             raise self.error(f"{name} is {excerpt(value)}, but must be a number above 0.")
         return float(value)
+
+    def positive_numbers(self, name: str) -> list[float]:
+        """Return a list of finite numbers above 0."""
+        values = self.get(name)
+        if not isinstance(values, list):
+            raise self.error(f"{name} is {excerpt(values)}, but must be a list of numbers above 0.")
+        return [self.changed(**{name: value}).positive(name) for value in values]
 
     def switch(self, name: str) -> bool:
         """Return a setting that must be true or false."""
@@ -257,18 +266,17 @@ def labels(classes: int) -> JsonObject:
 SCALINGS: dict[str, dict[str, str]] = {
     "linear": {},
     "yarn": {
-        "original_length": "original_max_position_embeddings",
+        "original_length": ORIGINAL,
         **{name: name for name in ("beta_fast", "beta_slow", "attention_factor", "truncate")},
     },
-    "llama3": {
-        "original_length": "original_max_position_embeddings",
-        **{name: name for name in ("low_freq_factor", "high_freq_factor")},
-    },
+    "llama3": {"original_length": ORIGINAL, **{name: name for name in ("low_freq_factor", "high_freq_factor")}},
+    "longrope": {"original_length": ORIGINAL, "factors": "short_factor", "attention_factor": "attention_factor"},
 }
 """The type of scaled rotary positions to our names of its settings and their names in ``rope_parameters``."""
-READERS: dict[str, Callable[[Settings, str], float]] = {
+READERS: dict[str, Callable[[Settings, str], object]] = {
     "original_length": Settings.integer,
     "truncate": Settings.switch,
+    "factors": lambda settings, name: settings.positive_numbers(name),
 }
 """The readers of settings other than positive numbers."""
 
@@ -280,18 +288,21 @@ def rope(full: Settings, kind: str | None = None, base: float = 10000.0, partial
     whether the architecture reads ``partial_rotary_factor``, which most do not.
     """
     outside = {name: full[name] for name in ("rope_theta", "partial_rotary_factor") if name in full}
-    outside |= rope_table(full, kind) | {"max_position_embeddings": full.get("max_position_embeddings")}
+    outside |= rope_table(full, kind) | {LONGEST: full.get(LONGEST)}
     settings = Settings({"rope_theta": base, **outside}, full.place)
-    if kind is None and "original_max_position_embeddings" in full:
-        settings["original_max_position_embeddings"] = full["original_max_position_embeddings"]
+    if kind is None and ORIGINAL in full:
+        settings[ORIGINAL] = full[ORIGINAL]
     position: ConfigData = {"kind": "rope", "base": settings.positive("rope_theta")}
     if partial and settings.get("partial_rotary_factor", 1.0) != 1:
         position["fraction"] = settings.positive("partial_rotary_factor")
     scaling = settings.get("rope_type", settings.get("type", "default"))
     if scaling in ("default", None):
         return position
-    if not isinstance(scaling, str) or scaling not in SCALINGS:
-        length = ", as they follow the length of the text" if scaling in ("dynamic", "longrope") else ""
+    follows = scaling == "dynamic" or (
+        scaling == "longrope" and settings.get("short_factor") != settings.get("long_factor")
+    )
+    if not isinstance(scaling, str) or scaling not in SCALINGS or follows:
+        length = ", as they follow the length of the text" if follows else ""
         raise full.error(
             f"rotary positions are of the type {scaling!r}, whose frequencies the position 'rope' does not have"
             f"{length}; the types that it has: default, {', '.join(SCALINGS)}."
@@ -312,6 +323,8 @@ def rope_parameters(position: ConfigView) -> JsonObject:
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": position["base"]}
     named = {theirs: position[ours] for ours, theirs in SCALINGS[scaling].items() if position[ours] is not None}
+    if scaling == "longrope":  # one table for texts of every length
+        named["short_factor"] = named["long_factor"] = list(position["factors"])
     return {"rope_type": scaling, "rope_theta": position["base"], "factor": position["factor"], **named}
 
 
@@ -328,6 +341,10 @@ def _scaling(settings: Settings, scaling: str) -> ConfigData:
         factor = settings.integer("max_position_embeddings") / scaled["original_length"]
     else:
         factor = settings.positive("factor")
+    if scaling == "longrope":
+        if "attention_factor" not in scaled:
+            scaled["attention_factor"] = math.sqrt(1 + math.log(max(factor, 1)) / math.log(scaled["original_length"]))
+        return {"scaling": scaling} | scaled
     if scaling == "yarn" and "attention_factor" not in scaled:
         # DeepSeek's files give the factor of cosines and sines as a quotient of two magnitudes.
         names = ("mscale", "mscale_all_dim")
@@ -337,6 +354,30 @@ def _scaling(settings: Settings, scaling: str) -> ConfigData:
     if factor == 1 and scaled.get("attention_factor", 1.0) == 1:
         return {}
     return {"scaling": scaling, "factor": factor} | scaled
+
+
+def bound_positions(full: Settings) -> tuple[JsonObject, int | None, tuple[str, ...]]:
+    """Return the changes of settings whose rotary positions follow the length of the text, the longest text for which
+    transformers then computes the same, and a note; none of the three for other positions.
+
+    Transformers reads a whole text with other frequencies once the text is longer, which a state of keys cannot do.
+    """
+    table = rope_table(full)
+    kind, short = table.get("rope_type", table.get("type")), table.get("short_factor")
+    settings = Settings({ORIGINAL: full.get(LONGEST), **table, **full}, full.place)
+    if kind == "dynamic":
+        settings.positive("factor")
+        length, changes, remedy = settings.integer(LONGEST), {"rope_type": "default"}, ""
+    elif kind == "longrope" or (kind in ("su", "yarn") and short is not None):  # its names in old files of Phi-3
+        length, changes = settings.integer(ORIGINAL), {"rope_type": "longrope", "long_factor": short}
+        remedy = "; to import the frequencies of longer texts, copy long_factor to short_factor in config.json"
+    else:
+        return {}, None, ()
+    changed: JsonObject = {"rope_parameters": table | changes, "rope_scaling": None}
+    if kind != "dynamic" and short == table.get("long_factor"):
+        return changed, None, ()
+    note = f"rotary positions are of the type {kind!r}, whose frequencies change in texts of more than {length} tokens"
+    return changed, length, (f"{note}; the run keeps the frequencies of shorter texts{remedy}",)
 
 
 def yarn_magnitude(settings: Settings, name: str, factor: float) -> float:

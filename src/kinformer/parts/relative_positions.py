@@ -19,7 +19,8 @@ from kinformer.runtime.host import arguments_trusted
 
 YARN = ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate")
 LLAMA3 = ("original_length", "low_freq_factor", "high_freq_factor")
-"""The settings that the scaling of that name reads beside its factor."""
+LONGROPE = ("original_length", "factors", "attention_factor")
+"""The settings that the scaling of that name reads beside its factor; longrope does not have a factor."""
 
 
 class Rope(Position):
@@ -43,9 +44,11 @@ class Rope(Position):
                  (Peng et al. 2023, section 3)
         llama3   f_i where a pair turns more than ``high_freq_factor`` times within ``original_length``, f_i / factor
                  where it turns less than ``low_freq_factor`` times, a ramp linear in the turns between (Llama 3.1)
+        longrope f_i / ``factors``[i], one number per pair; cosine and sine times ``attention_factor`` (Ding et al.
+                 2024, LongRoPE)
 
     These scalings do not add weights. Frequencies that follow the length of the sequence (dynamic NTK) are not
-    supported, because cached keys would become wrong.
+    supported, because cached keys would become wrong. LongRoPE's second table, for longer texts, is another position.
 
     Angles in float64, rotation in the activations' dtype.
     """
@@ -59,7 +62,7 @@ class Rope(Position):
         base: float = 10000.0
         layout: Literal["half", "interleaved"] = "half"
         fraction: float = 1.0
-        scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = "none"
+        scaling: Literal["none", "linear", "ntk", "yarn", "llama3", "longrope"] = "none"
         factor: float = 1.0
         original_length: int | None = None
         beta_fast: float = 32.0
@@ -68,6 +71,7 @@ class Rope(Position):
         truncate: bool = True
         low_freq_factor: float = 1.0
         high_freq_factor: float = 4.0
+        factors: tuple[float, ...] = ()
 
         def __post_init__(self) -> None:
             if not 0 < self.fraction <= 1:
@@ -81,6 +85,8 @@ class Rope(Position):
                     f"low_freq_factor = {self.low_freq_factor:g} must lie between 0 and high_freq_factor = "
                     f"{self.high_freq_factor:g}."
                 )
+            if not all(0 < factor < math.inf for factor in self.factors):
+                raise KinformerError(f"factors must be above 0 and finite, but are {self.factors}.")
 
         def build(self, dim: int) -> Rope:
             return Rope(self, dim)
@@ -127,6 +133,8 @@ def frequencies(config: Rope.Config, width: int, device: torch.device | None = N
     rate = base ** (-2 * index / width)
     if config.scaling == "linear":
         return rate / config.factor
+    if config.scaling == "longrope":
+        return rate / torch.tensor(config.factors, device=device, dtype=torch.float64)
     if config.scaling == "yarn":
         low, high = _ramp(config, width)
         slow = ((index - low) / (high - low)).clamp(0, 1)
@@ -161,19 +169,24 @@ def _check(config: Rope.Config, dim: int, width: int) -> None:
     if width < 2 or width % 2:
         share = "" if config.fraction == 1 else f", and fraction = {config.fraction:g} leaves {width}"
         raise KinformerError(f"rope needs an even head_dim, but head_dim is {dim}{share}.")
-    if (config.scaling == "none") != (config.factor == 1):
+    if (config.scaling in ("none", "longrope")) != (config.factor == 1):
         raise KinformerError(
             f"rope's scaling is {config.scaling!r} with factor = {config.factor:g}; set both, scaling (linear, ntk, "
             "yarn, llama3) and a factor above 1, or neither."
         )
     if config.scaling == "ntk" and width < 4:
         raise KinformerError(f"rope's scaling 'ntk' needs 4 or more features that turn, but there are {width}.")
-    used = {"yarn": YARN, "llama3": LLAMA3}.get(config.scaling, ())
-    unused = sorted({*YARN, *LLAMA3} - {*used})
+    used = {"yarn": YARN, "llama3": LLAMA3, "longrope": LONGROPE}.get(config.scaling, ())
+    unused = sorted({*YARN, *LLAMA3, *LONGROPE} - {*used})
     check_unused(config, f"with scaling = {config.scaling!r}", *unused)
     if used and config.original_length is None:
         raise KinformerError(
             f"rope's scaling {config.scaling!r} needs original_length, the length that the model was trained at."
+        )
+    if config.scaling == "longrope" and len(config.factors) != width // 2:
+        raise KinformerError(
+            f"rope's scaling 'longrope' needs a factor of each of the {width // 2} pairs that turn, but factors has "
+            f"{len(config.factors)}."
         )
 
 
