@@ -74,7 +74,7 @@ def convert(folder: str | Path, file: str | Path) -> None:
         for add in (writer.add_rope_dimension_count, writer.add_key_length, writer.add_value_length):
             add(config["head_dim"])
     else:
-        writer.add_context_length(config["n_ctx"])
+        writer.add_context_length(config["n_positions"])
         writer.add_embedding_length(config["n_embd"])
         writer.add_block_count(config["n_layer"])
         writer.add_feed_forward_length(config["n_inner"])
@@ -109,7 +109,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, folder: Path, config: dict[str, Any])
     data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model, split = data["model"], data["pre_tokenizer"] or {}
     merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", ())]
-    if model["type"] != "BPE" or split.get("type") != "ByteLevel" or not (split.get("use_regex", True) or not merges):
+    kinds = {one["type"] for one in (split, data["post_processor"]) if one}
+    if model["type"] != "BPE" or kinds != {"ByteLevel"} or (merges and not split.get("use_regex", True)):
         raise ValueError(f"{folder / 'tokenizer.json'}: only a byte-level BPE as Kinformer trains it can be converted.")
     special = {one["id"]: one["content"] for one in data["added_tokens"]}
     texts = {number: text for text, number in model["vocab"].items()} | special
