@@ -1,10 +1,12 @@
 """The scripts of ``examples/`` that put a member into other people's training: they learn, in seconds."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import kinformer
@@ -159,3 +161,69 @@ def test_ray_trains_a_run_as_kinformer_does(tmp_path):
     assert done.returncode == 0, done.stderr
     ours, theirs = (kinformer.load(tmp_path / name).state_dict() for name in ("own", "by-ray"))
     assert all((theirs[name] - weight).abs().max() < 1e-5 for name, weight in ours.items())
+
+
+def in_gguf(run, folder):
+    """A run's exported folder, its tensors, and the fields and tensors of its GGUF file."""
+    reader = pytest.importorskip("gguf").GGUFReader
+    safetensors = pytest.importorskip("safetensors.numpy")
+    exported = kinformer.export(run, folder / "exported").folder
+    example("to_gguf").convert(exported, folder / "run.gguf")
+    read = reader(folder / "run.gguf")
+    fields = {name: field.contents() for name, field in read.fields.items()}
+    return (
+        exported,
+        safetensors.load_file(exported / "model.safetensors"),
+        fields,
+        {t.name: t.data for t in read.tensors},
+    )
+
+
+def test_a_llama_goes_into_gguf(text_file, tmp_path):
+    pytest.importorskip("tokenizers")
+    changes = {"norm.kind": "rms_norm", "layers.*.norm.kind": "rms_norm", "layers.*.feed_forward.kind": "swiglu"}
+    sizes = {"recipe": "tiny", "steps": 1, "length": 32, "train_tokenizer": 300, "quiet": True}
+    run = kinformer.train("rope", data=text_file, out=tmp_path / "run", set=changes, **sizes).folder
+    exported, ours, fields, theirs = in_gguf(run, tmp_path)
+    assert len(ours) == len(theirs)
+    config = json.loads((exported / "config.json").read_text())
+    heads, half = config["num_attention_heads"], config["head_dim"] // 2
+    for number in range(config["num_hidden_layers"]):
+        for last in ("weight", "bias"):
+            for name in "qk":
+                rows = ours[f"model.layers.{number}.self_attn.{name}_proj.{last}"]
+                pairs = theirs[f"blk.{number}.attn_{name}.{last}"]
+                for row in range(heads * half):
+                    first = row // half * 2 * half + row % half
+                    assert (pairs[2 * row] == rows[first]).all() and (pairs[2 * row + 1] == rows[first + half]).all()
+            assert (
+                theirs[f"blk.{number}.ffn_down.{last}"] == ours[f"model.layers.{number}.mlp.down_proj.{last}"]
+            ).all()
+    assert (theirs["token_embd.weight"] == ours["model.embed_tokens.weight"]).all()
+    numbers = ("block_count", "embedding_length", "context_length", "rope.dimension_count", "attention.head_count")
+    assert [fields[f"llama.{name}"] for name in numbers] == [
+        config["num_hidden_layers"],
+        2 * half * heads,
+        32,
+        2 * half,
+        heads,
+    ]
+    model = json.loads((exported / "tokenizer.json").read_text())["model"]
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert {text: number for number, text in enumerate(tokens)} == model["vocab"] and len(tokens) == config[
+        "vocab_size"
+    ]
+    assert fields["tokenizer.ggml.merges"] == [" ".join(merge) for merge in model["merges"]]
+    assert fields["tokenizer.ggml.pre"] == "gpt-2" and tokens[fields["tokenizer.ggml.eos_token_id"]] == "\u0100"
+
+
+def test_a_gpt2_of_bytes_goes_into_gguf(text_file, tmp_path):
+    run = kinformer.train(
+        "gpt", recipe="tiny", data=text_file, out=tmp_path / "run", steps=1, length=32, quiet=True
+    ).folder
+    exported, ours, fields, theirs = in_gguf(run, tmp_path)
+    assert len(ours) == len(theirs)
+    assert np.array_equal(theirs["blk.0.attn_qkv.weight"], ours["transformer.h.0.attn.c_attn.weight"].T)
+    assert np.array_equal(theirs["position_embd.weight"], ours["transformer.wpe.weight"])
+    assert fields["gpt2.context_length"] == len(ours["transformer.wpe.weight"])
+    assert len(fields["tokenizer.ggml.tokens"]) == 256 and fields["tokenizer.ggml.eos_token_id"] == 0

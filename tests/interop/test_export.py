@@ -109,6 +109,11 @@ def test_members_that_are_architectures(member, changes, kind, tmp_path):
     assert_same_model(loaded(done.folder), kinformer.load(run))
 
 
+def test_gpt2_has_the_length_that_llama_cpp_reads():
+    config = native_form(configure("gpt", "tiny", 256)).config
+    assert config["n_ctx"] == config["n_positions"]
+
+
 COMPOSED = {
     "mixtral as in its paper": ("mixtral", "paper", {}, "mixtral"),
     "mla as in its paper": ("mla", "paper", {}, "deepseek_v2"),

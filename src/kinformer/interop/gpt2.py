@@ -461,6 +461,7 @@ ARCHITECTURES = {
         model_class="GPT2LMHeadModel",
         defaults=GPT2,
         read=_gpt2,
+        write=lambda model: GPT2.written(model) | {"n_ctx": model["position"]["max_length"]},  # read by llama.cpp
         keys=GPT2_KEYS,
         required=REQUIRED,
         names={
