@@ -41,7 +41,7 @@ from kinformer.lab.runs.planner import checked, group_of, named_data, open_plann
 from kinformer.lab.runs.rows import plan_of, staged_rows
 from kinformer.lab.runs.run import writing
 from kinformer.lab.training.distributed import Group
-from kinformer.lab.training.logging import Log, Silence
+from kinformer.lab.training.logging import Log, TrainingProgress
 from kinformer.lab.training.loop import Trainer, Window
 from kinformer.lab.training.schedule import FORWARD_SHARE, stage_at
 from kinformer.runtime.errors import KinformerError, plural
@@ -214,7 +214,7 @@ def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps:
     model = made.model()
     objective = run.task.objective(made.settings.objective, model, data)
     trainer = TurnTrainer(model, data, objective, made.settings, folder, Group(made.device), quiet=True)
-    trainer.window, trainer.log, trainer.progress = Window(trainer.group), None, Silence()
+    trainer.window, trainer.log, trainer.progress = Window(trainer.group), None, TrainingProgress(0, 0, quiet=True)
     split = training.data.splits["train"] if run.task.data.running_text else None
     return Turn(contestant, seed, trainer, trained, split.bytes / max(1, len(split)) if split else None)
 
