@@ -359,7 +359,7 @@ class StateCache(Cache):  # type: ignore[misc]
         self.length = self.waiting = 0
         self.records, self.apart = False, APART
         self._kept: list[tuple[int, State]] = []
-        self._text: Tensor | None = None  # the tokens behind the older kept state, -1 at padding
+        self._text: Any = None  # tokens [batch, time] behind the older kept state, -1 at padding
 
     def __bool__(self) -> bool:
         return self.length > 0
@@ -388,8 +388,7 @@ class StateCache(Cache):  # type: ignore[misc]
         """Add ``tokens`` [batch, time] to the waiting tokens."""
         chunk = tokens if valid is None else tokens.masked_fill(~valid, -1)
         self._text = chunk if self._text is None else torch.cat([self._text, chunk], dim=1)
-        self.length += chunk.shape[1]
-        self.waiting += chunk.shape[1]
+        self.length, self.waiting = self.length + chunk.shape[1], self.waiting + chunk.shape[1]
 
     def take(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Return the first ``count`` waiting tokens and their mask. Keep the state before them if it is far enough from
@@ -397,7 +396,6 @@ class StateCache(Cache):  # type: ignore[misc]
         absorbed = self.length - self.waiting
         if not self._kept or absorbed - self._kept[-1][0] >= self.apart:
             self._kept = [*self._kept[-1:], (absorbed, self.state)]
-        assert self._text is not None
         self._text = self._text[:, self._kept[0][0] - self.length :]
         tokens = self._text[:, self._text.shape[1] - self.waiting :][:, :count]
         self.waiting -= count
@@ -442,7 +440,7 @@ class StateCache(Cache):  # type: ignore[misc]
         kept = [one for one in self._kept if one[0] <= length]
         if not tokens_to_remove:
             return
-        if tokens_to_remove > 0 or not kept or self._text is None:
+        if tokens_to_remove > 0 or not kept:
             raise KinformerError(
                 "a state cannot be rewound, as it does not hold tokens one by one; copy the cache before them "
                 "(copy.deepcopy), or generate without assistance."
