@@ -14,6 +14,7 @@ import kinformer
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.generation.beam import Search, beam_search
+from kinformer.interop.auto import CACHE
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
@@ -283,6 +284,15 @@ def translator(tmp_path_factory):
     return transformers.AutoModelForSeq2SeqLM.from_pretrained(done.folder, trust_remote_code=True).eval(), model.eval()
 
 
+@pytest.mark.parametrize("help_", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_a_translator_writes_the_same_with_assistance(help_, translator):
+    """Transformers drafts for one row."""
+    theirs, source = translator[0], torch.tensor([[8, 3, 1]])
+    plain = theirs.generate(source, max_new_tokens=12, do_sample=False)
+    options = {help_: 2 if help_ == "prompt_lookup_num_tokens" else theirs}
+    assert torch.equal(theirs.generate(source, max_new_tokens=12, do_sample=False, **options), plain)
+
+
 @pytest.mark.parametrize("beam", [1, 3])
 def test_greedy_and_beams_write_what_our_search_writes(beam, translator):
     """Scores are sums of logarithms on both sides, and the search ends with the third that has ended."""
@@ -540,3 +550,63 @@ def test_a_causal_classifier_of_no_architecture_is_refused_in_a_sentence(tmp_pat
     )
     with pytest.raises(KinformerError, match="the head 'token_classification', which is exported only as an architect"):
         kinformer.export(run, tmp_path / "exported")
+
+
+ASSISTED = {"alibi": {"layers.*.norm": "rms_norm"}, "gated-deltanet": {}}
+"""Members with exact attention and with a recurrence, and changes with which neither is an architecture."""
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory):
+    """Models by their members, with weights so large that they do not write one token for ever. ``noise`` is added to
+    the weights of an assistant, whose drafts are then partly right."""
+    made = {}
+
+    def writer(member, noise=0.0):
+        if (member, noise) not in made:
+            torch.manual_seed(0)
+            config = configure(member, "tiny", 256, ASSISTED[member])
+            model = config.build()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(torch.randn_like(weight), alpha=0.2)
+                for weight in model.parameters():
+                    weight.add_(torch.randn_like(weight), alpha=noise)
+            folder = tmp_path_factory.mktemp("writer")
+            done = kinformer.export(save_run(member, folder / "run", config, model), folder / "exported")
+            auto = transformers.AutoModelForCausalLM
+            made[member, noise] = auto.from_pretrained(done.folder, trust_remote_code=True).eval()
+            made[member, noise].generation_config.assistant_confidence_threshold = 0
+        return made[member, noise]
+
+    return writer
+
+
+@pytest.mark.parametrize("member", ASSISTED)
+@torch.no_grad()
+def test_assisted_generation_writes_what_greedy_generation_writes(member, writers, monkeypatch):
+    model, assistant = writers(member), writers(member, noise=0.03)
+    prompt = torch.randint(256, (1, 45), generator=torch.Generator().manual_seed(3))
+    options = {"max_new_tokens": 70, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(prompt, **options)
+    passes, inputs_of = [], model.model.head_inputs
+
+    def head_inputs(tokens, *arguments, **values):
+        passes.append(tokens.shape[1])
+        return inputs_of(tokens, *arguments, **values)
+
+    monkeypatch.setattr(model.model, "head_inputs", head_inputs)
+    for name, help_ in {"lookup": {"prompt_lookup_num_tokens": 3}, "model": {"assistant_model": assistant}}.items():
+        passes.clear()
+        written = model.generate(prompt, **options, **help_)
+        assert torch.equal(written.sequences, plain.sequences), name
+        cache = written[CACHE]
+        assert cache.is_croppable and len(cache._kept) <= 2 and cache._text.shape[1] <= 100, name
+        assert max(passes) <= 31 + 21 and len(passes) < 70 < 44 + 70 < sum(passes), name
+    shown = model.generate(prompt, **options, prompt_lookup_num_tokens=3, output_hidden_states=True)
+    assert torch.equal(shown.sequences, plain.sequences)
+    cache = plain[CACHE]
+    assert not (cache.records or cache.is_croppable or cache._kept) and cache._text is None
+    cache.crop(0)
+    with pytest.raises(KinformerError, match="a state cannot be rewound"):
+        cache.crop(-1)

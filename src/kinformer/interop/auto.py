@@ -20,9 +20,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import ctc_loss
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import (
     BaseModelOutput,
     CausalLMOutput,
@@ -335,15 +336,19 @@ CACHE = next(
 )
 """What this version of transformers calls a cache: ``cache`` from 5.24 on."""
 
+APART = 32
+"""Least number of tokens between two kept states; so many waiting tokens are absorbed without the next chunk."""
+
 
 class StateCache(Cache):  # type: ignore[misc]
     """The ``state`` after ``length`` tokens, padding included; None before the first.
 
-    A cache that holds tokens is true, so that ``if past_key_values:`` finds it.
+    A cache that holds tokens is true, so that ``if past_key_values:`` finds it. A cache that ``records`` keeps at most
+    two earlier states, at least ``apart`` tokens apart. :meth:`crop` returns to one of these. The tokens from there to
+    the new end are ``waiting``: the next pass absorbs them with its chunk.
     """
 
     is_compileable = False
-    is_croppable = False
     is_sliding = [False]
     is_linear = [False]
     """False, so that transformers gives tokens that the state has absorbed only once."""
@@ -351,24 +356,51 @@ class StateCache(Cache):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.state: State = None
-        self.length = 0
+        self.length = self.waiting = 0
+        self.records, self.apart = False, APART
+        self._kept: list[tuple[int, State]] = []
+        self._text: Any = None  # tokens [batch, time] behind the older kept state, -1 at padding
 
     def __bool__(self) -> bool:
-        return self.is_initialized
+        return self.length > 0
+
+    is_initialized = property(__bool__)
 
     @property
-    def is_initialized(self) -> bool:
-        """Return whether a token was absorbed."""
-        return self.state is not None
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Return whether an earlier state is kept, so that tokens can be taken back."""
+        return bool(self._kept)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the state holds."""
-        return 0 if self.state is None else nbytes(self.state)
+        """Return the bytes that the state and the kept states hold."""
+        return sum(nbytes(one) for one in (self.state, *(one for _, one in self._kept)) if one is not None)
 
     def advance(self, state: State, tokens: int) -> None:
-        """Hold ``state``, which absorbed ``tokens`` more."""
-        self.state, self.length = state, self.length + tokens
+        """Hold ``state``, which absorbed ``tokens`` more; forget earlier states."""
+        self.state, self.length, self._kept, self._text = state, self.length + tokens, [], None
+
+    def activate_past_recording(self) -> None:
+        """Keep earlier states from the next chunk on."""
+        self.records = True
+
+    def append(self, tokens: Tensor, valid: Tensor | None) -> None:
+        """Add ``tokens`` [batch, time] to the waiting tokens."""
+        chunk = tokens if valid is None else tokens.masked_fill(~valid, -1)
+        self._text = chunk if self._text is None else torch.cat([self._text, chunk], dim=1)
+        self.length, self.waiting = self.length + chunk.shape[1], self.waiting + chunk.shape[1]
+
+    def take(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the first ``count`` waiting tokens and their mask. Keep the state before them if it is far enough from
+        the last kept state."""
+        absorbed = self.length - self.waiting
+        if not self._kept or absorbed - self._kept[-1][0] >= self.apart:
+            self._kept = [*self._kept[-1:], (absorbed, self.state)]
+        self._text = self._text[:, self._kept[0][0] - self.length :]
+        tokens = self._text[:, self._text.shape[1] - self.waiting :][:, :count]
+        self.waiting -= count
+        valid = tokens >= 0
+        return tokens.clamp(min=0), None if bool(valid.all()) else valid
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens were absorbed, padding included."""
@@ -385,29 +417,38 @@ class StateCache(Cache):  # type: ignore[misc]
         return self.length + (len(query_length) if isinstance(query_length, Tensor) else query_length), 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the rows ``beam_idx``, for beam search."""
-        if self.state is not None:
-            self.state = select_rows(self.state, beam_idx)
+        """Take the rows ``beam_idx``, in that order."""
+        self._change_rows(lambda part: select_rows(part, beam_idx))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the rows ``indices``, in that order."""
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        if self.state is not None:
-            self.state = repeat_rows(self.state, repeats)
+        self._change_rows(lambda part: repeat_rows(part, repeats))
+
+    def _change_rows(self, change: Callable[[State], State]) -> None:
+        self.state, self._text = (part if part is None else change(part) for part in (self.state, self._text))
+        self._kept = [(length, part if part is None else change(part)) for length, part in self._kept]
 
     def reset(self) -> None:
         """Forget all tokens, as if the cache were new."""
-        self.state, self.length = None, 0
+        self.state, self.length, self.waiting, self._kept, self._text = None, 0, 0, [], None
 
-    def crop(self, *arguments: object, **options: object) -> None:
-        """Refuse to take tokens back: a state does not hold them one by one."""
-        raise KinformerError(
-            "a state cannot be rewound, as it does not hold tokens one by one; copy the cache before them "
-            "(copy.deepcopy), or generate without assistance."
-        )
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last ``-tokens_to_remove`` tokens, at most back to the older kept state."""
+        length, absorbed = self.length + int(tokens_to_remove), self.length - self.waiting
+        kept = [one for one in self._kept if one[0] <= length]
+        if not tokens_to_remove:
+            return
+        if tokens_to_remove > 0 or not kept:
+            raise KinformerError(
+                "a state cannot be rewound, as it does not hold tokens one by one; copy the cache before them "
+                "(copy.deepcopy), or generate without assistance."
+            )
+        if length < absorbed:
+            (absorbed, self.state), self._kept = kept[-1], kept
+        self.length, self.waiting = length, length - absorbed
+        self._text = self._text[:, : length - kept[0][0]]
 
 
 @dataclass
@@ -428,12 +469,39 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
     """A model whose state is its cache."""
 
     main_input_name = "input_ids"
-    _is_stateful = True
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         """Return False: the first forward pass makes the cache."""
         return False
+
+    def _prepare_cache_for_generation(
+        self, config: GenerationConfig, values: dict[str, Any], mode: GenerationMode, *arguments: Any, **options: Any
+    ) -> None:
+        """Put a cache that records into ``values`` for assisted generation, of the model and of its assistant."""
+        super()._prepare_cache_for_generation(config, values, mode, *arguments, **options)
+        if config.use_cache and (config.is_assistant or mode == GenerationMode.ASSISTED_GENERATION):
+            cache = cache_in(values)
+            values[CACHE] = cache = StateCache() if cache is None else cache
+            cache.records = True
+            if config.is_assistant:  # a crop may take back its whole draft, which it absorbed token by token
+                cache.apart = APART + (config.max_new_tokens or 0)
+
+    def _state_in(
+        self, before: StateCache | None, cache: StateCache | None, labels: Tensor | None, alone: bool = False
+    ) -> State:
+        """Return the state in ``before``. A chunk with ``labels``, without a ``cache`` to fill, or ``alone`` is not
+        joined with the waiting tokens, which are absorbed here. Labels do not pay for the side costs so far."""
+        if before is None:
+            return None
+        if before.waiting and (alone or cache is None or labels is not None):
+            self._absorb(before, before.waiting)
+        return before.state if labels is None or before.state is None else pop_aux(before.state)[1]
+
+    def _absorb(self, cache: StateCache, count: int) -> None:
+        """Absorb the first ``count`` waiting tokens of ``cache``."""
+        tokens, valid = cache.take(count)
+        cache.state = self.model.head_inputs(tokens, cache.state, valid=valid)[1]
 
     def _continued(
         self,
@@ -443,10 +511,21 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         state: State,
         logits_to_keep: int | Tensor = 0,
         layers: list[Tensor] | None = None,
+        are_ids: bool = True,
     ) -> tuple[Tensor, State]:
         """Return logits [batch, time, vocab] of ``tokens`` [batch, time] behind ``state``, zero where not ``valid``,
         and the state behind them, which ``cache``, if there is one, then holds. The outputs of all layers are added to
-        ``layers``, if it is a list."""
+        ``layers``, if it is a list. A cache records tokens that ``are_ids``."""
+        count = tokens.shape[1]
+        needed = min(logits_to_keep or count, count) if isinstance(logits_to_keep, int) else count
+        recording = cache if cache is not None and cache.records and are_ids else None
+        if recording is not None:
+            recording.state = state
+            recording.append(tokens, valid)
+            # Many tokens without logits are absorbed first, or every crop would return to the state before them.
+            if layers is None and recording.waiting - needed >= APART:
+                self._absorb(recording, recording.waiting - needed)
+            state, (tokens, valid) = recording.state, recording.take(recording.waiting)
         if layers is None:
             inputs, state = self.model.head_inputs(tokens, state, valid=valid)
         else:
@@ -454,9 +533,11 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
                 raise KinformerError("output_hidden_states: this model's layers depend on the token; leave it out.")
             inputs, state, taps = self.model.hidden(tokens, state, valid=valid, taps=range(len(self.model.stack.order)))
             layers += [*taps[:-1], inputs]
-        if cache is not None:
-            cache.advance(state, tokens.shape[1])
-        rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        if recording is not None:
+            recording.state = state
+        elif cache is not None:
+            cache.advance(state, count)
+        rows = slice(-needed, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(map_tensors(lambda leaf: leaf[:, rows], inputs))
         return select_valid(logits, None if valid is None else valid[:, rows]), state
 
@@ -505,12 +586,12 @@ class KinformerForCausalLM(ContinuingModel):
         The cache is ``cache`` or ``past_key_values``, whatever the version of transformers.
         """
         tokens, before = require_ids(input_ids, options, inputs_embeds), cache_in(options)
-        state = None if before is None else before.state if labels is None else pop_aux(before.state)[1]
-        cache = self._cache_to_fill(before, use_cache)
+        cache, ids = self._cache_to_fill(before, use_cache), input_ids is not None
         valid, shows = valid_of(attention_mask, tokens), self._shows_layers(output_hidden_states)
+        state = self._state_in(before, cache, labels, not ids or shows or isinstance(logits_to_keep, Tensor))
         layers: list[Tensor] | None = [] if shows else None
         with self._costs() as costs, self._vectors(inputs_embeds, valid), self._entered(shows, valid) as entered:
-            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers)
+            logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers, ids)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
         states = None if layers is None else (entered(tokens), *layers)
@@ -578,9 +659,8 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         before, hidden = cache_in(options), None
         cache = self._cache_to_fill(before, options.get("use_cache"))
         with self._costs() as costs:
-            if before is not None and before.is_initialized:
-                state = before.state if labels is None else pop_aux(before.state)[1]
-            else:
+            state = self._state_in(before, cache, labels)
+            if state is None:
                 hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
                 valid = _source_valid(attention_mask, *hidden.shape[:2])
                 state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
