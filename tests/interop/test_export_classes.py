@@ -601,12 +601,12 @@ def test_assisted_generation_writes_what_greedy_generation_writes(member, writer
         written = model.generate(prompt, **options, **help_)
         assert torch.equal(written.sequences, plain.sequences), name
         cache = written[CACHE]
-        assert cache.is_croppable and len(cache._kept) <= 2 and cache._text.shape[1] <= 100, name
+        assert cache.is_croppable and len(cache._marks) <= 2 and cache._text.shape[1] <= 100, name
         assert max(passes) <= 31 + 21 and len(passes) < 70 < 44 + 70 < sum(passes), name
     shown = model.generate(prompt, **options, prompt_lookup_num_tokens=3, output_hidden_states=True)
     assert torch.equal(shown.sequences, plain.sequences)
     cache = plain[CACHE]
-    assert not (cache.records or cache.is_croppable or cache._kept) and cache._text is None
+    assert not (cache.records or cache.is_croppable or cache._marks) and cache._text is None
     cache.crop(0)
     with pytest.raises(KinformerError, match="a state cannot be rewound"):
         cache.crop(-1)

@@ -358,7 +358,7 @@ class StateCache(Cache):  # type: ignore[misc]
         self.state: State = None
         self.length = self.waiting = 0
         self.records, self.apart = False, APART
-        self._kept: list[tuple[int, State]] = []
+        self._marks: list[tuple[int, State]] = []
         self._text: Any = None  # tokens [batch, time] behind the older kept state, -1 at padding
 
     def __bool__(self) -> bool:
@@ -369,16 +369,16 @@ class StateCache(Cache):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Return whether an earlier state is kept, so that tokens can be taken back."""
-        return bool(self._kept)
+        return bool(self._marks)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that the state and the kept states hold."""
-        return sum(nbytes(one) for one in (self.state, *(one for _, one in self._kept)) if one is not None)
+        return sum(nbytes(one) for one in (self.state, *(one for _, one in self._marks)) if one is not None)
 
     def advance(self, state: State, tokens: int) -> None:
         """Hold ``state``, which absorbed ``tokens`` more; forget earlier states."""
-        self.state, self.length, self._kept, self._text = state, self.length + tokens, [], None
+        self.state, self.length, self._marks, self._text = state, self.length + tokens, [], None
 
     def activate_past_recording(self) -> None:
         """Keep earlier states from the next chunk on."""
@@ -394,9 +394,9 @@ class StateCache(Cache):  # type: ignore[misc]
         """Return the first ``count`` waiting tokens and their mask. Keep the state before them if it is far enough from
         the last kept state."""
         absorbed = self.length - self.waiting
-        if not self._kept or absorbed - self._kept[-1][0] >= self.apart:
-            self._kept = [*self._kept[-1:], (absorbed, self.state)]
-        self._text = self._text[:, self._kept[0][0] - self.length :]
+        if not self._marks or absorbed - self._marks[-1][0] >= self.apart:
+            self._marks = [*self._marks[-1:], (absorbed, self.state)]
+        self._text = self._text[:, self._marks[0][0] - self.length :]
         tokens = self._text[:, self._text.shape[1] - self.waiting :][:, :count]
         self.waiting -= count
         valid = tokens >= 0
@@ -428,27 +428,27 @@ class StateCache(Cache):  # type: ignore[misc]
 
     def _change_rows(self, change: Callable[[State], State]) -> None:
         self.state, self._text = (part if part is None else change(part) for part in (self.state, self._text))
-        self._kept = [(length, part if part is None else change(part)) for length, part in self._kept]
+        self._marks = [(length, part if part is None else change(part)) for length, part in self._marks]
 
     def reset(self) -> None:
         """Forget all tokens, as if the cache were new."""
-        self.state, self.length, self.waiting, self._kept, self._text = None, 0, 0, [], None
+        self.state, self.length, self.waiting, self._marks, self._text = None, 0, 0, [], None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens, at most back to the older kept state."""
         length, absorbed = self.length + int(tokens_to_remove), self.length - self.waiting
-        kept = [one for one in self._kept if one[0] <= length]
+        marks = [one for one in self._marks if one[0] <= length]
         if not tokens_to_remove:
             return
-        if tokens_to_remove > 0 or not kept:
+        if tokens_to_remove > 0 or not marks:
             raise KinformerError(
                 "a state cannot be rewound, as it does not hold tokens one by one; copy the cache before them "
                 "(copy.deepcopy), or generate without assistance."
             )
         if length < absorbed:
-            (absorbed, self.state), self._kept = kept[-1], kept
+            (absorbed, self.state), self._marks = marks[-1], marks
         self.length, self.waiting = length, length - absorbed
-        self._text = self._text[:, : length - kept[0][0]]
+        self._text = self._text[:, : length - marks[0][0]]
 
 
 @dataclass
