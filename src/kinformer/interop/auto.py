@@ -420,7 +420,7 @@ class StateCache(Cache):  # type: ignore[misc]
         """Take the rows ``beam_idx``, in that order."""
         self._change_rows(lambda part: select_rows(part, beam_idx))
 
-    batch_select_indices = reorder_cache
+    batch_select_indices = reorder_cache  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
@@ -475,17 +475,18 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         """Return False: the first forward pass makes the cache."""
         return False
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]
         self, config: GenerationConfig, values: dict[str, Any], mode: GenerationMode, *arguments: Any, **options: Any
-    ) -> None:
+    ) -> Any:
         """Put a cache that records into ``values`` for assisted generation, of the model and of its assistant."""
-        super()._prepare_cache_for_generation(config, values, mode, *arguments, **options)
+        prepared = super()._prepare_cache_for_generation(config, values, mode, *arguments, **options)  # type: ignore[misc]
         if config.use_cache and (config.is_assistant or mode == GenerationMode.ASSISTED_GENERATION):
             cache = cache_in(values)
             values[CACHE] = cache = StateCache() if cache is None else cache
             cache.records = True
             if config.is_assistant:  # a crop may take back its whole draft, which it absorbed token by token
                 cache.apart = APART + (config.max_new_tokens or 0)
+        return prepared
 
     def _state_in(
         self, before: StateCache | None, cache: StateCache | None, labels: Tensor | None, alone: bool = False

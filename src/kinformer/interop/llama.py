@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
@@ -155,7 +156,7 @@ def _smollm3(full: Settings) -> ConfigData:
     return model
 
 
-def _olmo2(full: Settings, kinds: Sequence[str] | None = None, **options: Mapping[str, ConfigView]) -> ConfigData:
+def _olmo2(full: Settings, kinds: Sequence[str] | None = None, **options: Any) -> ConfigData:
     model = like_llama(full, kinds, normed=True, **options)
     for layer in model["layers"]:
         layer["residual"] = "res_post"

@@ -330,7 +330,7 @@ def rope_parameters(position: ConfigView) -> JsonObject:
 
 def _scaling(settings: Settings, scaling: str) -> ConfigData:
     """Return the settings of scaled positions; an empty table for a factor of 1, which changes nothing."""
-    scaled = {
+    scaled: dict[str, Any] = {
         ours: READERS.get(ours, Settings.positive)(settings, theirs)
         for ours, theirs in SCALINGS[scaling].items()
         if settings.get(theirs) is not None
@@ -365,6 +365,7 @@ def bound_positions(full: Settings) -> tuple[JsonObject, int | None, tuple[str, 
     table = rope_table(full)
     kind, short = table.get("rope_type", table.get("type")), table.get("short_factor")
     settings = Settings({ORIGINAL: full.get(LONGEST), **table, **full}, full.place)
+    changes: dict[str, Any]
     if kind == "dynamic":
         settings.positive("factor")
         length, changes, remedy = settings.integer(LONGEST), {"rope_type": "default"}, ""

@@ -89,8 +89,8 @@ class List(CommonOptions):
         for record in records:
             titles, axes = _wrapped(record.title, 24), _wrapped(", ".join(record.axes) or "-", 18)
             for number, (title, changed) in enumerate(zip_longest(titles, axes, fillvalue="")):
-                first = (record.name, record.year, record.growth) if number == 0 else ("", "", "")
-                rows.append((*first, title, changed))
+                begin = (record.name, str(record.year), record.growth) if number == 0 else ("", "", "")
+                rows.append((*begin, title, changed))
         print_table(("member", "year", "state", "title", "changes"), rows)
         return 0
 

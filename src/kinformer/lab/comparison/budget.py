@@ -143,7 +143,7 @@ class TurnTrainer(Trainer):
         self.window.restart()
         for _ in range(steps):
             lr = self.rate(at := self.course.at(self.step), self.total)
-            self.window.add(self.update(self.step, lr, at / self.total))
+            self.window.updates.append(self.update(self.step, lr, at / self.total))
             self.moving.update(self.step)
             self.step += 1
         losses = self.window.read()[0]  # this waits for the device

@@ -489,7 +489,7 @@ def read_texts(
     if not path.is_file():
         raise KinformerError(f"{path}: is neither a regular file nor a folder; pipe it in and give - instead.")
     refuse_packed(path)
-    kind = format or TABLES.get(path.suffix.lower(), "lines")
+    kind: Format = format or TABLES.get(path.suffix.lower()) or "lines"
     return _counted(lambda: _opened(path, columns, kind), str(path), limit, check)
 
 

@@ -261,7 +261,7 @@ class TrainOptions(Processes, Settings, LearningOptions):
     hidden features and vocabulary of every row; cp or ring: they share the time of every row (ring: keys and values
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
-    LEAST = {"devices": 1, "neighbours": 1, "probes": 0}
+    LEAST = {"devices": 1, "neighbours": 1, "probes": 0}  # type: ignore[assignment]
 
     @property
     def folder(self) -> Path:

@@ -124,8 +124,8 @@ class Carried:
         part = group.rank % group.tensor
         for index, state in enumerate(self.states):
             if state is not None:
-                pairs = zip(states.tensors(state), self.cuts, strict=True)
-                ours = [leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone() for leaf, dim in pairs]
+                leaves = zip(states.tensors(state), self.cuts, strict=True)
+                ours = [leaf if dim is None else leaf.chunk(group.tensor, dim)[part].clone() for leaf, dim in leaves]
                 self.states[index] = rebuilt(state, ours)
 
     def tensors(self, group: Group) -> dict[str, Tensor]:
