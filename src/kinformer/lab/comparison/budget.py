@@ -78,8 +78,8 @@ def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cach
     base = replace(base_of(first, options, task), minutes=minutes, recipe=options.recipe)
     if options.train_tokenizer is None:
         spec = named_data(base, task, Path(options.out))
-        train = cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"])
-        options = replace(options, train_tokenizer=with_vocabulary(base, task, train).train_tokenizer)
+        splits = cache(lambda: open_corpus(spec, holdout=options.holdout).splits)
+        options = replace(options, train_tokenizer=with_vocabulary(base, task, splits).train_tokenizer)
     options = with_tokenizer(entrants, options)
     longest = with_length(entrants, options).row_length
 

@@ -82,9 +82,10 @@ def device_of(text: str) -> Device:
 def numbers_of(text: str) -> list[int]:
     """Return the numbers of devices that ``text`` means: one, as in ``64``, or powers of two, as in ``8..4096``."""
     first, dots, last = text.partition("..")
-    if not first.isdigit() or (dots and not last.isdigit()) or int(first) < 1 or int(last or first) > MOST:
+    counts = [int(part) for part in (first, last or first) if part.isdigit()]
+    if len(counts) < 2 or (dots and not last) or not 1 <= counts[0] <= counts[1] <= MOST:
         raise KinformerError(
-            f"`devices` {text}: must be a number from 1 to {MOST:,} or two, as in 64 or 8..4096; give it so."
+            f"`devices` {text}: must be a number from 1 to {MOST:,}, or two in order, as in 64 or 8..4096."
         )
     doublings = (int(last) // int(first)).bit_length() if dots else 1
     return [int(first) << doubling for doubling in range(max(1, doublings))]

@@ -18,7 +18,7 @@ from kinformer.family.table import member
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.datastore.retrieval import choose_retrieval, resume_retrieval
 from kinformer.lab.runs.inheritance import Inheritance, inheritance
-from kinformer.lab.runs.minutes import Chooser, Ladder, decides
+from kinformer.lab.runs.minutes import Chooser, Ladder, decides, spelled_minutes
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.planner import (
     check_source,
@@ -145,6 +145,9 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
     group = group_of(options.parallelism, device)
     with creating(folder):
         requested = options
+        if decides(options) and not quiet:
+            words = f"kinformer: measuring the speed of this machine for {spelled_minutes(options.minutes or 0)}"
+            print(words, file=tolerant(sys.stderr), flush=True)
         planner, options = open_planner(requested)
         task, base = planner.task, planner.base
         check_sampling(task, options.sample_every)

@@ -29,6 +29,7 @@ from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
 from kinformer.lab.data import Split
+from kinformer.lab.data.tokenizer import text_pieces
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.data_module import DataModule, rows_of, take_rows
@@ -37,6 +38,13 @@ from kinformer.lab.training.loop import Trainer, Updater
 from kinformer.lab.training.schedule import PROBE_SHARE
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural, spelled
+from kinformer.runtime.progress import note
+
+
+def spelled_minutes(minutes: float) -> str:
+    """Return ``minutes`` with their noun."""
+    return f"{minutes:g} minute{'' if minutes == 1 else 's'}"
+
 
 # Choosing options by a budget of minutes: the base of choosers, the timing of a step, and the choice as flags.
 
@@ -123,7 +131,7 @@ class Choice:
         steps = f"{'about ' if self.passes is None else ''}{plural(self.steps, 'step')} can be made"
         facts = "" if self.passes is None else f" ({speed:,.0f} tokens/s), {self.passes:.2g} times the data"
         chosen = f"; chosen for that:\nkinformer: {spelled(' '.join(self.flags))}" if self.flags else ""
-        return f"kinformer: in {self.options.minutes:g} minutes {steps}{facts}{chosen}"
+        return f"kinformer: in {spelled_minutes(self.options.minutes or 0)} {steps}{facts}{chosen}"
 
 
 # The size, rows and length of ``--minutes M`` where rows are not parts of a running text: images, speech, episodes.
@@ -334,11 +342,11 @@ def decides(options: TrainOptions) -> bool:
     return options.minutes is not None and options.datastore is None
 
 
-def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split]) -> TrainOptions:
-    """Return ``options`` with a vocabulary that suits the size of the split ``train`` and the minutes.
+def with_vocabulary(options: TrainOptions, task: Task, splits: Callable[[], Mapping[str, Split]]) -> TrainOptions:
+    """Return ``options`` with a vocabulary that suits the minutes and the size of the split "train" of ``splits``.
 
     A tokenizer saves computation, because one token stands for several bytes. The options stay unchanged if they name
-    a tokenizer, or if the library of tokenizers is missing.
+    a tokenizer, if the library of tokenizers is missing, or if the data is not UTF-8 text.
     """
     record = member(options.member)
     sources = options.tokenizer, options.train_tokenizer, options.init, options.retriever
@@ -348,10 +356,19 @@ def with_vocabulary(options: TrainOptions, task: Task, train: Callable[[], Split
         return options
     if importlib.util.find_spec("tokenizers") is None:
         return options
-    size, minutes = train().bytes, options.minutes or 0
+    size, minutes = splits()["train"].bytes, options.minutes or 0
     bounds = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
     fitting = [count for least, count in bounds if least <= size <= ENCODED_A_MINUTE * minutes]
-    return replace(options, train_tokenizer=fitting[-1]) if fitting else options
+    if not fitting:
+        return options
+    try:
+        for piece in (piece for split in splits().values() for piece in text_pieces(split)):
+            piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start]
+        note(f"note: the data is not UTF-8 text (it has the byte {wrong:#04x}), so the model reads bytes.")
+        return options
+    return replace(options, train_tokenizer=fitting[-1])
 
 
 @cache

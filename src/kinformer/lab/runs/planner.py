@@ -89,7 +89,7 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     check_source(options, task)
     plan_config(options, base, task, None)
     spec = named_data(options, task, options.folder)
-    options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits["train"]))
+    options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits))
     return planner_for(options, task, spec, base), options
 
 
