@@ -12,7 +12,7 @@ from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.record import EntrantRecord, as_json, read
 
 FLAGS = [
-    "--quiet", "--recipe", "tiny", "--length", "16", "--batch-size", "2", "--total-minutes", "0.1", "--rounds", "1",
+    "--quiet", "--recipe", "tiny", "--length", "16", "--batch-size", "2", "--total-minutes", "1", "--rounds", "1",
     "--lengths", "16", "--contexts", "1x,2x", "--first", "400", "--threads", "1", "--device", "cpu",
 ]  # fmt: skip
 
@@ -30,7 +30,7 @@ def test_all_train_by_as_many_steps_without_a_sweep(whole, monkeypatch):
     folder, words = whole
     made = read(folder / "comparison.json")
     (steps,) = made.budget["steps"]
-    assert steps == 7 and made.budget["sweep_steps"] == [] and made.budget["total_minutes"] == 0.1
+    assert steps == 7 and made.budget["sweep_steps"] == [] and made.budget["total_minutes"] == 1
     for item in made.entrants:
         assert item.error is None and item.lr == budget.RATES[0][1] and not item.sweep
         assert [run.steps for run in item.runs] == [steps] and item.runs[0].curve[-1].step == steps
@@ -47,7 +47,7 @@ def test_time_that_is_over_is_told_before_training(cli, tmp_path, text_file, mon
     monkeypatch.setattr(Turns, "steps", property(lambda self: budget.PROBES))
     monkeypatch.setattr(Turns, "train", lambda self: pytest.fail("trained"))
     code, _, err = cli("compare", "rope", "--data", text_file, *FLAGS, "--out", tmp_path)
-    assert code == 2 and "--total-minutes 0.1: is over before the first round of steps" in err
+    assert code == 2 and "--total-minutes 1: is over before the first round of steps" in err
 
 
 class Clock:

@@ -16,6 +16,7 @@ from typing import Any
 from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
 from kinformer.interop.settings import FULL, WINDOW, At, Settings, Table, rope, rope_parameters
+from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
@@ -146,7 +147,9 @@ def _smollm3(full: Settings) -> ConfigData:
     turned = full["no_rope_layers"]
     turned = [int(number % step != 0) for number in numbers] if turned is None else turned
     if not isinstance(turned, list) or len(turned) != len(numbers):
-        raise full.error(f"no_rope_layers must be a list of {len(numbers)} numbers, 0 for layers without positions.")
+        raise full.error(
+            f"no_rope_layers must be a list of {plural(len(numbers), 'number')}, 0 for layers without positions."
+        )
     windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
     kinds = [WINDOW if windowed and not turns else FULL for turns in turned]
     model = like_llama(full, kinds if full["layer_types"] is None else full.layer_types(FULL, WINDOW))
