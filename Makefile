@@ -22,7 +22,7 @@ test: $(VENV)/.installed-test
 # Laws, tests and lint of one part: make check PART=mixers/linear
 check: $(VENV)/.installed-test
 	@$(BIN)/python tests/part.py $(PART) > $(VENV)/part.txt
-	OMP_NUM_THREADS=1 KINFORMER_PART=$(PART) $(BIN)/python -m pytest -q -x -n 2 --dist worksteal --deselect tests/test_laws.py::test_benchmarks_import_names_that_exist tests/test_laws.py $$(cat $(VENV)/part.txt)
+	OMP_NUM_THREADS=1 KINFORMER_PART=$(PART) $(BIN)/python -m pytest -q -x -n 2 --dist worksteal --deselect tests/test_laws.py::test_benchmarks_import_names_that_exist tests/test_laws.py tests/family/test_settings.py $$(cat $(VENV)/part.txt)
 	$(BIN)/ruff check $(wildcard src/kinformer/$(PART) src/kinformer/$(PART).py)
 	$(BIN)/ruff format --check $(wildcard src/kinformer/$(PART) src/kinformer/$(PART).py)
 

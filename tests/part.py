@@ -29,4 +29,7 @@ if __name__ == "__main__":
         sys.exit(
             f"PART={part or '(none)'} is not a module or folder below src/kinformer; give, say, PART=mixers/linear"
         )
-    print(*(path.relative_to(TESTS.parent) for path in files_for(part)), sep="\n")
+    files = files_for(part)
+    if not files:
+        print(f"no test file is named like {part} or imports it: only the laws run", file=sys.stderr)
+    print(*(path.relative_to(TESTS.parent) for path in files), sep="\n")
