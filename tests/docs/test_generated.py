@@ -217,7 +217,12 @@ def test_every_script_is_in_the_index():
     from generator.results import BENCHMARKS
 
     text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {"associative.py", "common.py", "peers.py", "equal_minutes.py"}
+    scripts = {path.name for path in BENCHMARKS.glob("*.py")} - {
+        "associative.py",
+        "common.py",
+        "peers.py",
+        "equal_minutes.py",
+    }
     assert scripts == set(re.findall(r"`(\w+\.py)", text)), scripts ^ set(re.findall(r"`(\w+\.py)", text))
 
 

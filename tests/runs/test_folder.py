@@ -172,7 +172,8 @@ def test_a_folder_that_is_removed_during_a_save_ends_the_training(tmp_path, text
     options = {"async_saves": async_saves, "checkpoint_every": 1}
     with pytest.raises(KinformerError, match=r"run: was moved or removed .* resume, or train again.$"):
         kinformer.train("gpt", data=text_file, out=out, **options, **SMALL)
-    assert point == "rmdir" or not out.exists()
+    # A report that is written while the folder is removed may be left behind.
+    assert point == "rmdir" or {path.name for path in out.rglob("*")} <= {"report.html"}
 
 
 def test_json_holds_null_for_numbers_that_are_not_finite(tmp_path):

@@ -111,8 +111,8 @@ def test_mistakes_of_training(text_file, tmp_path, options, told):
 
 
 def test_mistakes_of_measuring(run):
-    with pytest.raises(KinformerError, match="kinformer.evaluate: 'lenghts' is not an option; did you mean 'lengths'"):
-        kinformer.evaluate(run.folder, lenghts="1x")
+    with pytest.raises(KinformerError, match="kinformer.evaluate: 'contxts' is not an option; did you mean 'contexts'"):
+        kinformer.evaluate(run.folder, contxts="1x")
     with pytest.raises(KinformerError, match="is not a run folder"):
         kinformer.evaluate(run.folder / "nothing")
 

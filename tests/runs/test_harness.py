@@ -233,7 +233,6 @@ def test_the_harness_command_knows_the_model(runs, monkeypatch, capsys):
     [
         (["encoder", "--harness", "TASK"], "--harness: is for models of the"),
         (["bytes", "--harness", "ownn.yaml"], "--harness ownn.yaml: the file does not exist"),
-        (["bytes", "--harness", "TASK", "--first", "9"], "--first: means nothing to tasks of a --harness"),
         (["bytes", "--harness", "TASK", "--contexts", "9"], "--contexts: means nothing to tasks of a --harness"),
         (["bytes", "--harness", "TASK", "--fewshot", "90"], "cannot be done (ValueError: Sample larger"),
         (["bytes", "--fewshot", "2"], "--fewshot: is for tasks of a harness; give --harness TASKS too"),

@@ -100,7 +100,9 @@ class Reporter:
             return
         with suppress(OSError, KinformerError):
             page = self._page(history_of(self.run.folder, self.metrics))
-            write_atomic(self.run.folder / REPORT, lambda target: target.write_text(page, encoding="utf-8"))
+            write_atomic(
+                self.run.folder / REPORT, lambda target: target.write_text(page, encoding="utf-8", errors="replace")
+            )
 
     def _page(self, history: History) -> str:
         run, result = self.run, self.result
@@ -119,7 +121,9 @@ class Reporter:
             sections.append(("Learning", _curve(history)))
         if shown := "".join(self._sample(item) for item in history.samples[-SHOWN:]):
             sections.append(("Samples", shown))
-        sections += [("Sizes and memory", _pairs(self._sizes())), ("Settings", _pairs(training_of(run.training)))]
+        always = {"recipe": run.recipe} | {name: run.training.get(name) for name in ("optimizer", "lr", "seed")}
+        settings = always | training_of(run.training)
+        sections += [("Sizes and memory", _pairs(self._sizes())), ("Settings", _pairs(settings))]
         body = "".join(f"<section><h2>{escape(heading)}</h2>{content}</section>" for heading, content in sections)
         made = f"task {run.task.name}; kinformer {__version__}, torch {torch.__version__}; {time.strftime('%Y-%m-%d')}"
         page = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")

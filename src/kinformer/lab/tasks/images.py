@@ -365,7 +365,8 @@ def pictures_in(
     """
     if source == STDIN:
         raise KinformerError(
-            "-: images are not read from standard input; give a picture, a folder of pictures, or data."
+            "-: images are not read from standard input; give a picture, a folder of pictures, or the name of a data "
+            "set, such as digits."
         )
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
