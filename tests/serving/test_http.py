@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 
 import kinformer
 from kinformer.lab.runs.options import ServeOptions
@@ -396,6 +397,17 @@ def test_a_server_with_a_key_answers_those_who_send_it(folder, monkeypatch, capl
 
 
 @pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
+def test_the_state_is_bounded_by_the_memory(folder):
+    from kinformer.lab.serving.server import half_of_memory
+
+    server = built(folder)
+    server.socket.close()
+    assert 1 << 28 < server.engine.limits.max_state_bytes == half_of_memory(torch.device("cpu"))
+    server = built(folder, max_state_bytes=10_000)
+    server.socket.close()
+    assert server.engine.limits.max_state_bytes == 10_000
+
+
 def test_brackets_of_a_text_are_not_counted(signs):
     text = signs * 100_000
     assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}

@@ -412,7 +412,7 @@ class ServeOptions(RunOptions):
     max_streams: int = 64
     """Sequences to continue at a time, as one batch."""
     max_state_bytes: int | None = None
-    """Bytes that the state of all sequences together may come to hold; no bound if not given."""
+    """Bytes that the state of all sequences together may come to hold; half of the memory if not given."""
     max_waiting: int = 64
     """Requests that may wait for their turn; further ones are refused (429)."""
     chunk: int = 256

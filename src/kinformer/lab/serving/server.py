@@ -435,7 +435,7 @@ class Server:
             template.stops += (template.end,)
         limits = Limits(
             max_streams=options.max_streams,
-            max_state_bytes=options.max_state_bytes,
+            max_state_bytes=options.max_state_bytes or half_of_memory(device),
             max_waiting=options.max_waiting,
             chunk=options.chunk,
         )
@@ -579,6 +579,13 @@ def serve(folder: str | Path, options: ServeOptions, json: bool = False) -> None
     elif not options.quiet:
         note(f"serving {folder} at {server.url} (the page), {server.url}/v1 (OpenAI's clients); Ctrl-C ends it.")
     server.run()
+
+
+def half_of_memory(device: torch.device) -> int:
+    """Return half of the bytes that ``device`` has: a bound of states that leaves room for the weights and prompts."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _listening(host: str, port: int) -> socket.socket:
