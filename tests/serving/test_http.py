@@ -396,7 +396,6 @@ def test_a_server_with_a_key_answers_those_who_send_it(folder, monkeypatch, capl
     assert "KINFORMER_API_KEY" in caplog.text
 
 
-@pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
 def test_the_state_is_bounded_by_the_memory(folder):
     from kinformer.lab.serving.server import half_of_memory
 
@@ -408,6 +407,7 @@ def test_the_state_is_bounded_by_the_memory(folder):
     assert server.engine.limits.max_state_bytes == 10_000
 
 
+@pytest.mark.parametrize("signs", ['"[{', '\\",:', "\\\\[", '\\\\"{'])
 def test_brackets_of_a_text_are_not_counted(signs):
     text = signs * 100_000
     assert fields.parse(json.dumps({"prompt": text}).encode()) == {"prompt": text}
