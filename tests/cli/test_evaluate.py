@@ -69,9 +69,10 @@ def test_the_text_form(cli, linear_run):
     )
     assert (code, err) == (0, "")
     assert "bits per byte: " in out and "state carried" in out and "by a 5-gram model" in out
-    lengths, positions = (section.splitlines() for section in out.split("\n\n")[-2:])
+    *_, lengths, positions, verdict = (section.splitlines() for section in out.split("\n\n"))
     assert [line.split()[0] for line in lengths] == ["context", "carried", "16", "64"]
     assert [line.split()[0] for line in positions[2:]] == ["1", "2", "3-4", "5-8", "9-16", "17-32", "33-64"]
+    assert "is not better than" in verdict[-1]
 
 
 def test_other_data_is_told(cli, linear_run, make_run, text_file, tmp_path, monkeypatch):

@@ -246,6 +246,7 @@ def test_every_option_of_drawing_is_read_or_refused(name):
     task = TASKS[name]
     code = Path(tasks.__file__).with_name(f"{name.replace('-', '_')}.py").read_text()
     code += inspect.getsource(_Picker) if name == "super-resolution" else ""  # it draws as image does
+    code += Path(tasks.__file__).with_name("next_token.py").read_text() if name == "instruct" else ""
     assert OTHERWISE.keys() == set(DRAWING)
     for option, value in OTHERWISE.items():
         options = GenerateOptions(**{option: value})

@@ -239,8 +239,8 @@ class Predict(PredictOptions, UsingRun):
 
     def run(self) -> int:
         """Predict, and write every prediction without delay."""
-        from kinformer.lab.data.tables import check_table, writing_table
         from kinformer.lab.runs.inference import predictions
+        from kinformer.lab.tables import check_table, writing_table
 
         _check_files(self.inputs, self.out)
         if self.out is not None:

@@ -7,7 +7,7 @@ from hashlib import sha256
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from kinformer.lab.data.tables import PredictionTable
+from kinformer.lab.tables import PredictionTable
 from kinformer.runtime.errors import Checked, KinformerError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import numpy as np
 from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
 from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
-from kinformer.lab.data.tables import read_arrays
+from kinformer.lab.tables import read_arrays
 from kinformer.runtime.errors import KinformerError, plural
 
 # Files of trajectories: .npz without pickles, with the array names of common collections; folders; and Minari.

@@ -42,7 +42,7 @@ from kinformer.lab.data.files import (
     single_file,
     stored,
 )
-from kinformer.lab.data.tables import GZIP, check_ratio, read_arrays
+from kinformer.lab.tables import GZIP, check_ratio, read_arrays
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import reading, require_file
 

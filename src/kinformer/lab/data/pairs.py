@@ -24,8 +24,8 @@ import numpy as np
 from kinformer.lab.data.files import Identified, SourceFile, fingerprint_of, folder_files, reading_corpus, single_file
 from kinformer.lab.data.images import hold_out
 from kinformer.lab.data.labelled import UTF16_MARKS, cells_of, quoted_rows
-from kinformer.lab.data.tables import read_unpacked
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
+from kinformer.lab.tables import read_unpacked
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once

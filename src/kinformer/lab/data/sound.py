@@ -37,7 +37,7 @@ from kinformer.lab.data.files import (
 )
 from kinformer.lab.data.images import SPLITS, hold_out
 from kinformer.lab.data.labelled import TABLES, TableFormat, lines_of, read_cells
-from kinformer.lab.data.tables import check_ratio
+from kinformer.lab.tables import check_ratio
 from kinformer.runtime.errors import KinformerError, nearest, plural, require
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import parse_json_line

@@ -19,12 +19,12 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
 from kinformer.generation.packed import pack
 from kinformer.lab.data.files import atomic_write, spooled
-from kinformer.lab.data.tables import require_folder_of
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
 from kinformer.lab.datastore.evaluate import evaluate_datastore
 from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, PredictOptions
 from kinformer.lab.runs.run import Run, open_run
+from kinformer.lab.tables import require_folder_of
 from kinformer.lab.tasks.evaluation import (
     Embedded,
     Evaluation,

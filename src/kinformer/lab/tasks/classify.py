@@ -32,7 +32,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
-from kinformer.lab.data.tables import PredictionTable
+from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,

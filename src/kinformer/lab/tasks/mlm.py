@@ -29,7 +29,7 @@ from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
-from kinformer.lab.data.tables import PredictionTable, WriteRow
+from kinformer.lab.tables import PredictionTable, WriteRow
 from kinformer.lab.tasks.classify import scored
 from kinformer.lab.tasks.evaluation import (
     Evaluation,

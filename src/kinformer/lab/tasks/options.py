@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from kinformer.lab.data.tables import PredictionTable
+from kinformer.lab.tables import PredictionTable
 from kinformer.runtime.errors import Checked, KinformerError, choose, marked, require_above
 from kinformer.runtime.files import absolute
 from kinformer.runtime.parsing import parse_counts

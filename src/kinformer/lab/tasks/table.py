@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
 from kinformer.lab.control import options as acting
-from kinformer.lab.data.tables import PredictionTable
+from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks import options
 from kinformer.lab.tasks.task import (
     NOTHING_DRAWN,

@@ -28,7 +28,7 @@ from kinformer.core.pattern import check_grid
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import IGNORED, ImageData, Images, read_images
 from kinformer.lab.data.sampling import in_epochs, mix
-from kinformer.lab.data.tables import PredictionTable
+from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
     ClassPredictions,
     ClassProbability,
