@@ -80,6 +80,7 @@ def compare(
     with locked(folder):
         cache = Cache(folder / "cache")
         if options.total_minutes is not None:
+            note(f"{', '.join(item.name for item in chosen)}: measuring this machine, to choose sizes and steps")
             options, sizes = with_sizes(chosen, options, cache)
         else:
             options = replace(

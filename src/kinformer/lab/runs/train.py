@@ -216,7 +216,10 @@ def _stage(
     reports = baselines is not None and group.first and not plan.quiet
     if reports:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
-        print(announcement(run, settings, parameters, group, frozen), file=tolerant(sys.stderr), flush=True)
+        words = announcement(run, settings, parameters, group, frozen)
+        if step := max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0):
+            words += f"\nkinformer: continues after step {step:,}"
+        print(words, file=tolerant(sys.stderr), flush=True)
     if baselines is not None and group.first:
         run.task.tell(training)
     if baselines is not None and reports:
