@@ -19,6 +19,7 @@ from kinformer.generation.recording import (
     Tape,
     UnrecordableError,
     View,
+    _WatchedReads,
     at_any_length,
     compile_calls,
     logits_after,
@@ -339,7 +340,7 @@ def test_what_watches_or_draws_is_not_recorded(linear):
 
 def taped(step, *inputs):
     tape = Tape(inputs)
-    with torch.inference_mode(), tape.watching():
+    with torch.inference_mode(), tape, _WatchedReads():
         output = step(*inputs)
     return tape, tape.ref(output)
 

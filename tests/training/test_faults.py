@@ -227,6 +227,7 @@ def test_logs_beyond_the_checkpoint_and_half_lines_are_dropped(corpus: Corpus, t
 
 def test_no_pickle_is_written_or_read(run: Path) -> None:
     assert {path.suffix for path in run.rglob("*") if path.is_file() and path.parent.name != "events"} == {
+        ".html",
         ".json",
         ".jsonl",
         ".safetensors",

@@ -63,6 +63,8 @@ from kinformer.runtime.autograd import Context, check_reverse, first_order, with
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.process import product_dtype
 
+__all__ = ["Explanation", "attend", "explain", "slot_sums"]
+
 # Blocks of a tile, computed in one product: all heads of some rows, or some heads of one row.
 
 
