@@ -1,7 +1,7 @@
 """The interfaces of the parts of a mixer: position, pattern, score, projection, feature map.
 
 Softmax attention = what (projection) x where (position) x who (pattern) x how much (score).
-Kernel attention = feature map x update rule. Every part has a :class:`Config` of its slot, built by its owner.
+Kernel attention = feature map x update rule. Every part has a ``Config`` of its slot, built by its owner.
 """
 
 from __future__ import annotations
