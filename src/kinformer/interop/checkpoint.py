@@ -7,6 +7,7 @@ architecture has one file, which ends with its ``ARCHITECTURES``; this file coll
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,9 @@ def _imported(folder: Path) -> Imported:
     config = read_table(place)
     kind, importable = config.get("model_type"), (*ARCHITECTURES, *PARTS, OURS)
     if not isinstance(kind, str) or kind not in importable:
-        raise KinformerError(f"{place}: the model_type {kind!r} cannot be imported; what can: {', '.join(importable)}.")
+        raise KinformerError(
+            f"{place}: the model_type {reprlib.repr(kind)} cannot be imported; what can: {', '.join(importable)}."
+        )
     if kind in PARTS:
         config = _language_settings(config, place)
     if config.get("quantization_config") is not None:
