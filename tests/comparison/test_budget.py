@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kinformer.lab.cli.main import main
-from kinformer.lab.comparison import budget
+from kinformer.lab.comparison import budget, plan
 from kinformer.lab.comparison.budget import Turns, rate
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.record import EntrantRecord, as_json, read
@@ -21,6 +21,7 @@ FLAGS = [
 def whole(tmp_path, text_file, cheap, monkeypatch):
     """The folder and the words of a comparison in total minutes, which suffice for 7 steps on any machine."""
     monkeypatch.setattr(Turns, "steps", property(lambda self: 7))
+    monkeypatch.setattr(plan, "LEAST_SHARED", 0.0)
     words = ["compare", "rope", "gla", "--data", str(text_file), *FLAGS, "--out", str(tmp_path)]
     assert main(words) == 0
     return tmp_path, words

@@ -213,7 +213,7 @@ class CausalMixer(ChecksChunk, nn.Module):
     def like(self) -> Tensor:
         """Return a weight with the device and dtype of activations, by default the weight of ``out``."""
         if (product := getattr(self, "out", None)) is None:
-            raise NotImplementedError(f"{type(self).__name__} has no product `out`; override like.")
+            raise NotImplementedError(f"{type(self).__name__} does not have a product `out`; override like.")
         weight: Tensor = product.weight
         return weight
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,13 @@ import torch
 from torch import Tensor
 
 from kinformer.runtime.compiling import constant
+
+
+def process_peak() -> int:
+    """Return the most bytes of memory that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, and KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
 
 # The processor at hand: the flags that Linux reports, and the class that measured tables are keyed by.
 

@@ -468,6 +468,10 @@ def still_in(contestants: Sequence[Contestant]) -> list[Contestant]:
     return [item for item in contestants if item.error is None]
 
 
+LEAST_SHARED = 1.0
+"""The seconds from which on the share of a stage is told; what a process does first waits for files."""
+
+
 class Clock:
     """The seconds that the stages of a comparison took, and the seconds in which this thread computed."""
 
@@ -489,8 +493,8 @@ class Clock:
         """The share of the time of training in which this thread computed; a busy machine lowers the share.
 
         The thread that makes the steps also waits for no other work on a CPU, so an idle machine gives almost 1. The
-        share is None without training.
+        share is None where no training took more than ``LEAST_SHARED`` seconds.
         """
-        stages = [stage for stage in ("sweeps", "training") if self.seconds.get(stage, 0.0) > 1.0]
+        stages = [stage for stage in ("sweeps", "training") if self.seconds.get(stage, 0.0) > LEAST_SHARED]
         seconds = sum(self.seconds[stage] for stage in stages)
         return min(1.0, sum(self.computing[stage] for stage in stages) / seconds) if stages else None

@@ -346,7 +346,7 @@ NAMES: Mapping[str, Mapping[str, str | None]] = {
     "curve": {"value": "validation"}, "sweep": {"value": "validation"}, "contexts": {"value": "test"},
     "runs": {"value": "test", "figures": "test_metrics"}, "entrants": {"badges": None},
 }  # fmt: skip
-"""The names of schema 1 in lists, and their names today; None for a name that has no successor."""
+"""The names of schema 1 in lists, and their names today; None for a name without a successor."""
 
 
 def _renamed(data: Any, place: str = "") -> Any:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import platform
 import random
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
-from kinformer.runtime.process import processor
+from kinformer.runtime.process import process_peak, processor
 from kinformer.runtime.progress import note
 
 # The times of several works, measured in turns, and the peak memory of one work in a fresh process.
@@ -113,15 +112,14 @@ class Peak:
             return torch.cuda.max_memory_allocated(self.device) - self.before
         if sys.platform == "linux":
             return _status("VmHWM") - self.before
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - self.before
+        return process_peak() - self.before
 
     def _now(self) -> int:
         if self.device.startswith("cuda"):
             return torch.cuda.memory_allocated(self.device)
         if sys.platform == "linux":
             return _status("VmRSS")
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return process_peak()
 
 
 def _status(name: str) -> int:

@@ -351,7 +351,9 @@ def learning_curve(options: DrawOptions) -> Picture:
     run = open_run(options.subject)
     history = history_of(run.folder, run.task.metrics)
     if not (history.training or history.validation):
-        raise KinformerError(f"{run.folder}: its metrics.jsonl holds no curve; give a run that was trained here.")
+        raise KinformerError(
+            f"{run.folder}: its metrics.jsonl does not have a curve; give a run that was trained here."
+        )
     last = [
         f"{name}: {history.metric.text(points[-1][1])} at step {points[-1][0]:,}"
         for name, points in (("training, smoothed", history.training), ("validation", history.validation))

@@ -146,7 +146,7 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
     with creating(folder):
         requested = options
         if decides(options) and not quiet:
-            words = f"kinformer: measuring the speed of this machine for {spelled_minutes(options.minutes or 0)}"
+            words = f"kinformer: measuring this machine, to choose what suits {spelled_minutes(options.minutes or 0)}"
             print(words, file=tolerant(sys.stderr), flush=True)
         planner, options = open_planner(requested)
         task, base = planner.task, planner.base

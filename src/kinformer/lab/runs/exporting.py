@@ -262,7 +262,7 @@ def export(
 
 ADAPTER = "adapter_model.safetensors", "adapter_config.json"
 LEAST_SHARE = 1e-4
-"""Of the largest singular value of an update, below which the others are rounding."""
+"""Singular values of an update below this share of its largest are rounding, and are left out."""
 
 
 def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tensor], dtype: str) -> int:
@@ -349,8 +349,9 @@ def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
 
 
 def _class_padding(run: Run) -> int | None:
-    """Return the id that pads the texts of a causal classifier, the first behind the tokenizer's: transformers reads
-    the last token that is another. None for other models, and for a vocabulary without a further id."""
+    """Return the id that pads the texts of a causal classifier, the first behind the tokenizer's. transformers
+    reads the class at the last token that is not padding. None for other models, and for a vocabulary without a further
+    id."""
     causal = run.config.protocol is CausalModel and hasattr(run.config.head, "classes") and run.tokenizer is not None
     size = run.tokenizer.vocab_size if causal and run.tokenizer is not None else 0
     return size if 0 < size < vocab_size_of(run.config) else None

@@ -7,7 +7,6 @@ and script come from the page of a comparison. It does not hold absolute paths, 
 from __future__ import annotations
 
 import re
-import resource
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from kinformer.lab.training.logging import History, Metric, Result, flops, histo
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import write_atomic
+from kinformer.runtime.process import process_peak
 from kinformer.runtime.progress import note
 
 REPORT, SAMPLES = "report.html", "samples"
@@ -140,7 +140,7 @@ class Reporter:
             "tokens of a step": f"{rows * length:,}",
             "FLOPs of a step, about (6 a parameter and token)": flops(6 * self.parameters * rows * length),
             "weights, gradients, optimiser, estimated": size(2 * weights + optimizer),
-            "most memory of the process": size(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
+            "most memory of the process": size(process_peak()),
         }
         if self.run.config.protocol is CausalModel:
             sizes[f"state of a row of {length} tokens, estimated"] = size(state_bytes(model, length))

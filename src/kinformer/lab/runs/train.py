@@ -24,7 +24,7 @@ from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints
 from kinformer.lab.training.distributed import Group, job_id
 from kinformer.lab.training.logging import Metric, Result
 from kinformer.lab.training.loop import Trainer
-from kinformer.lab.training.schedule import Stage, stage_at
+from kinformer.lab.training.schedule import stage_at
 from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
 from kinformer.runtime.draws import seeding
 from kinformer.runtime.errors import KinformerError, plural, require, spelled
@@ -181,10 +181,10 @@ def work(plan: Plan, group: Group) -> Summary:
     training = plan_of(run, settings)
     step = group.on_first(lambda: max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0))
     baselines: dict[str, float] = {}
-    summary = _stage(plan, training, stage_at(settings, step), group, baselines)
+    summary = _stage(plan, training, step, group, baselines)
     while not summary.result.signal and summary.result.steps < summary.result.total:
         plan = replace(plan, started_at=time.monotonic())
-        summary = _stage(plan, training, stage_at(settings, summary.result.steps), group)
+        summary = _stage(plan, training, summary.result.steps, group)
     metric = summary.metrics[0]
     if not summary.result.signal and (value := summary.result.validation.get(metric.name)) is not None:
         summary = replace(summary, verdict=run.task.verdict(metric, value, baselines))
@@ -199,14 +199,15 @@ def work(plan: Plan, group: Group) -> Summary:
 
 
 def _stage(
-    plan: Plan, training: TrainingPlan, stage: Stage, group: Group, baselines: dict[str, float] | None = None
+    plan: Plan, training: TrainingPlan, step: int, group: Group, baselines: dict[str, float] | None = None
 ) -> Summary:
-    """Train to the end of ``stage``; most runs have one stage.
+    """Train from ``step`` to the end of its stage; most runs have one stage.
 
     With ``baselines``, an empty table, the lines about the training are printed first, and the metric of simple rules
     is put into the table.
     """
-    run, settings = replace(plan.run, config=config_of(training.config, stage)), plan.settings
+    settings, stage = plan.settings, stage_at(plan.settings, step)
+    run = replace(plan.run, config=config_of(training.config, stage))
     data = staged_rows(run, training, stage, plan.device.type, plan.quiet)
     torch.manual_seed(settings.seed)
     model = replace(plan, run=run).model()
@@ -217,7 +218,7 @@ def _stage(
     if reports:
         frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
         words = announcement(run, settings, parameters, group, frozen)
-        if step := max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0):
+        if step:
             words += f"\nkinformer: continues after step {step:,}"
         print(words, file=tolerant(sys.stderr), flush=True)
     if baselines is not None and group.first:

@@ -364,8 +364,9 @@ UNNAMED = {"bos_token": "", "eos_token": ""}
 
 
 class ChatTemplate:
-    """The Jinja template in the file ``path``, which makes a prompt of the messages of a chat. It comes from the
-    imported model or from the operator. ``stops``: texts that end an answer.
+    """A Jinja template that makes a prompt of the messages of a chat: the file ``template``, if it is a path, or else
+    its text. It comes from the imported model, from the operator or from Kinformer. ``stops``: texts that end an
+    answer.
 
     The template renders the same text as ``apply_chat_template`` of the library transformers, in Jinja's sandbox. It
     can use ``messages``, ``add_generation_prompt`` (true), ``tools`` and ``documents`` (None), the ``special_tokens``
@@ -374,20 +375,23 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, path: str | Path, stops: Sequence[str] = (), special_tokens: Mapping[str, str] | None = None
+        self, template: str | Path, stops: Sequence[str] = (), special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
-        with reading_corpus(path):
-            self.source = source = path if isinstance(path, str) and "{" in path else Path(path).read_text("utf-8")
+        if isinstance(template, Path):
+            with reading_corpus(template):
+                self.source = template.read_text("utf-8")
+        else:
+            self.source = template
         environment = _environment()
         from jinja2.meta import find_undeclared_variables
 
         try:
-            self._template = environment.from_string(source)
-            self.reads_tools = "tools" in find_undeclared_variables(environment.parse(source))
+            self._template = environment.from_string(self.source)
+            self.reads_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
         except Exception as error:  # the parser also raises the errors of Python's parser, and RecursionError
-            raise KinformerError(f"{path}: is not a Jinja template ({_reason(error)}); mend it.") from None
+            raise KinformerError(f"{template}: is not a Jinja template ({_reason(error)}); mend it.") from None
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **names: object) -> str:
         """Return the prompt that the template makes of ``messages`` and of other ``names``, such as ``tools``.

@@ -47,7 +47,6 @@ from kinformer.lab.serving.answers import Answer, ChatAnswer, Piece
 from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
-from kinformer.lab.tasks.evaluation import TrainedRun
 from kinformer.lab.tasks.texts import TextEmbedder
 from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.distributed import heeded
@@ -93,6 +92,8 @@ BODY_SECONDS = 60
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
 """The number of tokens drawn for a request that does not give a number: for a completion, as at OpenAI, and for a
 chat."""
+EMBEDDED = 16
+"""The texts whose vectors are computed together."""
 LARGE = 256
 """A part of a stream with more tokens is built outside of the event loop."""
 THREADS = 4
@@ -128,7 +129,7 @@ class Served:
     name: str
     created: int
     engine: Engine
-    run: TrainedRun
+    embedder: TextEmbedder
     tokenizer: Tokenizer
     template: ChatTemplate | None
     alive: Callable[[], bool]
@@ -278,7 +279,7 @@ def _embedded(served: Served, data: bytes) -> dict[str, object]:
     """Return the vectors of a request's inputs: the mean of the last hidden states, as ``kinformer embed`` makes it."""
     body = fields.read_embedding(fields.parse(data))
     _require_model(served, body.model)
-    embedder = TextEmbedder(served.run, served.engine.model, "mean")
+    embedder = served.embedder
     texts = [embedder.encode(item) if isinstance(item, str) else np.array(item, np.int64) for item in body.inputs]
     for place, ids in enumerate(texts):
         if not 0 < len(ids) <= embedder.length:
@@ -288,7 +289,9 @@ def _embedded(served: Served, data: bytes) -> dict[str, object]:
                 "input",
             )
         require_ids(served.engine.model, int(ids.min()), int(ids.max()))
-    vectors = [embedder([(TextItem("", ""), ids)])[0].vector for ids in texts]
+    pairs = [(TextItem("", ""), ids) for ids in texts]
+    parts = (pairs[start : start + EMBEDDED] for start in range(0, len(pairs), EMBEDDED))
+    vectors = [item.vector for part in parts for item in embedder(part)]
     entries = [
         {
             "object": "embedding",
@@ -422,7 +425,7 @@ class Server:
         require_continuing(run, "kinformer generate")
         template, path = None, options.chat_template or run.chat_template
         if path is not None:
-            template = ChatTemplate(path, options.chat_stop, run.prompts.get("special_tokens"))
+            template = ChatTemplate(Path(path), options.chat_stop, run.prompts.get("special_tokens"))
         elif options.chat_stop:
             raise KinformerError(
                 f"`chat_stop` ends answers of chats, but {folder} comes without a chat template; give a "
@@ -444,7 +447,9 @@ class Server:
         assert run.tokenizer is not None
         self.name = name = options.name or Path(folder).resolve().name
         created = int(os.path.getmtime(place_of_best(run.folder)))
-        served = Served(name, created, self.engine, run, run.tokenizer, template, self._thread.is_alive, options.seed)
+        embedder = TextEmbedder(run, self.engine.model, "mean")
+        alive = self._thread.is_alive
+        served = Served(name, created, self.engine, embedder, run.tokenizer, template, alive, options.seed)
         host = self.socket.getsockname()[0]
         local, key = host in ("127.0.0.1", "::1"), options.api_key or os.environ.get("KINFORMER_API_KEY") or None
         if not (local or key or options.quiet):

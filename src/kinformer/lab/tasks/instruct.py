@@ -95,7 +95,7 @@ class Conversations:
 def open_conversations(source: Source, options: InstructOptions, cache: Path | None = None) -> Conversations:
     """Return the conversations that ``source`` names, in the template that the user names or the template of the run.
 
-    Errors: ``KinformerError`` for rows that are not conversations with answers, and without a template.
+    Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template.
     """
     assert source.tokenizer is not None
     path = Path(source.spec)
@@ -248,7 +248,8 @@ class Rows:
         self.order = Order(np.array([len(row.ids) - 1 for row in self.rows]), batch_size, seed)
 
     def batch(self, indices: np.ndarray, rank: int = 0, world: int = 1) -> ScoredBatch:
-        """Return a process's share of some rows, as wide as all of them need; a share may end with invalid rows."""
+        """Return a process's share of some rows. All shares are as wide as the longest row, and a share may end with
+        invalid rows."""
         longest, size = int(self.order.lengths[indices].max()), -(-len(indices) // world)
         shape = (size, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
         tokens, labels, valid = np.zeros(shape, np.int64), np.full(shape, IGNORED), np.zeros(shape, bool)

@@ -363,8 +363,11 @@ class Task:
 
     def beside(self, metric: Metric, baselines: Mapping[str, float]) -> str:
         """Return the ``baselines`` that a model should beat in words."""
-        words = {name: (self.rivals or {}).get(name, name.replace("_", " ")) for name in baselines}
-        return ", ".join(f"{words[name]} ({metric.text(value)})" for name, value in baselines.items())
+        return ", ".join(f"{self._rival(name)} ({metric.text(value)})" for name, value in baselines.items())
+
+    def _rival(self, name: str) -> str:
+        """Return the baseline ``name`` in words."""
+        return (self.rivals or {}).get(name, name.replace("_", " "))
 
     def verdict(self, metric: Metric | None, value: float, baselines: Mapping[str, float]) -> str | None:
         """Return a sentence if ``value`` is not better than the best of the ``baselines`` that the model should beat:
@@ -378,8 +381,7 @@ class Task:
         perfect = value == best == (0.0 if metric.lower_is_better else 1.0)
         if metric.better(value, best) or perfect:
             return None
-        words = (self.rivals or {}).get(name, name.replace("_", " "))
-        return f"{metric.text(value)} is not better than {words} ({metric.text(best)}); {self.advice}"
+        return f"{metric.text(value)} is not better than {self._rival(name)} ({metric.text(best)}); {self.advice}"
 
     def evaluate(
         self, runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, options: Any, quiet: bool = True
