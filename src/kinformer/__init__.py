@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kinformer.core import config as kind_table
+from kinformer.core import config
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from kinformer.core.config import Config, Kinds
+    from kinformer.core.config import Kinds
     from kinformer.core.model import CausalModel
     from kinformer.family.record import Member
     from kinformer.generation.sampling import SamplingOptions
@@ -74,7 +74,7 @@ def _kinds() -> Kinds:
     return kinds()
 
 
-kind_table.find = _kinds
+config.find = _kinds
 __version__ = "0.3.0"
 __all__ = [
     "bench",
@@ -135,7 +135,7 @@ def build(
 
 
 def layer(
-    name: str | Config,
+    name: str | config.Config,
     dim: int,
     *,
     whole: bool = False,
