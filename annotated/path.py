@@ -71,10 +71,10 @@ def parallel(q, k, v, w, beta):
 
 # ## The layer
 #
-# $w_s$ comes from a product of rank 32, a convolution over three tokens and SiLU, and is divided by its length. The
-# low rank keeps the layer near the size of plain attention. The length matters: only a unit vector keeps the
-# eigenvalue of $H_s$ between -1 and 1, so that keys never grow. Softmax stays the normalisation, so that the weights
-# of a query sum to 1.
+# $w_s$ comes from a product of rank 32, a convolution over three tokens and SiLU, and is divided by its length. The low
+# rank keeps the layer near the size of plain attention. The length matters: only a unit vector keeps the eigenvalue of
+# $H_s$ between -1 and 1, so that keys never grow. Softmax stays the normalisation, so that the weights of a query sum
+# to 1.
 #
 # The layer needs no other positions. Without them plain attention does not know the order of tokens; here each token
 # between a key and a query leaves its mark.
@@ -120,7 +120,11 @@ class Attention(nn.Module):
 #
 # With $\beta = 0$ the layer is exact softmax attention without positions.
 #
-# RESULTS
+# The paper claims that one layer can track states that rotary attention cannot, and better language models. On our page
+# "state_tracking" (the parity of bits, one layer, 600 steps) it gets 71 % of the trained 16 tokens right, rotary
+# positions get 56 %, and Gated DeltaNet with $\beta$ up to 2 gets 99 %; at 128 tokens both softmax layers guess. A
+# short training does not find what the layer could hold.
+#
 # Take it where the meaning of a token depends on what happened since: programs, games, entities that change. If speed
 # counts, or the state must not grow, take `gated-deltanet`, which has the same matrices in a state of constant size.
 

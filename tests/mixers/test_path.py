@@ -95,7 +95,9 @@ def test_the_backward_pass_computes_scores_again(monkeypatch):
     time = 4 * householder.BLOCK
     mixer, sizes = PathAttention.Config(num_heads=2).build(DIM), []
     x = torch.randn(1, time, DIM, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: sizes.append(saved.numel()) or saved, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: sizes.append(saved.numel()) or saved, lambda saved: saved
+    ):
         y, _ = mixer(Chunk(x), mixer.initial_state(1))
     assert max(sizes) < 2 * time * householder.BLOCK
     y.sum().backward()

@@ -124,7 +124,7 @@ PATH = Member(
     departures=(
         "keys in the state are float32: every token changes all of them",
         "layer norm and GELU in all recipes but paper and paper-fox",
-        "the sizes of paper and paper-fox are the sizes of the Forgetting Transformer's 760M model; its text may differ",
+        "the sizes of paper and paper-fox are the sizes of the Forgetting Transformer's 760M model",
     ),
     exact_limit="with beta 0 it is exact attention without positions",
     parity=("the recurrence of section 3.1, key by key, in float64 (tests/mixers/test_path.py)",),

@@ -6,8 +6,9 @@ softmax layers turn a quarter of each head by its position and gate the heads' o
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
 of Qwen3-Next may be mixtures of experts.
 
-Gated DeltaNet, DeltaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They have RMSNorm, a gated feed-forward,
-and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with rotary positions.
+Gated DeltaNet, DeltaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They have RMSNorm, a
+gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with
+rotary positions.
 """
 
 from __future__ import annotations

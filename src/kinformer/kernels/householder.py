@@ -2,8 +2,8 @@
 
     H_s = I - beta_s w_s w_s^T,        score_ij = q_i^T H_i H_(i-1) ... H_(j+1) k_j
 
-(Yang et al. 2025, arXiv 2505.16381, section 3.1.) :func:`reference` multiplies every earlier key by H_i, token by token:
-k_j <- H_i k_j. :func:`householder_attention` takes blocks of tokens, with the product of a block in its WY form
+(Yang et al. 2025, arXiv 2505.16381, section 3.1). :func:`reference` multiplies every earlier key by H_i for every token
+i: k_j <- H_i k_j. :func:`householder_attention` takes blocks of tokens, with the product of a block in its WY form
 (section 3.3). With W, K, Q, beta of a block, N = [keys before the block; K], and A = tril(W W^T, -1),
 
     Z = (I + diag(beta) A)^-1 diag(beta) M,      M_rj = w_r . N_j where r stands behind j, otherwise 0
