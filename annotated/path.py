@@ -173,7 +173,7 @@ def draw(figure, model):
             rows.append(F.pad(alike, (0, len(text) - t - 1), value=float("nan")))
     image = moved.imshow(torch.stack(rows), vmin=-1, vmax=1, cmap="coolwarm")
     figure.colorbar(image, ax=moved, shrink=0.6)
-    moved.set(title=f"key now and at first (cosine), head {head}", xlabel="key", ylabel="query")
+    moved.set(title="cosine to the first key", xlabel="key", ylabel="query")
     for axes in (strengths, moved):
         axes.set_yticks(range(len(text)), text.decode().replace(" ", "_"), fontsize=6)
     bits.plot(torch.arange(32, 384, 64), proofs.bits_by_position(model, __file__, 384).view(-1, 64).mean(1))
