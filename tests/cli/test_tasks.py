@@ -203,7 +203,7 @@ def test_pieces_of_a_tokenizer(cli, text_file, tmp_path):
         (["bert", "--objective", "deep-supervision"], "--objective deep-supervision: cannot be minimised"),
         (["bert", "--examples", "100"], "--examples 100: is for the task listops"),
         (["bert", "--task", "listops", "--holdout", "0.1"], "--holdout 0.1: ListOps brings its own data"),
-        (["bert", "--task", "listops", "--examples", "3"], "--examples 3"),
+        (["bert", "--task", "listops", "--examples", "3"], "--examples is 3 but must be 8 or more"),
         (["bert", "--task", "listops", "--example-tokens", "5"], "--example-tokens 5-5: is not a range"),
         (["bert", "--task", "classify"], "needs labelled examples"),
         (["bert", "--task", "classify", "--data", "/no/such"], "does not exist"),

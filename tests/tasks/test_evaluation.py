@@ -41,7 +41,7 @@ def test_metrics_facts_and_text_are_of_the_same_numbers():
     assert found.text == ("runs/a (gpt, dropout=0.1)", "half of them")
 
 
-def test_groups_are_measured_in_order():
+def test_items_and_parts_come_in_order():
     assert [10 * pairs for pairs in track((4, 2), 2, quiet=True)] == [40, 20]
     assert list(parts_of(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 

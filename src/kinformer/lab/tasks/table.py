@@ -53,7 +53,7 @@ READS_WHOLE_TEXTS = "it reads whole texts and continues none; give a run of next
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
 NO_SEED = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
 OF_TEXT, MADE = "tokenizer train_tokenizer text_field", "data holdout tokenizer train_tokenizer"
-"""The options that data other than text refuse, and data that a task makes."""
+"""The options that mean nothing to data other than text, and to data that a task makes."""
 OF_IMAGES = needs_of("digits", OF_TEXT, "is for text, not for images; leave it out.")
 OF_PATCHES = EvaluationNeeds(
     refused={**NO_SEED.refused, "chunk": "is for tokens, and images are computed some at a time; leave it out."}
