@@ -226,9 +226,8 @@ class Task:
     ``settings`` are the settings of training that differ from the general defaults, and ``in_minutes`` the settings and
     own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``rivals`` names in words the baselines that
     a model should beat (None: every baseline of an evaluation), and ``advice`` says what to try where it does not.
-    ``Options``,
-    ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
-    task has.
+    ``Options``, ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that
+    only this task has.
 
     A task of one's own is a subclass with attributes and methods. Kinformer's records are instances of this class:
     ``Task(name="mae", fit="mae:fitted_to_masks", ...)`` gives the record the function in place of the method, and the
