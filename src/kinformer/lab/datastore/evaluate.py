@@ -97,7 +97,7 @@ def evaluate_datastore(
     held = held_out(run, options, task_options.holdout)
     tuning, reported = _parts(held, options)
     measured = [held.split] if tuning is None or tuning.name == held.split.name else [tuning, reported]
-    note_stored(store.record, run, held.corpus, options.data, measured)
+    note_stored(store.record, run, held.data, options.data, measured)
     done = [
         _measure(job, tuning, reported, size)
         for size in (*(item for item in sizes if item < store.entries), store.entries)
@@ -124,12 +124,12 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     """Return the split to tune on, if any, and the split to report. They never share tokens."""
     if not options.tune:
         return None, held.split
-    splits = held.corpus.splits
+    splits = held.data.splits
     disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
     if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
         tuning = splits["validation"]
         if options.first is not None:
-            tuning = first_bytes(tuning, options.first, held.corpus.tokenizer)
+            tuning = first_bytes(tuning, options.first, held.data.tokenizer)
         return tuning, held.split
     half = len(held.split) // 2
     tuning, reported = held.split.take(half), held.split.skip(half)
@@ -218,7 +218,7 @@ def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasuremen
 def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | TextTable]:
     whole, setting = done[-1], done[-1].setting
     blocks: list[str | TextTable] = [
-        f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
+        f"{job.run.folder} ({job.run.member}) on {held.data.name} {held.data.version}, {reported.name} split",
         f"datastore {job.store.folder}: {plural(job.store.entries, 'entry')} of {plural(job.store.dim, 'number')}",
     ]
     if whole.tuned_on is not None:

@@ -75,7 +75,7 @@ class Reporter:
         if run.task.generation.prompt == "lines":  # the first sentence held out for a translation
             from kinformer.lab.tasks.translate import held_out_pairs
 
-            prompt = iter(held_out_pairs(run, EvaluationSettings(split="validation"))[1].source[:1])
+            prompt = iter(held_out_pairs(run, EvaluationSettings(split="validation")).split.source[:1])
         if run.task.generation.prompt == "text":
             settings["max_new_tokens"] = max(1, min(SAMPLE_TOKENS, run.training["length"] - 2))
         elif "samples" in run.task.generation.reads:

@@ -39,6 +39,7 @@ from kinformer.generation.sampling import ends_of_text
 from kinformer.generation.session import require_ids
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.labelled import TextItem
+from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.runs.run import open_run
@@ -280,7 +281,10 @@ def _embedded(served: Served, data: bytes) -> dict[str, object]:
     body = fields.read_embedding(fields.parse(data))
     _require_model(served, body.model)
     embedder = served.embedder
-    texts = [embedder.encode(item) if isinstance(item, str) else np.array(item, np.int64) for item in body.inputs]
+    texts = [
+        prompt_ids(embedder.tokenizer, item) if isinstance(item, str) else np.array(item, np.int64)
+        for item in body.inputs
+    ]
     for place, ids in enumerate(texts):
         if not 0 < len(ids) <= embedder.length:
             raise FieldError(
