@@ -29,9 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
     command = [sys.executable, "-m", "tests.training.tensor_parallel", str(place), str(text)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0] * world for world in (1, 2, 4, 1)], done.stderr[
-        -4000:
-    ]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[0] * world for world in (1, 2, 4, 1)], done.stderr[-4000:]
     return place
 
 

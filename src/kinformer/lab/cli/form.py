@@ -365,16 +365,18 @@ def parse(
         _import_file(written)
         shape, written_options = form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
-        shape, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+        parser_form, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+    else:
+        parser_form = _without_unused_groups(shape, written_options)
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
             form: DataclassInstance = tyro.cli(
-                shape,
+                parser_form,
                 prog=prog,
                 description=description,
                 args=written_options,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction, tyro.conf.HelptextFromCommentsOff),
             )
         return filled(options, form)
     except SystemExit as end:
@@ -383,6 +385,18 @@ def parse(
     if sentence_text := suggestion(arguments, flags(shape)):
         raise KinformerError(f"{name}: {sentence_text}")
     raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def _without_unused_groups(form: type, arguments: Sequence[str]) -> type:
+    """Return ``form`` without the groups of tasks' options that ``arguments`` do not name. The parser needs most of its
+    time for them."""
+    names = {argument[2:].partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    entries = [
+        Entry(item.name, item.type, copy(item))
+        for item in fields(form)
+        if not item.name.endswith("_task") or names & flags(make_dataclass("", [(item.name, item.type)])).keys()
+    ]
+    return make_dataclass(form.__name__, entries, frozen=True, kw_only=True)
 
 
 def _import_file(arguments: Sequence[str]) -> None:
