@@ -210,15 +210,16 @@ def overrides(changes: Sequence[str]) -> dict[str, str]:
 
 def flags(form: type) -> dict[str, object]:
     """Return the types of all options and positional arguments by name; an option's name is the text after ``--``."""
-    flags_by_name: dict[str, object] = {}
-    for item in fields(form):
-        inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
-        if is_dataclass(inner):
-            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
-            flags_by_name |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
-        else:
-            flags_by_name[_flag(item.name)] = item.type
-    return flags_by_name
+    return {name: hint for item in fields(form) for name, hint in _flags_of(item).items()}
+
+
+def _flags_of(item: Field[Any]) -> dict[str, object]:
+    """Return the types of the options in one field of a form, by name: of an option itself, or of a group."""
+    inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
+    if not is_dataclass(inner):
+        return {_flag(item.name): item.type}
+    prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
+    return {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
 
 
 def is_positional(hint: object) -> bool:
@@ -394,7 +395,7 @@ def _without_unused_groups(form: type, arguments: Sequence[str]) -> type:
     entries = [
         Entry(item.name, item.type, copy(item))
         for item in fields(form)
-        if not item.name.endswith("_task") or names & flags(make_dataclass("", [(item.name, item.type)])).keys()
+        if not item.name.endswith("_task") or names & _flags_of(item).keys()
     ]
     return make_dataclass(form.__name__, entries, frozen=True, kw_only=True)
 
