@@ -153,8 +153,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("member", ["gpt", "linear-transformer"])
+@pytest.mark.parametrize(("member", "frozen"), [("gpt", False), ("linear-transformer", True)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_recorded_session_follows_changes_of_its_model(change, member, frozen, prompt):
     models = [tiny(member).requires_grad_(not frozen) for _ in range(2)]

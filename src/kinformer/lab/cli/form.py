@@ -210,15 +210,16 @@ def overrides(changes: Sequence[str]) -> dict[str, str]:
 
 def flags(form: type) -> dict[str, object]:
     """Return the types of all options and positional arguments by name; an option's name is the text after ``--``."""
-    flags_by_name: dict[str, object] = {}
-    for item in fields(form):
-        inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
-        if is_dataclass(inner):
-            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
-            flags_by_name |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
-        else:
-            flags_by_name[_flag(item.name)] = item.type
-    return flags_by_name
+    return {name: hint for item in fields(form) for name, hint in _flags_of(item).items()}
+
+
+def _flags_of(item: Field[Any]) -> dict[str, object]:
+    """Return the types of the options in one field of a form, by name: of an option itself, or of a group."""
+    inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
+    if not is_dataclass(inner):
+        return {_flag(item.name): item.type}
+    prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
+    return {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
 
 
 def is_positional(hint: object) -> bool:
@@ -365,16 +366,18 @@ def parse(
         _import_file(written)
         shape, written_options = form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
-        shape, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+        parser_form, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+    else:
+        parser_form = _without_unused_groups(shape, written_options)
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
             form: DataclassInstance = tyro.cli(
-                shape,
+                parser_form,
                 prog=prog,
                 description=description,
                 args=written_options,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction, tyro.conf.HelptextFromCommentsOff),
             )
         return filled(options, form)
     except SystemExit as end:
@@ -383,6 +386,18 @@ def parse(
     if sentence_text := suggestion(arguments, flags(shape)):
         raise KinformerError(f"{name}: {sentence_text}")
     raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def _without_unused_groups(form: type, arguments: Sequence[str]) -> type:
+    """Return ``form`` without the groups of tasks' options that ``arguments`` do not name. The parser needs most of its
+    time for them."""
+    names = {argument[2:].partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    entries = [
+        Entry(item.name, item.type, copy(item))
+        for item in fields(form)
+        if not item.name.endswith("_task") or names & _flags_of(item).keys()
+    ]
+    return make_dataclass(form.__name__, entries, frozen=True, kw_only=True)
 
 
 def _import_file(arguments: Sequence[str]) -> None:
