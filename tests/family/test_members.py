@@ -244,7 +244,7 @@ COMPILED = (
 
 
 TIME = 14
-"""Tokens of a check. Half of each check follows a past of 9 tokens: together they cross every window of 8 twice."""
+"""Tokens of a check. They cross a window of 8 once, and a past of 9 tokens before half of the checks once more."""
 LONG = ("segment memory", "compressive", "memorizing", "softmax, image 2d", "softmax, window, globals")
 """How the names of mixers begin that need more tokens to fill their memories and patterns."""
 
