@@ -89,8 +89,8 @@ def test_thresholds_of_every_exit_by_search(cli, calm_run):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--risk", 0), "--risk 0: is a share"),
-        (("--confidence", 1), "--confidence 1: is a share"),
+        (("--risk", 0), "--risk is 0 but must be above 0 and below 1"),
+        (("--confidence", 1), "--confidence is 1 but must be above 0 and below 1"),
         (("--prompts", 100, "--bound", "hoeffding"), "too few to tell a risk of at most 0.05 with confidence 0.95"),
         (("--thresholds", 1), "--thresholds"),
         (("--new-tokens", 9999), "too few for 1000 samples of 10063"),

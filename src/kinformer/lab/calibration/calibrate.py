@@ -1,5 +1,4 @@
-"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and are
-stored in the run."""
+"""Calibration of early exits: thresholds by a bound on a risk or by a search, which the run stores."""
 
 from __future__ import annotations
 
@@ -160,10 +159,8 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search: the stored ``thresholds``, and the ``bits_per_byte`` and ``exits`` with them.
-
     ``all_layers`` is the bits per byte without early exits. ``thresholds`` is empty if no draw stays within the
-    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers.
-    """
+    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers."""
 
     run: Run
     thresholds: tuple[float, ...]
@@ -244,11 +241,8 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
 def _first_within(
     model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], limit: float
 ) -> tuple[tuple[float, ...], float, Exited | None]:
-    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte.
-
-    Each draw is measured with real early exits, because the search neglects one effect (see
-    ``lab.calibration.search``).
-    """
+    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte. Each draw
+    is measured with real early exits, because the search neglects one effect (see ``lab.calibration.search``)."""
     for draw in draws:
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:

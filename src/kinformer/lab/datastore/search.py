@@ -10,7 +10,6 @@ from functools import partial
 from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +30,7 @@ from kinformer.runtime.files import (
     write_atomic,
     write_json,
 )
+from kinformer.runtime.plugins import import_extra
 
 # Exact search in a datastore: every key is compared, a block at a time, so memory does not grow with the datastore.
 #
@@ -40,8 +40,6 @@ from kinformer.runtime.files import (
 
 _ROWS, _BLOCK = 1024, 16384
 _SPARE, _GATHERED = 8, 1 << 20
-
-
 Similarity = Literal["l2", "inner"]
 
 
@@ -266,10 +264,7 @@ def read_index(path: Path, flags: int = 0) -> Any:
 
 
 def read_lists(folder: Path) -> InvertedLists:
-    """Return the record ``lists.json``.
-
-    Errors: ``KinformerError`` for missing, truncated or damaged lists.
-    """
+    """Return the record ``lists.json``. Errors: ``KinformerError`` for missing, truncated or damaged lists."""
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(
@@ -297,14 +292,8 @@ def stamp_of(store: Datastore, entries: int) -> int:
     return zlib.crc32(repr([block for block in store.record.blocks if block[0] <= entries]).encode())
 
 
-def faiss_module() -> ModuleType:
-    try:
-        import faiss
-    except ImportError:
-        raise KinformerError(
-            "approximate search needs faiss, which is not installed; pip install 'kinformer[knn]' gets it."
-        ) from None
-    return faiss
+def faiss_module() -> Any:
+    return import_extra("faiss", "approximate search", "faiss", "'kinformer[knn]'")
 
 
 # Building the inverted lists of a datastore (``lab.datastore.search``): centroids are learnt from a sample, then
@@ -396,8 +385,7 @@ def _check(store: Datastore, count: int, key_bytes: int | None) -> None:
 
 
 def _trained(store: Datastore, folder: Path, settings: dict[str, Any]) -> Any:
-    """Return an index without entries, with centroids by ``settings``. The centroids are learnt from a sample, unless a
-    killed build has already learnt them."""
+    """Return an index without entries, with centroids learnt from a sample, now or by a killed build."""
     faiss = faiss_module()
     path, plan_path = folder / TRAINED, folder / PLAN
     plan = {"schema": SCHEMA, "stamp": stamp_of(store, store.entries)} | settings
