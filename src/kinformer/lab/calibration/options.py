@@ -75,15 +75,8 @@ class CalibrateOptions(Machine):
         self.layers()
         super().__post_init__()
         shared = {
-            "search",
-            "after",
-            "tolerance",
-            "first",
-            "split",
-            "data",
-            "seed",
-            *(item.name for item in fields(Machine)),
-        }
+            "search", "after", "tolerance", "first", "split", "data", "seed", *(item.name for item in fields(Machine)),
+        }  # fmt: skip
         for field in fields(CalibrateOptions) if self.search is not None else ():
             if field.name not in shared and getattr(self, field.name) != field.default:
                 raise KinformerError(

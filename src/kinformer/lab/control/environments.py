@@ -26,12 +26,9 @@ from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.plugins import current_folder, import_extra
 
 BUILTIN = {
-    "key-to-door": "KeyToDoor",
-    "shortest-path": "ShortestPath",
-    "t-maze": "TMaze",
-    "poc-memory": "PocMemory",
+    "key-to-door": "KeyToDoor", "shortest-path": "ShortestPath", "t-maze": "TMaze", "poc-memory": "PocMemory",
     "masked-cartpole": "MaskedCartPole",
-}
+}  # fmt: skip
 """The library's own environments (``lab.control.builtin``) by name. All other names are gymnasium's."""
 ENDLESS = 10_000
 """The steps after which an episode is truncated where the environment sets no limit."""
@@ -298,9 +295,7 @@ def _actions(space: Any, name: str) -> Discrete | Box:
         return Discrete(int(space.n))
     if kind == "Box" and np.isfinite(space.low).all() and np.isfinite(space.high).all():
         return Box(tuple(map(float, space.low.reshape(-1))), tuple(map(float, space.high.reshape(-1))))
-    raise KinformerError(
-        f"`env` {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
-    )
+    raise KinformerError(f"`env` {name}: actions are {space}, but must be Discrete from 0 or a bounded Box.")
 
 
 def _no_picture(name: str) -> KinformerError:

@@ -82,9 +82,7 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
         if name in arrays:
             ends = arrays[name]
             if ends.dtype.kind not in "iu" or ends.ndim != 1:
-                raise KinformerError(
-                    f"{place}: ends of episodes are {ends.dtype} {list(ends.shape)}, not whole numbers."
-                )
+                raise KinformerError(f"{place}: ends of episodes are {ends.dtype} {ends.shape}, not whole numbers.")
             return ends.astype(np.int64) if name == "ends" else np.concatenate([ends, [steps]]).astype(np.int64)
     marks = [arrays[name] for name in ("terminations", "truncations") if name in arrays]
     if not marks:
@@ -114,9 +112,7 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
         shapes = sorted({part[name].shape[1:] for part in parts})
         if len(shapes) > 1:
             shapes_text = " and ".join(str(list(shape)) for shape in shapes[:2])
-            raise KinformerError(
-                f"{place}: {name} have the shapes {shapes_text} in different files; keep to one environment."
-            )
+            raise KinformerError(f"{place}: {name} have the shapes {shapes_text} in different files; give equal ones.")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in ("observations", "actions", "rewards")}
     offsets = np.cumsum([0, *(part["starts"][-1] for part in parts)])
     starts = [part["starts"][:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
@@ -267,9 +263,7 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
     if rewards.ndim == 2 and rewards.shape[1] == 1:
         rewards = rewards[:, 0]
     if rewards.ndim != 1:
-        raise KinformerError(
-            f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
-        )
+        raise KinformerError(f"{place}: rewards are {list(rewards.shape)}, but must be [steps], one for each step.")
     shape = observations.shape[1:]
     images = len(shape) == 3 and observations.dtype == np.uint8  # whose intensities take a byte each
     observations = observations.reshape(len(observations), -1)
@@ -285,14 +279,9 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
                 f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
             )
     return Trajectories(
-        np.ascontiguousarray(observations, np.uint8 if images else np.float32),
-        _actions(actions, place),
-        rewards.astype(np.float64),
-        starts.astype(np.int64),
-        name,
-        holdout,
-        shape=shape,
-    )
+        np.ascontiguousarray(observations, np.uint8 if images else np.float32), _actions(actions, place),
+        rewards.astype(np.float64), starts.astype(np.int64), name, holdout, shape=shape,
+    )  # fmt: skip
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:

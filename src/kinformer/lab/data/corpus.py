@@ -104,13 +104,11 @@ def joined(splits: Sequence[Split]) -> Split:
         tables = [np.asarray(split.marks) for split in splits]
         marks = np.concatenate([t + (a, b) for t, a, b in zip(tables, begins, bytes_before, strict=False)])
     return replace(
-        first,
-        corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
+        first, corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
         extents=kind([piece for run in runs for piece in run.pieces]),
         documents=np.concatenate([split.documents + begin for split, begin in zip(splits, begins, strict=False)]),
-        encoded_from=text,
-        marks=marks,
-    )
+        encoded_from=text, marks=marks,
+    )  # fmt: skip
 
 
 class MixedWindows(Sampler):
@@ -164,9 +162,7 @@ class Corpus(Identified):
     def require_single(self, what: str) -> None:
         """Refuse a mixture where rows are not windows of text in random order."""
         if self.mixture is not None:
-            raise KinformerError(
-                f"`data` is a mixture of corpora, but `{what}` cannot take rows by weights; give one corpus."
-            )
+            raise KinformerError(f"`data` is a mixture of corpora, but `{what}` cannot take rows by weights; give one.")
 
     @property
     def identity(self) -> dict[str, object]:

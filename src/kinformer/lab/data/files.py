@@ -58,18 +58,11 @@ _PACKED = {
     b"{\\rtf": ("an RTF document", "save it as plain text first"),
 }
 _BINARY = {
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8\xff": "a JPEG picture",
-    b"GIF8": "a GIF picture",
-    b"RIFF": "sound or video (RIFF)",
-    b"fLaC": "sound (FLAC)",
-    b"OggS": "sound (Ogg)",
-    b"\x7fELF": "a program (ELF)",
-    b"MZ": "a program (Windows)",
-    b"\x93NUMPY": "an array of NumPy",
-    b"\x89HDF": "an HDF5 file",
+    b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"GIF8": "a GIF picture",
+    b"RIFF": "sound or video (RIFF)", b"fLaC": "sound (FLAC)", b"OggS": "sound (Ogg)", b"\x7fELF": "a program (ELF)",
+    b"MZ": "a program (Windows)", b"\x93NUMPY": "an array of NumPy", b"\x89HDF": "an HDF5 file",
     b"\x80\x04\x95": "a pickle",
-}
+}  # fmt: skip
 """Formats whose bytes can be learnt from, but rarely are on purpose."""
 
 
@@ -78,9 +71,7 @@ def check_plain(path: Path) -> None:
     refuse_packed(path)
     head = _head(path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
-        raise KinformerError(
-            f"{path}: is UTF-16 text, in which every other byte says little; convert it, as with iconv -t UTF-8."
-        )
+        raise KinformerError(f"{path}: is UTF-16 text; convert it, as with iconv -f UTF-16 -t UTF-8.")
     for what, names in (("JSON lines", _fields(head)), ("an array of JSON objects", _fields_of_array(head))):
         if names is not None:
             raise KinformerError(

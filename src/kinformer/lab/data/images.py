@@ -257,9 +257,7 @@ def require_rows(path: Path) -> None:
         at += length + 12
     present = len(zlib.decompressobj().decompress(rows, expected)) if expected else 0
     if present < expected:
-        raise KinformerError(
-            f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace or remove it."
-        )
+        raise KinformerError(f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace it.")
 
 
 def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:
@@ -367,9 +365,7 @@ def read_head(path: Path) -> Head:
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise KinformerError(
-                f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down, or leave it out."
-            )
+            raise KinformerError(f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down.")
         if image.mode not in _GREY | _COLOUR | _DEEP:
             raise KinformerError(f"{path}: has pixels of the mode {image.mode}; save it as RGB or grey of 8 bits.")
         turned = image.getexif().get(_ORIENTATION) in _TURNED

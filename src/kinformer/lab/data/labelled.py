@@ -536,9 +536,7 @@ def decode_text(text: bytes, place: str) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise KinformerError(
-            f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it first, as with iconv."
-        ) from None
+        raise KinformerError(f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it by iconv.") from None
 
 
 _BATCH = 1 << 17

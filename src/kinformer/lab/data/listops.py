@@ -167,7 +167,5 @@ def read(text: str, place: str) -> np.ndarray:
         raise KinformerError(f"{place}: is empty; write a tree, as in [MAX 4 3 [MIN 2 3 ] 1 ].")
     for word in words:
         if word not in SYMBOLS:
-            raise KinformerError(
-                f"{place}: {word!r} is not a symbol of ListOps; give {' '.join(SYMBOLS)}, with spaces between."
-            )
+            raise KinformerError(f"{place}: {word!r} is not a symbol of ListOps; give {' '.join(SYMBOLS)}.")
     return np.array([SYMBOLS.index(word) for word in words], np.uint8)

@@ -46,14 +46,10 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
             np.savez(file, marks=marks, checksum=np.array(checksum(ids_path)))
     document_marks = np.searchsorted(marks[:, 1], split.documents)
     return replace(
-        split,
-        extents=Extents([Extent(str(ids_path), 0, int(marks[-1, 0]) * dtype.itemsize)]),
-        documents=marks[document_marks, 0],
-        vocab_size=tokenizer.vocab_size,
-        dtype=dtype,
-        encoded_from=split,
+        split, extents=Extents([Extent(str(ids_path), 0, int(marks[-1, 0]) * dtype.itemsize)]),
+        documents=marks[document_marks, 0], vocab_size=tokenizer.vocab_size, dtype=dtype, encoded_from=split,
         marks=marks,
-    )
+    )  # fmt: skip
 
 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
@@ -218,9 +214,7 @@ def require_shards(folder: Path, manifest: JsonObject, thorough: bool = False) -
         require_file(path)
         if (present := path.stat().st_size) != size or (thorough and sha256_of(path) != digest):
             what = "its contents differ" if present == size else f"{present} bytes instead of {size}"
-            raise KinformerError(
-                f"{path}: is not the shard that the manifest names ({what}); restore it from a copy, or pack again."
-            )
+            raise KinformerError(f"{path}: is not the shard that the manifest names ({what}); restore it, or repack.")
 
 
 def _split(folder: Path, name: str, manifest: JsonObject, tokenizer: Tokenizer) -> Split:

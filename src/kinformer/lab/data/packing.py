@@ -299,9 +299,7 @@ def documents_of(data: str | Path | Iterable[object]) -> Documents | None:
     if isinstance(data, Mapping):
         raise KinformerError(f"`data`: {name} has several splits ({', '.join(map(str, data))}); give one split.")
     if not isinstance(data, Iterable) or iter(data) is data:
-        raise KinformerError(
-            f"`data`: {name} cannot be read a second time, which continuing needs; give a dataset or a list."
-        )
+        raise KinformerError(f"`data`: {name} cannot be read a second time, to continue; give a dataset or a list.")
     return Documents(name, data)
 
 
@@ -533,14 +531,9 @@ def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, toke
         shards = [{"file": f"{split}-{number:06d}.ids", **records[number][split]} for number in numbers]
         splits[split] = {"shards": shards, **_joined(out, split, numbers, shards)}
     manifest = {
-        "schema": PACKED_SCHEMA,
-        "name": name,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "width": width_of(tokenizer),
-        "data": data,
-        "splits": splits,
-    }
+        "schema": PACKED_SCHEMA, "name": name, "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
+        "width": width_of(tokenizer), "data": data, "splits": splits,
+    }  # fmt: skip
     if packing.holdout is not None:
         splits["test"] = splits["validation"]
     write_json(out / MANIFEST, signed(manifest))
@@ -605,12 +598,9 @@ def packed(
         assert isinstance(data, str | Path)
         name = STDLIB if data == STDLIB else str(absolute(data))
     packing = Packing(
-        data=name,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        text_field=text_field,
-        holdout=holdout,
+        data=name, tokenizer=None if tokenizer is None else str(tokenizer), text_field=text_field, holdout=holdout,
         shard_bytes=shard_mb * 1_000_000,
-    )
+    )  # fmt: skip
     folder = Path(out)
     with locked(folder), progressing(quiet, "packing") as report:
         report = report or (lambda done, all_: None)

@@ -187,9 +187,7 @@ def looks_up(config: ModelConfig) -> bool:
 def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
     """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
     if run.config.protocol is not CausalModel:
-        raise KinformerError(
-            f"{run.folder}: {run.member!r} is not a causal decoder; only causal decoders can use a datastore."
-        )
+        raise KinformerError(f"{run.folder}: {run.member!r} is not a causal decoder, which a datastore needs.")
     if run.tokenizer is None or run.config.input.kind != "tokens":
         raise KinformerError(
             f"{run.folder}: reads {run.config.input.kind}, and a datastore is of text; give a run of a model of tokens."
@@ -201,12 +199,9 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
     """Return the key space that identifies a datastore of this run."""
     assert run.tokenizer is not None
     return KeySpace(
-        weights=run.weights_digest(),
-        representation=keys.representation,
-        dim=keys.width,
-        vocab_size=keys.decoder.vocab_size,
-        tokenizer=run.tokenizer.fingerprint,
-    )
+        weights=run.weights_digest(), representation=keys.representation, dim=keys.width,
+        vocab_size=keys.decoder.vocab_size, tokenizer=run.tokenizer.fingerprint,
+    )  # fmt: skip
 
 
 def attach_store(

@@ -135,9 +135,7 @@ def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: ob
     try:
         return [] if options.sizes is None else parse_counts(options.sizes)
     except ValueError:
-        raise KinformerError(
-            f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k."
-        ) from None
+        raise KinformerError(f"`sizes` {options.sizes}: is not a list of sizes; write as in 10k,100k.") from None
 
 
 def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
@@ -177,15 +175,10 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         swept = sweep(job.model, watched, reported, job.windows, grid, chunk=options.chunk, progress=progress)
         seconds = time.perf_counter() - started_at
     return StoreMeasurement(
-        entries=entries,
-        setting=setting,
-        tuned_on=tuning,
-        sweep=swept,
-        bytes_read=watched.bytes_read,
-        recall=watched.recall(searcher(job.store, None, entries)) if probes else None,
-        recalled=watched.queries,
+        entries=entries, setting=setting, tuned_on=tuning, sweep=swept, bytes_read=watched.bytes_read,
+        recall=watched.recall(searcher(job.store, None, entries)) if probes else None, recalled=watched.queries,
         seconds=seconds,
-    )
+    )  # fmt: skip
 
 
 def _metrics(outcome: StoreMeasurement) -> dict[str, object]:

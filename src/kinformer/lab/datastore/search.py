@@ -48,9 +48,7 @@ class ExactSearch:
 
     def __init__(self, store: Datastore, *, entries: int | None = None, similarity: Similarity = "l2") -> None:
         if entries is not None and not 1 <= entries <= store.entries:
-            raise KinformerError(
-                f"entries is {entries} but must be 1 to {store.entries}, as many as {store.folder} has."
-            )
+            raise KinformerError(f"entries is {entries} but must be 1 to {store.entries}, all of {store.folder}.")
         self.store, self.entries = store, entries or store.entries
         self.bytes_read, self.similarity = 0, similarity
 
@@ -213,16 +211,14 @@ class ListSearch:
         wide = queries.detach().float().cpu().contiguous()
         by_shard = [shard.search(wide.numpy(), searched) for shard in self._shards]
         distances, candidates = (
-            torch.from_numpy(np.concatenate(leaves, axis=1)) for leaves in zip(*by_shard, strict=True)
+            torch.from_numpy(np.concatenate([leaves[place] for leaves in by_shard], axis=1)) for place in (0, 1)
         )
         if self.similarity == "inner":
             distances = -distances
         best = distances.masked_fill(candidates < 0, torch.inf).topk(searched, largest=False).indices
         candidates = candidates.gather(1, best)
         self.bytes_read += int((candidates >= 0).sum()) * self.store.record.key_bytes
-        self.bytes_read += sum(shard.bytes_read for shard in self._shards)
-        for shard in self._shards:
-            shard.bytes_read = 0
+        self.bytes_read += sum(read for _, _, read in by_shard)
         best_entries = nearest(self.store, wide, candidates, neighbours, self.similarity)
         return Neighbours(*(leaf.to(queries.device) for leaf in best_entries))
 
@@ -239,15 +235,15 @@ class _Shard:
         inverted = self._index.invlists
         self._sizes = np.array([inverted.list_size(number) for number in range(inverted.nlist)])
         self._entry_bytes = int(inverted.code_size) + np.dtype(np.int64).itemsize
-        self._probes, self.bytes_read = probes, 0
+        self._probes = probes
         self._selector = faiss.IDSelectorRange(0, entries) if entries < _range(path.name)[1] else None
         self._parameters = faiss.SearchParametersIVF(nprobe=probes, sel=self._selector)
 
-    def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return rough distances and entries, both [n, candidates]; -1 for missing candidates."""
+    def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return rough distances and entries, both [n, candidates] (-1: missing), and the bytes that were read."""
         _, probed = self._index.quantizer.search(queries, self._probes)
-        self.bytes_read += int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
-        return self._index.search(queries, count, params=self._parameters)
+        read = int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
+        return (*self._index.search(queries, count, params=self._parameters), read)
 
 
 def _range(name: str) -> tuple[int, int]:
@@ -345,16 +341,10 @@ def build(
         trained, trained_on = _trained(store, folder, plan | {"seed": seed}), store.entries
     paths = _shards(store, folder, trained, progress)
     lists = InvertedLists(
-        codec=codec,
-        similarity=similarity,
-        count=count,
-        seed=seed,
-        trained_on=trained_on,
-        entries=store.entries,
-        stamp=stamp_of(store, store.entries),
-        trained=checksum(folder / TRAINED),
+        codec=codec, similarity=similarity, count=count, seed=seed, trained_on=trained_on, entries=store.entries,
+        stamp=stamp_of(store, store.entries), trained=checksum(folder / TRAINED),
         shards={path.name: checksum(path) for path in paths},
-    )
+    )  # fmt: skip
     write_json(folder / RECORD, signed({"schema": SCHEMA} | asdict(lists)))
     for path in folder.glob("shard-*"):
         if path not in paths:

@@ -195,12 +195,13 @@ class Datastore:
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path, needed = self.folder / name, dtype.itemsize * int(np.prod(shape))
         size = path.stat().st_size if path.is_file() else 0
-        if size < needed:
-            raise KinformerError(
-                f"{path}: is truncated ({size:,} of {plural(needed, 'byte')}); restore it from a copy, or rebuild the "
-                "store."
-            )
+        _require_size(path, size, needed)
         return np.memmap(path, dtype, "r", shape=shape)
+
+
+def _require_size(path: str | Path, present: int, needed: int) -> None:
+    if present < needed:
+        raise KinformerError(f"{path}: is truncated ({present:,} of {plural(needed, 'byte')}); restore or rebuild it.")
 
 
 def crc32(array: np.ndarray, before: int = 0) -> int:
@@ -253,12 +254,7 @@ class Writer:
         return record
 
     def _cut(self, file: BinaryIO, size: int) -> None:
-        present = os.fstat(file.fileno()).st_size
-        if present < size:
-            raise KinformerError(
-                f"{file.name}: is truncated ({present:,} of {plural(size, 'byte')}); restore it from a copy, or "
-                "rebuild it."
-            )
+        _require_size(file.name, os.fstat(file.fileno()).st_size, size)
         os.ftruncate(file.fileno(), size)
 
     def holds(self, source: Mapping[str, object]) -> bool:
@@ -326,15 +322,12 @@ class Writer:
     def _state_file(self, entries: int | str) -> Path:
         return self.folder / f"state-{entries}.safetensors"
 
-    def close(self) -> None:
-        """Release the folder and its files. Entries since the last flush are not counted."""
-        self._resources.close()
-
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Release the folder and its files. Entries since the last flush are not counted."""
+        self._resources.close()
 
 
 # The text of a datastore, and the entries that a model makes of it, in order.
@@ -370,15 +363,10 @@ def open_source(run: StoredRun, model: Decoder, options: IndexOptions) -> Indexe
     windows = main_windows(run, model, options.context, options.overlap)
     check_positions(model, windows)
     identity = {
-        "name": corpus.name,
-        "fingerprint": corpus.fingerprint,
-        "splits": names,
-        "holdout": holdout,
-        "max_bytes": options.first,
-        "context": None if windows is None else windows.context,
-        "overlap": 0.0 if windows is None else windows.overlap,
-        "chunk": options.chunk,
-    }
+        "name": corpus.name, "fingerprint": corpus.fingerprint, "splits": names, "holdout": holdout,
+        "max_bytes": options.first, "context": None if windows is None else windows.context,
+        "overlap": 0.0 if windows is None else windows.overlap, "chunk": options.chunk,
+    }  # fmt: skip
     return IndexedText(splits, windows, options.chunk, identity)
 
 
