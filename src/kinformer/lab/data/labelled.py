@@ -492,7 +492,7 @@ def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | No
 
 
 def _some(items: Iterable[TextItem], place: str, limit: int | None, check: Check | None = None) -> Iterator[TextItem]:
-    """Yield the first ``limit`` items, each of which passes ``check`` if there is one; raise where there is no item."""
+    """Yield the first ``limit`` items, which ``check`` looks at if it is given; raise where there is no item."""
     number = 0
     for number, item in enumerate(islice(items, limit), start=1):  # noqa: B007 (the count is looked at behind the loop)
         if check is not None and not isinstance(item.text, str):

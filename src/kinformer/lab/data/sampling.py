@@ -181,12 +181,9 @@ def mix(*words: np.ndarray | int) -> np.ndarray:
 
 def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
     """Return where a permutation of range(``count``), chosen by ``key``, sends each of ``index``; int64, the same
-    shape.
-
-    A Feistel network permutes the next power of four; walking its cycles until the result lies below ``count``
-    keeps it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Takes no memory beyond
-    the answer, whatever ``count``. ``key`` may hold one key per index.
-    """
+    shape. A Feistel network permutes the next power of four; walking its cycles until the result lies below ``count``
+    keeps it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Takes no memory beyond the
+    answer, whatever ``count``. ``key`` may hold one key per index."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     image = np.array(index, np.uint64)
     keys = np.broadcast_to(_unsigned(key), image.shape)

@@ -156,12 +156,9 @@ STEP = 512
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
     """Return ``measure(length)``; for a long ``length``, from three shorter lengths beyond ``horizon``, the widest
-    window.
-
-    The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon beyond
-    the others. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
-    ``length`` itself.
-    """
+    window. The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon
+    beyond the others. Irregular patterns, and segments cut differently at every length, fail this check and are
+    measured at ``length`` itself."""
     windows = -(-horizon // STEP)
     start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
     if length <= max(DIRECT, start + checks[-1] * STEP):
