@@ -162,7 +162,7 @@ class Corpus(Identified):
     def require_single(self, what: str) -> None:
         """Refuse a mixture where rows are not windows of text in random order."""
         if self.mixture is not None:
-            raise KinformerError(f"`data` is a mixture of corpora, but `{what}` cannot take rows by weights; give one.")
+            raise KinformerError(f"`data` is a mixture, but `{what}` cannot take rows by weights; give one corpus.")
 
     @property
     def identity(self) -> dict[str, object]:

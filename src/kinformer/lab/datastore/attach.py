@@ -67,7 +67,7 @@ class KeyedDecoder(nn.Module):
         self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, State]:
         """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
-        with nullcontext([]) if self.representation == HIDDEN else self._tapped() as seen:
+        with nullcontext[list[Tensor]]([]) if self.representation == HIDDEN else self._tapped() as seen:
             hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
         keys = seen[-1] if seen else hidden_states
         if seen and valid is not None:

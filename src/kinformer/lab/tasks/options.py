@@ -659,8 +659,10 @@ class SpeechOptions(Checked):
         """Return how the data is read; ``share`` is held out of recordings where the options do not say which are."""
         from kinformer.lab.data.sound import SoundOptions
 
-        held_out = {"speaker": self.held_out_speaker, "pattern": self.test_clips}
-        return SoundOptions(units=self.units, join=self.joined, rate=self.sample_rate, share=share, **held_out)
+        return SoundOptions(
+            units=self.units, join=self.joined, rate=self.sample_rate, speaker=self.held_out_speaker,
+            pattern=self.test_clips, share=share,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
