@@ -40,7 +40,7 @@ ROWS = "".join(
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
         (
             json.dumps([{"id": n, "text": TEXT} for n in range(30)]).encode(),
-            "is an array of JSON objects with the fields id, text; name the field to train on by text_field NAME",
+            "is an array of JSON objects with the fields id, text; train on one field with text_field NAME",
         ),
         (b' [\n {"a": 1, "b": ' + b"9" * 30 + b"},\n", "is an array of JSON objects with the fields a, b;"),
     ],

@@ -286,6 +286,17 @@ def package_of(thing: object, group: str, name: str) -> str | None:
     return None
 
 
+def import_extra(module: str, what: str, package: str, install: str) -> Any:
+    """Return an optional ``module`` of ``package``, which ``what`` needs and which pip gets by ``install``."""
+    try:
+        importlib.import_module(module.partition(".")[0])  # else a submodule may come from sys.modules
+        return importlib.import_module(module)
+    except ImportError:
+        raise KinformerError(
+            f"{what} needs {package}, which is not installed; pip install {install} gets it."
+        ) from None
+
+
 def require_package(package: str, what: str, installed: str | None) -> None:
     """Raise if a part that was stored as part of ``package`` ("name version") does not come from this package any more.
 

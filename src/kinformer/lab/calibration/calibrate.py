@@ -1,5 +1,4 @@
-"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and are
-stored in the run."""
+"""Calibration of early exits: thresholds by a bound on a risk or by a search, which the run stores."""
 
 from __future__ import annotations
 
@@ -33,9 +32,7 @@ CALIBRATION = "calibration"
 
 def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated | SearchResult:
     """Find thresholds of the run in ``folder``, and replace the thresholds in its config."""
-    if options.search is not None:
-        return search(folder, options)
-    return bound_risk(folder, options, quiet)
+    return bound_risk(folder, options, quiet) if options.search is None else search(folder, options)
 
 
 # One threshold for all exits, whose risk is bounded (``lab.calibration.risk``).
@@ -71,21 +68,14 @@ class Calibrated:
         """The calibration's result as data that JSON can hold."""
         best, options = self.chosen, self.options
         return {
-            "run": str(self.run.folder),
-            "threshold": best.threshold if best is not None and self.saves else None,
-            "risk": options.risk,
-            "confidence": options.confidence,
-            "consistency": options.consistency,
-            "measured": None if best is None else best.risk,
-            "samples": options.prompts,
+            "run": str(self.run.folder), "threshold": best.threshold if best is not None and self.saves else None,
+            "risk": options.risk, "confidence": options.confidence, "consistency": options.consistency,
+            "measured": None if best is None else best.risk, "samples": options.prompts,
             "decay_tokens": getattr(getattr(self.run.config.stack, "rule", None), "decay_tokens", None),
-            "after": getattr(self.run.config.stack, "after", None),
-            "data": dict(self.data),
-            **self.how,
+            "after": getattr(self.run.config.stack, "after", None), "data": dict(self.data), **self.how,
             "tested": [step._asdict() for step in self.tested],
-            "exits": None if self.exits is None else self.exits.facts,
-            "seconds": self.seconds,
-        }
+            "exits": None if self.exits is None else self.exits.facts, "seconds": self.seconds,
+        }  # fmt: skip
 
     @property
     def text(self) -> tuple[TextTable | str, ...]:
@@ -141,15 +131,9 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
         record |= {"threshold": useful and useful.threshold, "measured": useful and useful.risk, **samples.how}
         calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity, changes)
     return Calibrated(
-        run=calibrated,
-        options=options,
-        tested=tested,
-        chosen=best,
-        exits=exits,
-        data=samples.identity,
-        how=samples.how,
-        seconds=time.perf_counter() - started_at,
-    )
+        run=calibrated, options=options, tested=tested, chosen=best, exits=exits, data=samples.identity,
+        how=samples.how, seconds=time.perf_counter() - started_at,
+    )  # fmt: skip
 
 
 # A threshold for every exit, found by random search on held-out text (``lab.calibration.search``) and then measured.
@@ -160,10 +144,8 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search: the stored ``thresholds``, and the ``bits_per_byte`` and ``exits`` with them.
-
     ``all_layers`` is the bits per byte without early exits. ``thresholds`` is empty if no draw stays within the
-    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers.
-    """
+    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers."""
 
     run: Run
     thresholds: tuple[float, ...]
@@ -178,15 +160,11 @@ class SearchResult:
     def facts(self) -> dict[str, object]:
         """The search's result as data that JSON can hold."""
         return {
-            "run": str(self.run.folder),
-            "thresholds": self.thresholds,
-            "bits_per_byte": self.bits_per_byte,
-            "all_layers_bits_per_byte": self.all_layers,
-            "data": self.data.identity,
-            "exits": None if self.exits is None else self.exits.facts,
-            "seconds": self.seconds,
+            "run": str(self.run.folder), "thresholds": self.thresholds, "bits_per_byte": self.bits_per_byte,
+            "all_layers_bits_per_byte": self.all_layers, "data": self.data.identity,
+            "exits": None if self.exits is None else self.exits.facts, "seconds": self.seconds,
             "curve": [draw._asdict() for draw in self.curve],
-        }
+        }  # fmt: skip
 
     @property
     def text(self) -> tuple[str]:
@@ -230,25 +208,16 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         record = {"search": options.search, "tolerance": tolerance, "after": options.after, "seed": options.seed}
         stored = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
     return SearchResult(
-        run=stored,
-        thresholds=thresholds,
-        bits_per_byte=bits if thresholds else all_layers,
-        all_layers=all_layers,
-        exits=exits,
-        curve=curve,
-        data=held,
-        seconds=time.perf_counter() - started_at,
-    )
+        run=stored, thresholds=thresholds, bits_per_byte=bits if thresholds else all_layers, all_layers=all_layers,
+        exits=exits, curve=curve, data=held, seconds=time.perf_counter() - started_at,
+    )  # fmt: skip
 
 
 def _first_within(
     model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], limit: float
 ) -> tuple[tuple[float, ...], float, Exited | None]:
-    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte.
-
-    Each draw is measured with real early exits, because the search neglects one effect (see
-    ``lab.calibration.search``).
-    """
+    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte. Each draw
+    is measured with real early exits, because the search neglects one effect (see ``lab.calibration.search``)."""
     for draw in draws:
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:
@@ -265,9 +234,7 @@ def check_thresholds(run: Run) -> None:
     """Refuse a run without thresholds of exits."""
     rule = getattr(run.config.stack, "rule", None)
     if not isinstance(rule, ThresholdConfig):
-        what = (
-            "no token leaves early" if rule is None else f"tokens leave by the rule {rule.kind!r}, without a threshold"
-        )
+        what = "no token leaves early" if rule is None else f"tokens leave by rule {rule.kind!r}, without a threshold"
         raise KinformerError(
             f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
             "softmax_response, saturation or classifier."

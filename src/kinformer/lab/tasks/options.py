@@ -643,10 +643,12 @@ class SpeechOptions(Checked):
 
     def reading(self, share: float | None) -> SoundOptions:
         """Return how the data is read; ``share`` is held out of recordings where the options do not say which are."""
-        from kinformer.lab.data.sound import Holdout, SoundOptions
+        from kinformer.lab.data.sound import SoundOptions
 
-        held = Holdout(speaker=self.held_out_speaker, pattern=self.test_clips, share=share)
-        return SoundOptions(units=self.units, join=self.joined, rate=self.sample_rate, held=held)
+        return SoundOptions(
+            units=self.units, join=self.joined, rate=self.sample_rate, speaker=self.held_out_speaker,
+            pattern=self.test_clips, share=share,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

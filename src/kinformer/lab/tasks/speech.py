@@ -46,7 +46,6 @@ from kinformer.lab.data.labelled import STDIN
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.data.sound import (
     ENDINGS,
-    Holdout,
     Resampler,
     Sound,
     WavStream,
@@ -471,7 +470,7 @@ def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
     options = run.options.reading(run.data.get("holdout"))
     options = replace(options, rate=None if spec == "dtmf" else rate, units=run.data["identity"].get("unit"))
     if settings.data is not None:  # the run's held-out clips say nothing about other data
-        options = replace(options, held=Holdout(share=run.data.get("holdout")))
+        options = replace(options, speaker=None, pattern=None)
     return open_sound(spec, options, symbols)
 
 
