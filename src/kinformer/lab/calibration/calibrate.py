@@ -68,14 +68,21 @@ class Calibrated:
         """The calibration's result as data that JSON can hold."""
         best, options = self.chosen, self.options
         return {
-            "run": str(self.run.folder), "threshold": best.threshold if best is not None and self.saves else None,
-            "risk": options.risk, "confidence": options.confidence, "consistency": options.consistency,
-            "measured": None if best is None else best.risk, "samples": options.prompts,
+            "run": str(self.run.folder),
+            "threshold": best.threshold if best is not None and self.saves else None,
+            "risk": options.risk,
+            "confidence": options.confidence,
+            "consistency": options.consistency,
+            "measured": None if best is None else best.risk,
+            "samples": options.prompts,
             "decay_tokens": getattr(getattr(self.run.config.stack, "rule", None), "decay_tokens", None),
-            "after": getattr(self.run.config.stack, "after", None), "data": dict(self.data), **self.how,
+            "after": getattr(self.run.config.stack, "after", None),
+            "data": dict(self.data),
+            **self.how,
             "tested": [step._asdict() for step in self.tested],
-            "exits": None if self.exits is None else self.exits.facts, "seconds": self.seconds,
-        }  # fmt: skip
+            "exits": None if self.exits is None else self.exits.facts,
+            "seconds": self.seconds,
+        }
 
     @property
     def text(self) -> tuple[TextTable | str, ...]:
@@ -131,9 +138,15 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
         record |= {"threshold": useful and useful.threshold, "measured": useful and useful.risk, **samples.how}
         calibrated = keep(run, () if useful is None else (useful.threshold,), record, samples.identity, changes)
     return Calibrated(
-        run=calibrated, options=options, tested=tested, chosen=best, exits=exits, data=samples.identity,
-        how=samples.how, seconds=time.perf_counter() - started_at,
-    )  # fmt: skip
+        run=calibrated,
+        options=options,
+        tested=tested,
+        chosen=best,
+        exits=exits,
+        data=samples.identity,
+        how=samples.how,
+        seconds=time.perf_counter() - started_at,
+    )
 
 
 # A threshold for every exit, found by random search on held-out text (``lab.calibration.search``) and then measured.
@@ -160,11 +173,15 @@ class SearchResult:
     def facts(self) -> dict[str, object]:
         """The search's result as data that JSON can hold."""
         return {
-            "run": str(self.run.folder), "thresholds": self.thresholds, "bits_per_byte": self.bits_per_byte,
-            "all_layers_bits_per_byte": self.all_layers, "data": self.data.identity,
-            "exits": None if self.exits is None else self.exits.facts, "seconds": self.seconds,
+            "run": str(self.run.folder),
+            "thresholds": self.thresholds,
+            "bits_per_byte": self.bits_per_byte,
+            "all_layers_bits_per_byte": self.all_layers,
+            "data": self.data.identity,
+            "exits": None if self.exits is None else self.exits.facts,
+            "seconds": self.seconds,
             "curve": [draw._asdict() for draw in self.curve],
-        }  # fmt: skip
+        }
 
     @property
     def text(self) -> tuple[str]:
@@ -208,9 +225,15 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
         record = {"search": options.search, "tolerance": tolerance, "after": options.after, "seed": options.seed}
         stored = keep(run, thresholds, record | {"thresholds": list(thresholds)}, held.identity, changes)
     return SearchResult(
-        run=stored, thresholds=thresholds, bits_per_byte=bits if thresholds else all_layers, all_layers=all_layers,
-        exits=exits, curve=curve, data=held, seconds=time.perf_counter() - started_at,
-    )  # fmt: skip
+        run=stored,
+        thresholds=thresholds,
+        bits_per_byte=bits if thresholds else all_layers,
+        all_layers=all_layers,
+        exits=exits,
+        curve=curve,
+        data=held,
+        seconds=time.perf_counter() - started_at,
+    )
 
 
 def _first_within(

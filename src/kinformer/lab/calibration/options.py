@@ -64,8 +64,12 @@ class CalibrateOptions(Machine):
     """The seed by which samples are drawn."""
 
     LEAST = dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"), 1) | {
-        "thresholds": 2, "search": 1, "first": 2, "tolerance": 0, "seed": 0,
-    }  # fmt: skip
+        "thresholds": 2,
+        "search": 1,
+        "first": 2,
+        "tolerance": 0,
+        "seed": 0,
+    }
     SHARES = {"risk": "(0, 1)", "confidence": "(0, 1)"}
 
     def __post_init__(self) -> None:
@@ -75,8 +79,15 @@ class CalibrateOptions(Machine):
         self.layers()
         super().__post_init__()
         shared = {
-            "search", "after", "tolerance", "first", "split", "data", "seed", *(item.name for item in fields(Machine)),
-        }  # fmt: skip
+            "search",
+            "after",
+            "tolerance",
+            "first",
+            "split",
+            "data",
+            "seed",
+            *(item.name for item in fields(Machine)),
+        }
         for field in fields(CalibrateOptions) if self.search is not None else ():
             if field.name not in shared and getattr(self, field.name) != field.default:
                 raise KinformerError(

@@ -279,9 +279,14 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
                 f"{place}: {what} of step {bad[0]} hold {shown}, but all must be finite in float32; mend or drop it."
             )
     return Trajectories(
-        np.ascontiguousarray(observations, np.uint8 if images else np.float32), _actions(actions, place),
-        rewards.astype(np.float64), starts.astype(np.int64), name, holdout, shape=shape,
-    )  # fmt: skip
+        np.ascontiguousarray(observations, np.uint8 if images else np.float32),
+        _actions(actions, place),
+        rewards.astype(np.float64),
+        starts.astype(np.int64),
+        name,
+        holdout,
+        shape=shape,
+    )
 
 
 def _actions(actions: np.ndarray, place: str) -> np.ndarray:

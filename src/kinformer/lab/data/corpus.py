@@ -104,11 +104,13 @@ def joined(splits: Sequence[Split]) -> Split:
         tables = [np.asarray(split.marks) for split in splits]
         marks = np.concatenate([t + (a, b) for t, a, b in zip(tables, begins, bytes_before, strict=False)])
     return replace(
-        first, corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
+        first,
+        corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
         extents=kind([piece for run in runs for piece in run.pieces]),
         documents=np.concatenate([split.documents + begin for split, begin in zip(splits, begins, strict=False)]),
-        encoded_from=text, marks=marks,
-    )  # fmt: skip
+        encoded_from=text,
+        marks=marks,
+    )
 
 
 class MixedWindows(Sampler):

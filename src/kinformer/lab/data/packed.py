@@ -46,10 +46,14 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
             np.savez(file, marks=marks, checksum=np.array(checksum(ids_path)))
     document_marks = np.searchsorted(marks[:, 1], split.documents)
     return replace(
-        split, extents=Extents([Extent(str(ids_path), 0, int(marks[-1, 0]) * dtype.itemsize)]),
-        documents=marks[document_marks, 0], vocab_size=tokenizer.vocab_size, dtype=dtype, encoded_from=split,
+        split,
+        extents=Extents([Extent(str(ids_path), 0, int(marks[-1, 0]) * dtype.itemsize)]),
+        documents=marks[document_marks, 0],
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        encoded_from=split,
         marks=marks,
-    )  # fmt: skip
+    )
 
 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:

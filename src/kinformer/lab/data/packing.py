@@ -531,9 +531,14 @@ def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, toke
         shards = [{"file": f"{split}-{number:06d}.ids", **records[number][split]} for number in numbers]
         splits[split] = {"shards": shards, **_joined(out, split, numbers, shards)}
     manifest = {
-        "schema": PACKED_SCHEMA, "name": name, "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size,
-        "width": width_of(tokenizer), "data": data, "splits": splits,
-    }  # fmt: skip
+        "schema": PACKED_SCHEMA,
+        "name": name,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "width": width_of(tokenizer),
+        "data": data,
+        "splits": splits,
+    }
     if packing.holdout is not None:
         splits["test"] = splits["validation"]
     write_json(out / MANIFEST, signed(manifest))
@@ -598,9 +603,12 @@ def packed(
         assert isinstance(data, str | Path)
         name = STDLIB if data == STDLIB else str(absolute(data))
     packing = Packing(
-        data=name, tokenizer=None if tokenizer is None else str(tokenizer), text_field=text_field, holdout=holdout,
+        data=name,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        text_field=text_field,
+        holdout=holdout,
         shard_bytes=shard_mb * 1_000_000,
-    )  # fmt: skip
+    )
     folder = Path(out)
     with locked(folder), progressing(quiet, "packing") as report:
         report = report or (lambda done, all_: None)

@@ -82,9 +82,12 @@ class Split:
             marks = self.marks[: last + 1]
             size, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
         return replace(
-            self, extents=self.extents.part(0, size * self.dtype.itemsize),
-            documents=self.documents[: np.searchsorted(self.documents, size)], encoded_from=text, marks=marks,
-        )  # fmt: skip
+            self,
+            extents=self.extents.part(0, size * self.dtype.itemsize),
+            documents=self.documents[: np.searchsorted(self.documents, size)],
+            encoded_from=text,
+            marks=marks,
+        )
 
     def skip(self, length: int) -> Split:
         """Return all but the first ``length`` tokens; of tokenizer ids, all but the tokens of :meth:`take`."""
@@ -95,9 +98,12 @@ class Split:
             cut, text = len(head), self.encoded_from.skip(head.bytes)
             marks = self.marks[np.searchsorted(self.marks[:, 0], cut) :] - (cut, head.bytes)
         return replace(
-            self, extents=self.extents.part(cut * self.dtype.itemsize, len(self.extents)),
-            documents=self.documents[np.searchsorted(self.documents, cut) :] - cut, encoded_from=text, marks=marks,
-        )  # fmt: skip
+            self,
+            extents=self.extents.part(cut * self.dtype.itemsize, len(self.extents)),
+            documents=self.documents[np.searchsorted(self.documents, cut) :] - cut,
+            encoded_from=text,
+            marks=marks,
+        )
 
     def require(self, tokens: int, purpose: str, remedy: str = "") -> None:
         """Raise a :class:`KinformerError` unless the split holds ``tokens`` tokens, which ``purpose`` needs; ``remedy``

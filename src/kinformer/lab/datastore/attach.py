@@ -199,9 +199,12 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
     """Return the key space that identifies a datastore of this run."""
     assert run.tokenizer is not None
     return KeySpace(
-        weights=run.weights_digest(), representation=keys.representation, dim=keys.width,
-        vocab_size=keys.decoder.vocab_size, tokenizer=run.tokenizer.fingerprint,
-    )  # fmt: skip
+        weights=run.weights_digest(),
+        representation=keys.representation,
+        dim=keys.width,
+        vocab_size=keys.decoder.vocab_size,
+        tokenizer=run.tokenizer.fingerprint,
+    )
 
 
 def attach_store(

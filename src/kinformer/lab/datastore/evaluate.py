@@ -175,10 +175,15 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         swept = sweep(job.model, watched, reported, job.windows, grid, chunk=options.chunk, progress=progress)
         seconds = time.perf_counter() - started_at
     return StoreMeasurement(
-        entries=entries, setting=setting, tuned_on=tuning, sweep=swept, bytes_read=watched.bytes_read,
-        recall=watched.recall(searcher(job.store, None, entries)) if probes else None, recalled=watched.queries,
+        entries=entries,
+        setting=setting,
+        tuned_on=tuning,
+        sweep=swept,
+        bytes_read=watched.bytes_read,
+        recall=watched.recall(searcher(job.store, None, entries)) if probes else None,
+        recalled=watched.queries,
         seconds=seconds,
-    )  # fmt: skip
+    )
 
 
 def _metrics(outcome: StoreMeasurement) -> dict[str, object]:

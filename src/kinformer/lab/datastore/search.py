@@ -341,10 +341,16 @@ def build(
         trained, trained_on = _trained(store, folder, plan | {"seed": seed}), store.entries
     paths = _shards(store, folder, trained, progress)
     lists = InvertedLists(
-        codec=codec, similarity=similarity, count=count, seed=seed, trained_on=trained_on, entries=store.entries,
-        stamp=stamp_of(store, store.entries), trained=checksum(folder / TRAINED),
+        codec=codec,
+        similarity=similarity,
+        count=count,
+        seed=seed,
+        trained_on=trained_on,
+        entries=store.entries,
+        stamp=stamp_of(store, store.entries),
+        trained=checksum(folder / TRAINED),
         shards={path.name: checksum(path) for path in paths},
-    )  # fmt: skip
+    )
     write_json(folder / RECORD, signed({"schema": SCHEMA} | asdict(lists)))
     for path in folder.glob("shard-*"):
         if path not in paths:

@@ -363,10 +363,15 @@ def open_source(run: StoredRun, model: Decoder, options: IndexOptions) -> Indexe
     windows = main_windows(run, model, options.context, options.overlap)
     check_positions(model, windows)
     identity = {
-        "name": corpus.name, "fingerprint": corpus.fingerprint, "splits": names, "holdout": holdout,
-        "max_bytes": options.first, "context": None if windows is None else windows.context,
-        "overlap": 0.0 if windows is None else windows.overlap, "chunk": options.chunk,
-    }  # fmt: skip
+        "name": corpus.name,
+        "fingerprint": corpus.fingerprint,
+        "splits": names,
+        "holdout": holdout,
+        "max_bytes": options.first,
+        "context": None if windows is None else windows.context,
+        "overlap": 0.0 if windows is None else windows.overlap,
+        "chunk": options.chunk,
+    }
     return IndexedText(splits, windows, options.chunk, identity)
 
 

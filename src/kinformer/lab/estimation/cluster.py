@@ -440,10 +440,19 @@ class Cluster:
         rows_done = seconds["compute"] + seconds["tensor"] + seconds["context"]
         step = max(rows_done, seconds["data"], seconds["launches"])
         return MeshCost(
-            mesh=mesh.text, accumulate=accumulate, train_bytes=sum(memory.values()), memory=memory,
-            payload=payload._asdict(), data_bytes=data, tensor_bytes=tensor, context_bytes=context, seconds=seconds,
-            step=step, tokens_per_second=self.batch * self.length / step, fits=sum(memory.values()) <= device.memory,
-        )  # fmt: skip
+            mesh=mesh.text,
+            accumulate=accumulate,
+            train_bytes=sum(memory.values()),
+            memory=memory,
+            payload=payload._asdict(),
+            data_bytes=data,
+            tensor_bytes=tensor,
+            context_bytes=context,
+            seconds=seconds,
+            step=step,
+            tokens_per_second=self.batch * self.length / step,
+            fits=sum(memory.values()) <= device.memory,
+        )
 
 
 # The cost of serving a model on devices that share every row: memory, and time as memory and products allow.

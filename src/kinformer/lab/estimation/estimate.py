@@ -356,11 +356,17 @@ def estimate(
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
     return Estimate(
-        parameters=parameters, active_parameters=active_parameters(model), flops_forward=forward,
+        parameters=parameters,
+        active_parameters=active_parameters(model),
+        flops_forward=forward,
         flops_inference=sum(row.flops_inference for row in rows),
-        flops_step=forward + sum(row.flops_backward for row in rows), train_bytes=sum(memory["train"].values()),
-        inference_bytes=sum(inference.values()), state_bytes=inference["state"], memory=memory, parts=rows,
-    )  # fmt: skip
+        flops_step=forward + sum(row.flops_backward for row in rows),
+        train_bytes=sum(memory["train"].values()),
+        inference_bytes=sum(inference.values()),
+        state_bytes=inference["state"],
+        memory=memory,
+        parts=rows,
+    )
 
 
 def _check(model: Model, length: int, batch: int) -> None:

@@ -187,11 +187,19 @@ def evaluate(
         require_finite(isfinite(nats))
         difficulty = {} if deep is None else {f"by_{name}": rows for name, rows in deep.rows.items()}
         return {
-            "digits": digits, "trained": data.least <= digits <= data.most, "problems": options.problems,
-            "solved": done, "sequence_accuracy": done / options.problems, "tokens": tokens, "correct": right,
-            "accuracy": right / tokens, "guessing": int(counts.max()) / tokens, "nats": nats,
-            **({} if deep is None else {deep.depths.metric.name: deep.mean}), **difficulty,
-        }  # fmt: skip
+            "digits": digits,
+            "trained": data.least <= digits <= data.most,
+            "problems": options.problems,
+            "solved": done,
+            "sequence_accuracy": done / options.problems,
+            "tokens": tokens,
+            "correct": right,
+            "accuracy": right / tokens,
+            "guessing": int(counts.max()) / tokens,
+            "nats": nats,
+            **({} if deep is None else {deep.depths.metric.name: deep.mean}),
+            **difficulty,
+        }
 
     lengths = _lengths(model, data, options.digits_to_measure)
     with options.writing_predictions() as write, torch.inference_mode(), noting_depths(model) as depths:
@@ -230,12 +238,14 @@ def _by_digits(groups: Sequence[Measured], depth: Metric | None) -> TextTable:
     steps = [] if depth is None else [depth]
     lines = [
         [
-            group["digits"], "yes" if group["trained"] else "no", group["problems"],
+            group["digits"],
+            "yes" if group["trained"] else "no",
+            group["problems"],
             *(f"{group[name]:.1%}" for name in ("sequence_accuracy", "accuracy", "guessing")),
             *(f"{group[step.name]:.2f}" for step in steps),
         ]
         for group in groups
-    ]  # fmt: skip
+    ]
     return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
 
 

@@ -646,9 +646,13 @@ class SpeechOptions(Checked):
         from kinformer.lab.data.sound import SoundOptions
 
         return SoundOptions(
-            units=self.units, join=self.joined, rate=self.sample_rate, speaker=self.held_out_speaker,
-            pattern=self.test_clips, share=share,
-        )  # fmt: skip
+            units=self.units,
+            join=self.joined,
+            rate=self.sample_rate,
+            speaker=self.held_out_speaker,
+            pattern=self.test_clips,
+            share=share,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
