@@ -129,7 +129,7 @@ def test_memory_grows_with_the_length():
 
 
 def test_a_process_that_the_system_ends_is_one_sentence():
-    with pytest.raises(KinformerError, match="its process was ended by the system, which happens when memory is short"):
+    with pytest.raises(KinformerError, match="the system ended its process, as when memory is short"):
         in_fresh_process(os._exit, 1)
 
 
