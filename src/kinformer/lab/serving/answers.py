@@ -244,7 +244,8 @@ class ChatAnswer(Answer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def opening(self) -> list[dict[str, object]]:
-        empty = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        delta = {"role": "assistant", "content": ""}
+        empty: dict[str, object] = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self._frame(self.chunk_kind, [{"index": number} | empty]) for number in range(len(self.texts))]
 
     def _text(self, text: str) -> dict[str, object]:
