@@ -327,7 +327,7 @@ def test_spans_are_counted_from_one(drawn, make_run):
     ("flags", "told"),
     [
         (("gpt", "--buckets"), "no head of this run has buckets"),
-        (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets or clusters"),
+        (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets"),
         (("routing", "--buckets", "--exits"), "contradict"),
         (("routing", "--experts"), "no layer of this run has experts"),
         (("gpt", "--blocks"), "no layer of this run chooses blocks; give a run of moba or nsa"),

@@ -149,8 +149,8 @@ def _timed(
         if work not in measures:
             continue
         if not works.room_for(model, work, length, options.rounds):
-            asked = f"{work} of {plural(length, 'token')}"
-            note(f"{name}: its positions end at {model.max_length}, so {asked} is left out.")
+            text = f"{work} of {plural(length, 'token')}"
+            note(f"{name}: its positions end at {model.max_length}, so {text} is left out.")
             continue
         ready[name] = measures[work](model, options.batch_size, length)
     seconds_by_name = in_turns(ready, options.rounds, device)

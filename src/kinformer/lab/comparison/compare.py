@@ -272,8 +272,8 @@ def _measure(
 def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
     """Return the complete record of a contestant; ``where`` describes the machine of the measurements."""
     base, record = contestant.base, contestant.record
-    own = {"lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe}
-    settings = {name: value for name, value in settings_of(base.settings()).items() if name != "seed"} | own
+    more = {"lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe}
+    settings = {name: value for name, value in settings_of(base.settings()).items() if name != "seed"} | more
     return record.replace(parameters=contestant.parameters, error=contestant.error, machine=where, settings=settings)
 
 

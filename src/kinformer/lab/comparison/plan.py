@@ -96,9 +96,11 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
     for path in changes:
         if (owner := owner_of(path)) and owner not in names:
             raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
-    own = {name: {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", name)}
-           for name in names}  # fmt: skip
-    return [replace(entrant, changes=own[entrant.name]) for entrant in parsed]
+
+    def changes_of(name: str) -> dict[str, object]:
+        return {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", name)}
+
+    return [replace(entrant, changes=changes_of(entrant.name)) for entrant in parsed]
 
 
 def _parsed(spec: str) -> Entrant:
@@ -144,9 +146,9 @@ def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name:
             break
     if best[0] > TOLERANCE:
         parameters = _count(config, {**best[1], **changes})
-        found = f" (the nearest has {parameters:,})" if parameters else ""
+        closest = f" (the nearest has {parameters:,})" if parameters else ""
         raise KinformerError(
-            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}{found}; give another "
+            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}{closest}; give another "
             "`parameters`, or `set` NAME:dim=... less."
         )
     return {path: value for path, value in best[1].items() if path not in changes}
