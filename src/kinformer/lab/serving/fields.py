@@ -81,7 +81,8 @@ def parse(data: bytes) -> JsonObject:
     """Return the fields in the JSON of ``data``."""
     if len(data) > MOST_VALUES and (count := _count_values(data)) > MOST_VALUES:
         raise FieldError(
-            f"the body has {count:,} values, but may have at most {MOST_VALUES:,}; send fewer, or ids as text."
+            f"the body has {count:,} values, names and lists, but may have at most {MOST_VALUES:,}; send fewer, or ids "
+            "as text."
         )
     try:
         fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_int=_whole)
