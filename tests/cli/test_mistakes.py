@@ -264,13 +264,13 @@ MISTAKES = [
     ("compare gpt --data book.txt --steps 2 --parameters 3", "no width gives 3 parameters"),
     ("compare gpt --tokenizer '' --data book.txt", "--tokenizer is empty"),
     ("compare gpt --task recall --first 100 --steps 2", "--first 100: recall makes its own rows"),
-    ("compare gpt --task recall --contexts 2x --steps 2", "--contexts 2x: the task recall is measured at no other"),
+    ("compare gpt --task recall --contexts 2x --steps 2", "--contexts 2x: recall is measured at no other"),
     ("train gpt --data loop --steps 2 --out made", "loop does not exist"),
     ("pack loop --out made", "loop does not exist"),
     ("embed gpt loop --out made.npz", "loop"),
     ("compare --merge list.json list.json", "list.json"),
     ("compare --merge nope.json", "nope.json"),
-    ("train gpt --average 3 --checkpoint-every 0 --out made", "with --checkpoint-every 0 there is only the last"),
+    ("train gpt --average 3 --checkpoint-every 0 --out made", "--checkpoint-every 0 makes only the last"),
 ]
 LINES = [(line.format(run), message) for line, runs in READERS.items() for run, message in runs] + MISTAKES
 

@@ -96,6 +96,10 @@ def as_flags(wanted: bool = True) -> Iterator[None]:
         _AS_FLAGS.reset(token)
 
 
+MOST_NAMES = 60
+"""The most names that a message lists where none is near."""
+
+
 def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Return the names that resemble ``word``, the nearest first."""
     # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
@@ -104,9 +108,13 @@ def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
-    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near."""
+    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near and they are
+    at most ``MOST_NAMES``."""
     names = sorted(set(names))
-    if close := close_names(word, names, limit):
+    close = close_names(word, names, limit)
+    if len(names) > MOST_NAMES and not close:
+        close = get_close_matches(word[:99], names, n=limit, cutoff=0.0)
+    if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "valid names are " + ", ".join(names) + "." if names else "it has none."
 

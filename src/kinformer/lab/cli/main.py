@@ -19,10 +19,10 @@ from kinformer import __version__
 from kinformer.lab.cli.output import (
     BEGUN,
     age_of_process,
-    describing_run,
     open_standard_streams,
     printable,
     printing_notes,
+    reporting,
     set_up,
     started,
 )
@@ -54,142 +54,66 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "list": Command(
-        "family:List",
-        "List the members of the family, the tasks, or the kinds of parts.",
-        "kinformer list --json",
-    ),
-    "show": Command(
-        "family:Show",
-        "Show one member or run: paper, config, parameters, state size, attention pattern.",
-        "kinformer show gpt --recipe tiny --set layers=3",
-    ),
-    "train": Command(
-        "train:Train",
-        "Train a member and write a run folder.",
-        "kinformer train gpt --data book.txt --out runs/book --minutes 5",
-        tasks="Options",
-        computes=True,
-    ),
-    "launch": Command(
-        "train:Launch",
-        "Print the command or script that starts a training on many machines, by torchrun or a scheduler.",
-        "kinformer launch --to slurm --nodes 2 --processes 8 train gpt --config many.toml",
-    ),
-    "evaluate": Command(
-        "using:Evaluate",
-        "Measure a run on held-out data, as its task says.",
-        "kinformer evaluate runs/book --first 100k",
-        tasks="EvaluationOptions",
-        computes=True,
-    ),
-    "generate": Command(
-        "using:Generate",
-        "Continue a text with a trained run, token by token.",
-        'kinformer generate runs/book "It was " --max-new-tokens 300',
-        tasks="GenerationOptions",
-        computes=True,
-    ),
-    "chat": Command(
-        "using:Chat",
-        "Continue a text in turns: you write a line, the run writes the next.",
-        'kinformer chat runs/book --before "ROMEO: " --after "\\nJULIET:" --stop ROMEO',
-        computes=True,
-    ),
-    "predict": Command(
-        "using:Predict",
-        "Predict classes, masked words, transcripts or translations with a trained run.",
-        "kinformer predict runs/reviews reviews.csv --out predictions.csv",
-        tasks="PredictionOptions",
-        computes=True,
-    ),
-    "embed": Command(
-        "using:Embed",
-        "Compute vectors of texts, images or sound with a trained run.",
-        "kinformer embed runs/book sentences.txt --out vectors.npz",
-        computes=True,
-    ),
-    "serve": Command(
-        "using:Serve",
-        "Answer completions over HTTP, as OpenAI's clients request them.",
-        "kinformer serve runs/book --port 8000",
-        computes=True,
-    ),
-    "trace": Command(
-        "using:Trace",
-        "Show the attention of a trained run to a text, as an interactive page.",
-        'kinformer trace runs/book "It was the best of times" --out trace.html',
-        computes=True,
-    ),
-    "calibrate": Command(
-        "using:Calibrate",
-        "Find how early tokens may leave a run's layers at a bounded risk.",
-        "kinformer calibrate runs/book --risk 0.05 --confidence 0.95",
-        computes=True,
-    ),
-    "estimate": Command(
-        "studying:Estimate",
-        "Estimate parameters, FLOPs, memory and state size without running anything.",
-        "kinformer estimate gpt --recipe paper --length 1024 --batch-size 8",
-    ),
-    "compare": Command(
-        "studying:Compare",
-        "Train members under one budget, measure them in turns, and write one report.",
-        "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
-        tasks="Options",
-        computes=True,
-    ),
-    "bench": Command(
-        "studying:Bench",
-        "Time members at several lengths, in turns with plain attention.",
-        "kinformer bench linear-transformer local --lengths 512,2048,8192",
-        computes=True,
-    ),
-    "draw": Command(
-        "family:Draw",
-        "Draw attention patterns and position encodings as a picture.",
-        "kinformer draw longformer --out longformer.png",
-    ),
-    "index": Command(
-        "using:Index",
-        "Build a datastore of a run: its vector of each context, and the next token.",
-        "kinformer index runs/book --data book.txt --datastore stores/book",
-        computes=True,
-    ),
-    "pack": Command(
-        "exchange:Pack",
-        "Turn text into token shards, for training on data of any size.",
-        "kinformer pack texts --out shards --tokenizer tokenizer.json",
-    ),
-    "import": Command(
-        "exchange:Import",
-        "Turn a Hugging Face checkpoint folder into a run folder.",
-        "kinformer import checkpoints/gpt2 --out runs/gpt2",
-    ),
-    "export": Command(
-        "exchange:Export",
-        "Write a run as a folder that transformers loads, an ONNX file or a compiled step.",
-        "kinformer export runs/book --out exported/book",
-    ),
-    "verify": Command(
-        "exchange:Verify",
-        "Hold a causal model to its laws: a run, a folder of transformers, or your module.",
-        "kinformer verify runs/book",
-    ),
-    "completion": Command(
-        "form:Completion",
-        "Print a script that completes commands and options in your shell.",
-        'eval "$(kinformer completion bash)"',
-    ),
-}
+    "list": Command("family:List", "List the members of the family, the tasks, or the kinds of parts.",
+                    "kinformer list --json"),
+    "show": Command("family:Show", "Show one member or run: paper, config, parameters, state size, attention pattern.",
+                    "kinformer show gpt --recipe tiny --set layers=3"),
+    "train": Command("train:Train", "Train a member and write a run folder.",
+                     "kinformer train gpt --data book.txt --out runs/book --minutes 5", "Options", computes=True),
+    "launch": Command("train:Launch", "Print the command or script that starts a training on many machines, by "
+                      "torchrun or a scheduler.",
+                      "kinformer launch --to slurm --nodes 2 --processes 8 train gpt --config many.toml"),
+    "evaluate": Command("using:Evaluate", "Measure a run on held-out data, as its task says.",
+                        "kinformer evaluate runs/book --first 100k", "EvaluationOptions", computes=True),
+    "generate": Command("using:Generate", "Continue a text with a trained run, token by token.",
+                        'kinformer generate runs/book "It was " --max-new-tokens 300', "GenerationOptions",
+                        computes=True),
+    "chat": Command("using:Chat", "Continue a text in turns: you write a line, the run writes the next.",
+                    'kinformer chat runs/book --before "ROMEO: " --after "\\nJULIET:" --stop ROMEO', computes=True),
+    "predict": Command("using:Predict",
+                       "Predict classes, masked words, transcripts or translations with a trained run.",
+                       "kinformer predict runs/reviews reviews.csv --out predictions.csv", "PredictionOptions",
+                       computes=True),
+    "embed": Command("using:Embed", "Compute vectors of texts, images or sound with a trained run.",
+                     "kinformer embed runs/book sentences.txt --out vectors.npz", computes=True),
+    "serve": Command("using:Serve", "Answer completions over HTTP, as OpenAI's clients request them.",
+                     "kinformer serve runs/book --port 8000", computes=True),
+    "trace": Command("using:Trace", "Show the attention of a trained run to a text, as an interactive page.",
+                     'kinformer trace runs/book "It was the best of times" --out trace.html', computes=True),
+    "calibrate": Command("using:Calibrate", "Find how early tokens may leave a run's layers at a bounded risk.",
+                         "kinformer calibrate runs/book --risk 0.05 --confidence 0.95", computes=True),
+    "estimate": Command("studying:Estimate",
+                        "Estimate parameters, FLOPs, memory and state size without running anything.",
+                        "kinformer estimate gpt --recipe paper --length 1024 --batch-size 8"),
+    "compare": Command("studying:Compare",
+                       "Train members under one budget, measure them in turns, and write one report.",
+                       "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
+                       "Options", computes=True),
+    "bench": Command("studying:Bench", "Time members at several lengths, in turns with plain attention.",
+                     "kinformer bench linear-transformer local --lengths 512,2048,8192", computes=True),
+    "draw": Command("family:Draw", "Draw attention patterns and position encodings as a picture.",
+                    "kinformer draw longformer --out longformer.png"),
+    "index": Command("using:Index", "Build a datastore of a run: its vector of each context, and the next token.",
+                     "kinformer index runs/book --data book.txt --datastore stores/book", computes=True),
+    "pack": Command("exchange:Pack", "Turn text into token shards, for training on data of any size.",
+                    "kinformer pack texts --out shards --tokenizer tokenizer.json"),
+    "import": Command("exchange:Import", "Turn a Hugging Face checkpoint folder into a run folder.",
+                      "kinformer import checkpoints/gpt2 --out runs/gpt2"),
+    "export": Command("exchange:Export",
+                      "Write a run as a folder that transformers loads, an ONNX file or a compiled step.",
+                      "kinformer export runs/book --out exported/book"),
+    "verify": Command("exchange:Verify",
+                      "Hold a causal model to its laws: a run, a folder of transformers, or your module.",
+                      "kinformer verify runs/book"),
+    "completion": Command("form:Completion", "Print a script that completes commands and options in your shell.",
+                          'eval "$(kinformer completion bash)"'),
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default the process's) and return its exit code.
-
-    Without ``argv`` the process belongs to the command, so the settings of the process are changed for computing
-    (``runtime.process``). With ``argv`` the caller's settings are restored.
-    """
+    """Run the command line ``argv`` (by default the process's) and return its exit code. Without ``argv`` the process
+    belongs to the command, so the settings of the process are changed for computing (``runtime.process``). With
+    ``argv`` the caller's settings are restored."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
@@ -242,11 +166,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with (
-            printing_notes(options.quiet),
-            set_up(command.computes, is_command, name != "serve"),
-            describing_run(options),
-        ):
+        with printing_notes(options.quiet), set_up(command.computes, is_command, name != "serve"), reporting(options):
             return options.run()
     except KinformerError as error:
         status = _fail(str(error))
@@ -262,9 +182,8 @@ def _help(words: list[str], is_command: bool) -> int:
     if not words or words[0] in COMMANDS:
         return _dispatch([*words, "--help"], is_command)
     if words[0] not in FAMILY:
-        raise KinformerError(
-            f"help: {words[0]!r} is not a command or a member; {nearest(words[0], [*COMMANDS, *FAMILY])}"
-        )
+        names = nearest(words[0], [*COMMANDS, *FAMILY])
+        raise KinformerError(f"help: {words[0]!r} is not a command or a member; {names} See: kinformer list.")
     return _dispatch(["show", *words], is_command)
 
 

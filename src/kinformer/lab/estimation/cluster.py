@@ -41,7 +41,7 @@ from kinformer.lab.runs.options import Parallel as Mesh
 from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, divide, output_product
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.progress import note
+from kinformer.runtime.progress import note_once
 
 # Context parallelism without processes: a model computes the last stretch of a row, and the bytes that it would receive
 # are counted. The last stretch sees most of the past, so every process waits for the process of the last stretch.
@@ -379,7 +379,7 @@ class Cluster:
         self.batch, self.length = batch, length
         self.optimizer, self.precision, self.refused = optimizer, precision, ""
         self.tensor: Sequence[int] = ()
-        self._parts: dict[Shared, Part] = {}
+        self._parts: dict[Shared, Part | None] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
         """Return the costs of every mesh of this many devices: first a mesh that shares nothing, if it fits, then the
@@ -407,14 +407,14 @@ class Cluster:
     def part(self, shared: Shared) -> Part | None:
         """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
-            note(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
+            note_once(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
+            self._parts[shared] = None
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
             except KinformerError as error:
                 if shared == Shared(1):
                     raise
                 self.refused = self.refused or error.message
-                return None
         return self._parts[shared]
 
     def flops(self, precision: Precision) -> float:
