@@ -489,16 +489,29 @@ def _text(place: str, value: object) -> str:
 OPTIONS = {
     theirs: ours
     for ours, names in {
-        "lr": "learning-rate", "batch-size": "batch bs sentences rows", "max-new-tokens": "max-tokens num-tokens",
-        "steps": "max-steps num-steps iterations iters max-iters", "out": "output output-dir save-dir",
-        "length": "max-length seq-len sequence-length block-size context-length context", "data": "dataset input",
-        "weight-decay": "wd", "warmup": "warmup-steps", "optimizer": "optim", "clip": "grad-clip",
-        "precision": "dtype", "devices": "gpus", "for": "plan use", "validate-every": "eval-every",
-        "checkpoint-every": "save-every", "prompt": "text", "temperature": "temp", "samples": "num-samples",
+        "lr": "learning-rate",
+        "batch-size": "batch bs sentences rows",
+        "max-new-tokens": "max-tokens num-tokens",
+        "steps": "max-steps num-steps iterations iters max-iters",
+        "out": "output output-dir save-dir",
+        "length": "max-length seq-len sequence-length block-size context-length context",
+        "data": "dataset input",
+        "weight-decay": "wd",
+        "warmup": "warmup-steps",
+        "optimizer": "optim",
+        "clip": "grad-clip",
+        "precision": "dtype",
+        "devices": "gpus",
+        "for": "plan use",
+        "validate-every": "eval-every",
+        "checkpoint-every": "save-every",
+        "prompt": "text",
+        "temperature": "temp",
+        "samples": "num-samples",
         "first": "images max-samples",
     }.items()
     for theirs in names.split()
-}  # fmt: skip
+}
 """A name in another tool -> the option here. The suggestion is made if the command has this option."""
 
 MODEL = {

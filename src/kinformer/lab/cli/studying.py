@@ -85,10 +85,16 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
         return
     print(f"\nserving in {options.precision}, the state of rows at their full length:")
     served = [
-        (cost.devices, size(cost.weights), size(cost.state), f"{cost.rows:,}", f"{1000 * cost.seconds:.2g} ms",
-         _two_digits(cost.tokens_per_second))
+        (
+            cost.devices,
+            size(cost.weights),
+            size(cost.state),
+            f"{cost.rows:,}",
+            f"{1000 * cost.seconds:.2g} ms",
+            _two_digits(cost.tokens_per_second),
+        )
         for cost in cluster.serving
-    ]  # fmt: skip
+    ]
     columns = (
         "devices a row",
         "weights",

@@ -103,20 +103,29 @@ def compare(
     made = {run.steps for contestant in contestants_ for run in contestant.record.runs}
     count = options.parameters or next((item.parameters for item in contestants_ if item.parameters), 0)
     return Comparison(
-        kinformer=__version__, created=time.strftime("%Y-%m-%d"), command=command, task=first.task.name,
-        figure=metric.name, unit=metric.unit, lower_is_better=metric.lower_is_better,
+        kinformer=__version__,
+        created=time.strftime("%Y-%m-%d"),
+        command=command,
+        task=first.task.name,
+        figure=metric.name,
+        unit=metric.unit,
+        lower_is_better=metric.lower_is_better,
         data=tested[0]["data"] if tested else first.identity,
         baselines=next((item["baselines"] for item in tested if item["baselines"]), {}),
         budget={
-            "parameters": count, "steps": sorted(made), "minutes": options.minutes,
-            "total_minutes": options.total_minutes, "tokens_step": options.row_length * (options.batch_size or 1),
-            "seeds": options.seeds or 1, "use": options.for_,
+            "parameters": count,
+            "steps": sorted(made),
+            "minutes": options.minutes,
+            "total_minutes": options.total_minutes,
+            "tokens_step": options.row_length * (options.batch_size or 1),
+            "seeds": options.seeds or 1,
+            "use": options.for_,
             "sweep_steps": sorted({sweep_steps(options, count) for count in made}) if options.sweep else [],
         },
         settings=settings_of(first.base.settings()),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
         entrants=tuple(_record(contestant, where) for contestant in contestants_),
-    )  # fmt: skip
+    )
 
 
 def _by_steps(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, clock: Clock) -> None:
@@ -237,9 +246,15 @@ def _test(
     contestant.measured.append(tested)
     test = tested["figures"][metric.name]
     seed_run = SeedRun(
-        seed=seed, test=test, test_metrics=tested["figures"], steps=done["steps"], seconds=done["seconds"],
-        curve=curve(done, metric, record.flops_step), contexts=tested["contexts"], command=done["command"],
-    )  # fmt: skip
+        seed=seed,
+        test=test,
+        test_metrics=tested["figures"],
+        steps=done["steps"],
+        seconds=done["seconds"],
+        curve=curve(done, metric, record.flops_step),
+        contexts=tested["contexts"],
+        command=done["command"],
+    )
     contestant.note(runs=(*record.runs, seed_run))
     note(f"{contestant.name}, seed {seed}: test {metric.text(test)}")
 

@@ -401,9 +401,14 @@ def base_of(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptio
             usual = task.settings.get(name, getattr(Settings, name))
             shared_values[name] = () if name == "stages" else usual  # None would mean the recipe's stages
     return TrainOptions(
-        member=entrant.member, out=options.out, task=task.name, recipe=recipe, set=dict(entrant.changes),
-        task_options=task_options, **shared_values,
-    )  # fmt: skip
+        member=entrant.member,
+        out=options.out,
+        task=task.name,
+        recipe=recipe,
+        set=dict(entrant.changes),
+        task_options=task_options,
+        **shared_values,
+    )
 
 
 def _fit(contestant: Contestant, budget: int, dim: int | None) -> None:

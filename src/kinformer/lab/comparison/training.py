@@ -124,9 +124,13 @@ def run(
         if summary.result.signal:
             raise KeyboardInterrupt
         result = {
-            "folder": folder.name, "validation": dict(summary.result.validation), "steps": summary.result.steps,
-            "seconds": summary.result.seconds, "log": log_of(folder), "command": command_of(planned),
-        }  # fmt: skip
+            "folder": folder.name,
+            "validation": dict(summary.result.validation),
+            "steps": summary.result.steps,
+            "seconds": summary.result.seconds,
+            "log": log_of(folder),
+            "command": command_of(planned),
+        }
     cache.put("run", key, result)
     cache.path("attempts", key).unlink(missing_ok=True)
     shutil.rmtree(folder / WEIGHTS_OF_A_RUN, ignore_errors=True)  # the best weights are beside them

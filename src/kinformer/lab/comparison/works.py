@@ -190,18 +190,32 @@ def shape_of(config: Any) -> PeerShape:
         raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
     heads = layer.mixer.num_heads
     return PeerShape(
-        layers=len(config.layers), dim=config.dim, heads=heads, head_dim=config.dim // heads,
-        hidden=layer.feed_forward.hidden_dim, length=config.position.max_length, vocab=config.input.vocab_size,
-    )  # fmt: skip
+        layers=len(config.layers),
+        dim=config.dim,
+        heads=heads,
+        head_dim=config.dim // heads,
+        hidden=layer.feed_forward.hidden_dim,
+        length=config.position.max_length,
+        vocab=config.input.vocab_size,
+    )
 
 
 def gpt2(shape: PeerShape) -> nn.Module:
     """Return a GPT2LMHeadModel of transformers, which requires heads x head_dim = dim."""
     module = import_module("transformers")
     config = module.GPT2Config(
-        vocab_size=shape.vocab, n_positions=shape.length, n_embd=shape.dim, n_layer=shape.layers, n_head=shape.heads,
-        n_inner=shape.hidden, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        n_positions=shape.length,
+        n_embd=shape.dim,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.hidden,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return module.GPT2LMHeadModel(config)
 
 
@@ -209,9 +223,13 @@ def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
     """Return the decoder of x-transformers; ``flash``: whether it uses PyTorch's fused attention, off by default."""
     module = import_module("x_transformers")
     layers = module.Decoder(
-        dim=shape.dim, depth=shape.layers, heads=shape.heads, attn_dim_head=shape.head_dim,
-        ff_mult=shape.hidden / shape.dim, attn_flash=flash,
-    )  # fmt: skip
+        dim=shape.dim,
+        depth=shape.layers,
+        heads=shape.heads,
+        attn_dim_head=shape.head_dim,
+        ff_mult=shape.hidden / shape.dim,
+        attn_flash=flash,
+    )
     return module.TransformerWrapper(num_tokens=shape.vocab, max_seq_len=shape.length, attn_layers=layers)
 
 

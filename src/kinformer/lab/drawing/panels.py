@@ -223,9 +223,14 @@ def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int,
     length = cells * tokens_per_cell
     shares, pairs = shares_of(pattern.sized(length), tokens_per_cell, cells), tokens_per_cell**2
     return PatternPanel(
-        place=place, name=name, shares=shares, tokens_per_cell=tokens_per_cell, causal=pattern.ahead == 0,
-        length=length, allowed_pairs=round(float(shares.sum()) * pairs),
-    )  # fmt: skip
+        place=place,
+        name=name,
+        shares=shares,
+        tokens_per_cell=tokens_per_cell,
+        causal=pattern.ahead == 0,
+        length=length,
+        allowed_pairs=round(float(shares.sum()) * pairs),
+    )
 
 
 def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:

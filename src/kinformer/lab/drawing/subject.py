@@ -321,9 +321,11 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
 # The drawing of a subject into a file, with lines and facts about the picture.
 
 TEXTS: dict[str, Callable[[DrawOptions], Picture]] = {
-    "exits": runs.text_by_exits, "buckets": runs.text_by_buckets, "experts": runs.text_by_experts,
+    "exits": runs.text_by_exits,
+    "buckets": runs.text_by_buckets,
+    "experts": runs.text_by_experts,
     "blocks": runs.chosen_blocks,
-}  # fmt: skip
+}
 """Options that draw a text, or a model's choices on a text, and their functions."""
 
 

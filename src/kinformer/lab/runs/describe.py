@@ -161,9 +161,14 @@ def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> Cl
         return None
     device, numbers = device_of(options.hardware), numbers_of(options.devices)
     cluster = Cluster(
-        config, device, options.efficiency, batch=options.batch_size, length=length, optimizer=options.optimizer,
+        config,
+        device,
+        options.efficiency,
+        batch=options.batch_size,
+        length=length,
+        optimizer=options.optimizer,
         precision=options.precision,
-    )  # fmt: skip
+    )
     meshes = {number: cluster.costs(number) for number in numbers}
     if not any(meshes.values()):
         least = max(1, max(numbers) // device.node)
@@ -213,9 +218,15 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
     process = peak(config, costs, **sizes, objective=objective, interpreter=interpreter_bytes())
     rules = rules_of_thumb(config, **sizes, optimizer_bytes=RULE_BYTES[options.optimizer], precision=options.precision)
     return MemberEstimate(
-        **vars(costs), recipe=recipe, length=length, batch_size=options.batch_size, peak_bytes=sum(process.values()),
-        peak=process, rules_of_thumb=rules, cluster=cluster_of(config, options, length),
-    )  # fmt: skip
+        **vars(costs),
+        recipe=recipe,
+        length=length,
+        batch_size=options.batch_size,
+        peak_bytes=sum(process.values()),
+        peak=process,
+        rules_of_thumb=rules,
+        cluster=cluster_of(config, options, length),
+    )
 
 
 def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:

@@ -39,10 +39,17 @@ class Indexed:
         """The datastore's facts as data that JSON can hold."""
         store = self.store
         return {
-            "datastore": str(store.folder), "run": str(self.run), "entries": store.entries, "new_entries": self.new,
-            "dim": store.dim, "dtype": store.record.dtype, "bytes": self.bytes, "seconds": self.seconds,
-            "text": self.text, "lists": self.lists,
-        }  # fmt: skip
+            "datastore": str(store.folder),
+            "run": str(self.run),
+            "entries": store.entries,
+            "new_entries": self.new,
+            "dim": store.dim,
+            "dtype": store.record.dtype,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "text": self.text,
+            "lists": self.lists,
+        }
 
 
 def index(folder: str | Path, options: IndexOptions, quiet: bool = True) -> Indexed:

@@ -120,10 +120,16 @@ class Job:
         elif limit is not None and new is not None:
             new = max(1, min(new, limit + 1 - len(tokens)))
         request = Request(
-            tokens=tokens, listener=listener, sampling=body.sampling, penalties=body.penalties, max_new_tokens=new or 0,
-            copies=body.n, first_stream=first, logprobs=body.logprobs,
+            tokens=tokens,
+            listener=listener,
+            sampling=body.sampling,
+            penalties=body.penalties,
+            max_new_tokens=new or 0,
+            copies=body.n,
+            first_stream=first,
+            logprobs=body.logprobs,
             scores_prompt=body.echo and body.logprobs is not None,
-        )  # fmt: skip
+        )
         self.engine.check(request)
         self._require_size(request)
         if body.echo:

@@ -346,9 +346,12 @@ async def _health(request: Request) -> Response:
     served: Served = request.app.state.served
     engine, alive = served.engine, served.alive()
     facts = {
-        "status": "ok" if alive else "the engine has ended; see the server's output", "model": served.name,
-        "streams": engine.rows, "waiting": engine.waiting, "state_bytes": engine.state_bytes,
-    }  # fmt: skip
+        "status": "ok" if alive else "the engine has ended; see the server's output",
+        "model": served.name,
+        "streams": engine.rows,
+        "waiting": engine.waiting,
+        "state_bytes": engine.state_bytes,
+    }
     return JSON(facts, 200 if alive else 503)
 
 
@@ -412,9 +415,11 @@ class Server:
         if template is not None and template.end and not ends_of_text(model):
             template.stops += (template.end,)
         limits = Limits(
-            max_streams=options.max_streams, max_state_bytes=options.max_state_bytes or half_of_memory(device),
-            max_waiting=options.max_waiting, chunk=options.chunk,
-        )  # fmt: skip
+            max_streams=options.max_streams,
+            max_state_bytes=options.max_state_bytes or half_of_memory(device),
+            max_waiting=options.max_waiting,
+            chunk=options.chunk,
+        )
         self.engine = Engine(pack(model, options.max_streams), limits)
         self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
         assert run.tokenizer is not None
@@ -429,9 +434,14 @@ class Server:
             note("warning: every machine that reaches this address can use the model; give a key in KINFORMER_API_KEY.")
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
-            application(served, local, key), log_level="critical" if options.quiet else "warning", access_log=False,
-            timeout_graceful_shutdown=_GRACE, lifespan="off", http=Connection, ws="none",
-        )  # fmt: skip
+            application(served, local, key),
+            log_level="critical" if options.quiet else "warning",
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE,
+            lifespan="off",
+            http=Connection,
+            ws="none",
+        )
         self._http = _Http(config, self.engine.close)
 
     def run(self) -> None:

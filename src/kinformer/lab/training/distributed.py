@@ -318,9 +318,15 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
     # By default PyTorch's launcher also handles a SIGHUP that nohup lets it ignore, and its processes then heed SIGHUP.
     handled = (*(number.name for number in heeded()), "SIGQUIT")
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=f"kinformer-{os.getpid()}", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, signals_to_handle=",".join(handled),
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"kinformer-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        signals_to_handle=",".join(handled),
+    )
     withheld = _Withheld()
     try:
         with withheld, safe_path(), _caller_restored():
