@@ -112,7 +112,7 @@ class ExitRuleConfig(Config):
     """Whether the rule has weights, which learn from all exits."""
 
     def build(self, dim: int, exits: int) -> ExitRule:
-        raise NotImplementedError
+        return self.builds(self, dim, exits)
 
 
 # Confidence measures with a threshold (CALM, Schuster et al. 2022, sections 3.4 and 3.5).
@@ -230,9 +230,6 @@ class ExitClassifier(ThresholdRule):
         kind = "classifier"
         learns = True
 
-        def build(self, dim: int, exits: int) -> ExitClassifier:
-            return ExitClassifier(self, dim, exits)
-
     def __init__(self, config: Config, dim: int, exits: int) -> None:
         super().__init__(config, exits)
         self.linear = nn.Linear(dim, 1)
@@ -335,9 +332,6 @@ class Multinomial(PredictedExit):
     class Config(TokenOracleConfig):
         kind = "multinomial"
 
-        def build(self, dim: int, exits: int) -> Multinomial:
-            return Multinomial(self, dim, exits)
-
     config: Config
 
     def forward(self, at: AtExit) -> Tensor:
@@ -362,9 +356,6 @@ class SequenceMultinomial(PredictedExit):
     @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig):
         kind = "sequence_multinomial"
-
-        def build(self, dim: int, exits: int) -> SequenceMultinomial:
-            return SequenceMultinomial(self, dim, exits)
 
     config: Config
 
@@ -397,9 +388,6 @@ class Geometric(ThresholdRule):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)
         per_exit: bool = False
-
-        def build(self, dim: int, exits: int) -> Geometric:
-            return Geometric(self, dim, exits)
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
         super().__init__(config, exits)

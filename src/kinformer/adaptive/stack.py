@@ -403,6 +403,4 @@ def source_means(state: DecoderState, rows: int) -> Tensor | None:
     return mean if count == rows else mean.repeat_interleave(rows // count, dim=0)
 
 
-PARTS = {
-    "ExitStack": ExitStack.Config,
-}
+PARTS = {"ExitStack": ExitStack.Config}

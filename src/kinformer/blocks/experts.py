@@ -143,8 +143,6 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         bias_rate   after each step b_e <- b_e + bias_rate * sign(mean load - load of e); b chooses, but weighs nothing
                     (DeepSeek-V3, equation 16)
 
-    The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
-
     ``hidden_dim``: hidden features of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
     ``shared_dim``: hidden features of the expert that all tokens use, 0 for none. Its weight is 1, or with
     ``shared_gate``, as in Qwen3-Next, sigmoid(u . x).
@@ -193,9 +191,6 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
             shared = self.shared_dim and divided(self, "shared_dim", self.shared_dim, parts)
             hidden_dim = divided(self, "hidden_dim", self.width(dim), parts)
             return self.replace(hidden_dim=hidden_dim, shared_dim=shared)
-
-        def build(self, dim: int) -> Experts:
-            return Experts(self, dim)
 
         def width(self, dim: int) -> int:
             """Return the hidden features of an expert in a model ``dim`` wide."""
@@ -303,6 +298,4 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
         self.bias.add_(self.config.bias_rate * (loads.mean() - loads).sign().to(self.bias.dtype))
 
 
-PARTS = {
-    "Experts": Experts.Config,
-}
+PARTS = {"Experts": Experts.Config}

@@ -27,8 +27,7 @@ from kinformer.runtime.host import has_data
 
 
 def in_chunks(inner: Callable[[Tensor], Tensor], x: Tensor, chunks: int, random: bool = False) -> Tensor:
-    """Apply ``inner`` to x [batch, time, ...] in ``chunks`` parts of the time
-    axis; ``random``: it draws random numbers."""
+    """Apply ``inner`` to x [batch, time, ...] in ``chunks`` parts of time; ``random``: it draws random numbers."""
     if chunks == 1 or x.dim() <= 2 or x.shape[1] == 1:
         return inner(x)
     parts = x.tensor_split(min(chunks, x.shape[1]), dim=1)
@@ -106,9 +105,6 @@ class SwiGLU(nn.Module):
         def part(self, dim: int, parts: int) -> SwiGLU.Config:
             return self.replace(hidden_dim=divided(self, "hidden_dim", self.width(dim), parts))
 
-        def build(self, dim: int) -> SwiGLU:
-            return SwiGLU(self, dim)
-
         def width(self, dim: int) -> int:
             """Return the hidden features in a model ``dim`` wide."""
             return self.hidden_dim or -(-8 * dim // 3 // 8) * 8
@@ -140,9 +136,6 @@ class GeGLU(SwiGLU):
         kind = "geglu"
         activation: Literal["gelu", "gelu_tanh"] = "gelu"
 
-        def build(self, dim: int) -> GeGLU:
-            return GeGLU(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.activation = config.activation
@@ -150,10 +143,7 @@ class GeGLU(SwiGLU):
 
 class Boom(nn.Module):
     """The feed-forward that sums the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section
-    3.3).
-
-    An MLP whose second product is a fixed sum: without its weights, and cheaper. ``hidden_dim`` is a multiple of dim.
-    """
+    3.3): an MLP whose second product is a fixed sum without weights. ``hidden_dim`` is a multiple of dim."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
@@ -164,9 +154,6 @@ class Boom(nn.Module):
         bias: bool = True
         dropout: float = 0.0  # of the activations
         chunks: int = 1
-
-        def build(self, dim: int) -> Boom:
-            return Boom(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -202,8 +189,6 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     With n keys in each half there are n^2 values, and the exact best values are found among the topk^2 pairs of the
     best keys of each half, at the cost of 2 n products. With topk = n^2 it is a softmax over all values.
 
-    The feed-forward x [..., dim] -> [..., dim]; ``valid`` [...] bool or None marks real tokens.
-
     ``norm``: the norm of the queries. ``layer`` normalises each half of each head's query; ``batch`` (the published
     norm) normalises over the valid tokens of a training batch, so rows depend on each other. ``sparse``: the values'
     gradient holds only the rows that were looked up, and the values have a separate optimiser.
@@ -230,19 +215,14 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
             if self.key_dim % 2:
                 raise KinformerError(f"key_dim = {self.key_dim} is odd, but has two halves; give an even number.")
 
-        def build(self, dim: int) -> ProductKeys:
-            return ProductKeys(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.num_keys, self.topk = config.num_keys, config.topk
         half, width = config.key_dim // 2, config.num_heads * config.key_dim
         self.query = nn.Linear(dim, width)
-        self.norm = {
-            "layer": lambda: nn.LayerNorm(half),
-            "batch": lambda: nn.BatchNorm1d(width),
-            "none": nn.Identity,
-        }[config.norm]()
+        self.norm = {"layer": lambda: nn.LayerNorm(half), "batch": lambda: nn.BatchNorm1d(width), "none": nn.Identity}[
+            config.norm
+        ]()
         self.keys = nn.Parameter(torch.empty(config.num_heads, 2, config.num_keys, half))
         nn.init.uniform_(self.keys, -(half**-0.5), half**-0.5)
         self.values = Values(config.num_keys**2, dim, sparse=config.sparse)
@@ -261,8 +241,7 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
         return self.values(slots, weights).to(x.dtype).view(x.shape)
 
     def look_up(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return slots [tokens, num_heads * topk] int64 of x [tokens, dim], and
-        their weights, which sum to 1 per head."""
+        """Return slots [tokens, num_heads * topk] int64 of x [tokens, dim], and weights, which sum to 1 per head."""
         q = self._queries(x, valid)
         scores = torch.einsum("nhpd,hpkd->nhpk", q, self.keys.to(q.dtype))
         best, keys = scores.to(state_dtype(scores.dtype)).topk(min(self.topk, self.num_keys), dim=-1)
@@ -313,8 +292,7 @@ class Values(nn.EmbeddingBag):
 
 
 class _Sum(torch.autograd.Function):
-    """The function ``embedding_bag`` with a sparse gradient, also where there are
-    only shapes (PyTorch's own fails there)."""
+    """The function ``embedding_bag`` with a sparse gradient, also of shapes alone, for which PyTorch's own fails."""
 
     @staticmethod
     def forward(ctx: Context, slots: Tensor, weights: Tensor, table: Tensor) -> Tensor:

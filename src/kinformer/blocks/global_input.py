@@ -36,7 +36,7 @@ class GlobalInputConfig(Config):
     slot = "global_input"
 
     def build(self, dim: int) -> GlobalInput:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class ExtraTokens(GlobalInput):
@@ -48,9 +48,6 @@ class ExtraTokens(GlobalInput):
         kind = "extra"
         LEAST = {"count": 1}
         count: int = 16
-
-        def build(self, dim: int) -> ExtraTokens:
-            return ExtraTokens(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -78,9 +75,6 @@ class Sentences(GlobalInput):
             if self.length < 1:
                 raise KinformerError(f"length must be 1 token or more a sentence, but is {self.length}.")
 
-        def build(self, dim: int) -> Sentences:
-            return Sentences(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.length = config.length
@@ -96,7 +90,4 @@ class Sentences(GlobalInput):
         return self.table.weight[None].expand(batch, count, -1)
 
 
-PARTS: dict[str, type[Config]] = {
-    "ExtraTokens": ExtraTokens.Config,
-    "Sentences": Sentences.Config,
-}
+PARTS: dict[str, type[Config]] = {"ExtraTokens": ExtraTokens.Config, "Sentences": Sentences.Config}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -40,30 +40,14 @@ from kinformer.runtime.host import is_empty_mask
 R = TypeVar("R")
 
 
-class SublayersConfig(Protocol):
-    """The fields of a layer's config that its sublayers read."""
-
-    @property
-    def norm(self) -> NormConfig: ...
-
-    @property
-    def residual(self) -> ResidualConfig: ...
-
-    @property
-    def feed_forward_residual(self) -> ResidualConfig | None: ...
-
-    @property
-    def dropout(self) -> float: ...
-
-
 class Sublayers(nn.Module):
     """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
 
-    def __init__(self, config: SublayersConfig, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
+    def __init__(
+        self, config: DecoderLayer.Config | EncoderLayer.Config, mixer: nn.Module, feed_forward: nn.Module, dim: int
+    ) -> None:
         super().__init__()
-        self.dim = dim
-        self.mixer = mixer
-        self.feed_forward = feed_forward
+        self.dim, self.mixer, self.feed_forward = dim, mixer, feed_forward
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
         residual = config.feed_forward_residual or config.residual
         if config.feed_forward_residual == config.residual:
@@ -76,16 +60,13 @@ class Sublayers(nn.Module):
 def apply_mixer(
     mixer: CausalMixer, chunk: Chunk, state: State, norm: nn.Module, output_mask: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
-    ``output_mask``, and the state after."""
+    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least in ``output_mask``, and the state after."""
     if isinstance(mixer, RecomputesKV):
         return mixer(chunk, state, norm)
     chunk = chunk._replace(x=norm(chunk.x))
-    return (
-        mixer(chunk, state, output_mask)
-        if output_mask is not None and isinstance(mixer, PartialOutput)
-        else mixer(chunk, state)
-    )
+    if output_mask is not None and isinstance(mixer, PartialOutput):
+        return mixer(chunk, state, output_mask)
+    return mixer(chunk, state)
 
 
 def add_feed_forward(
@@ -174,7 +155,7 @@ class LayerConfig(Config):
         return "mixer"
 
     def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
@@ -195,9 +176,6 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         residual: ResidualConfig = PreNorm.Config()
         feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
-
-        def build(self, dim: int) -> DecoderLayer:
-            return DecoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, causal(config.mixer, dim), config.feed_forward.build_causal(dim), dim)
@@ -250,12 +228,10 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     def branches(self) -> tuple[Branch, ...]:
         """Return the sublayers without their residual sums, in order."""
-        mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
-        return (
-            tuple(mixers)
-            if self._transition
-            else (*mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward))
-        )
+        mixers = tuple(mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
+        if self._transition:
+            return mixers
+        return (*mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward))
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:
@@ -285,9 +261,8 @@ def causal(config: MixerConfig, dim: int) -> CausalMixer:
 
 
 class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
-    """The layer of an encoder: a mixer over the full sequence and a feed-forward.
-
-    The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018).
+    """The layer of an encoder: a mixer over the full sequence, then a feed-forward, post-norm unless set otherwise
+    (Devlin et al. 2018).
 
     ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has
     none there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
@@ -304,9 +279,6 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         residual: ResidualConfig = PostNorm.Config()
         feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
-
-        def build(self, dim: int) -> EncoderLayer:
-            return EncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
@@ -346,9 +318,6 @@ class BareLayer(ChecksInput, nn.Module):
         mixer: EncoderMixerConfig
         dropout: float = 0.0
 
-        def build(self, dim: int) -> BareLayer:
-            return BareLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
@@ -369,9 +338,6 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
         mixer: MixerConfig
         further_mixers: tuple[MixerConfig, ...] = ()
         dropout: float = 0.0
-
-        def build(self, dim: int) -> BareDecoderLayer:
-            return BareDecoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -418,9 +384,6 @@ class ParallelLayer(DecoderLayer):
                     "layer 'decoder'."
                 )
 
-        def build(self, dim: int) -> ParallelLayer:
-            return ParallelLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         if self._transition:
@@ -445,9 +408,6 @@ class ParallelEncoderLayer(EncoderLayer):
     class Config(EncoderLayer.Config):
         kind = "parallel"
         residual: ResidualConfig = PreNorm.Config()
-
-        def build(self, dim: int) -> ParallelEncoderLayer:
-            return ParallelEncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
@@ -499,9 +459,6 @@ class MacaronLayer(DecoderLayer):
     class Config(DecoderLayer.Config):
         kind = "macaron"
 
-        def build(self, dim: int) -> MacaronLayer:
-            return MacaronLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = tokenwise(config.feed_forward, dim)
@@ -528,9 +485,6 @@ class MacaronEncoderLayer(EncoderLayer):
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayer.Config):
         kind = "macaron"
-
-        def build(self, dim: int) -> MacaronEncoderLayer:
-            return MacaronEncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)

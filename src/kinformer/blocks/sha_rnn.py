@@ -80,9 +80,6 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
         attention: MixerConfig | None = None
         further_mixers: tuple[MixerConfig, ...] = ()
 
-        def build(self, dim: int) -> ShaRnnLayer:
-            return ShaRnnLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
@@ -123,9 +120,6 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
         mixer: EncoderMixerConfig
         attention: EncoderMixerConfig | None = None
 
-        def build(self, dim: int) -> ShaRnnEncoderLayer:
-            return ShaRnnEncoderLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.attention_norm = None if config.attention is None else config.norm.build(dim)
@@ -137,7 +131,4 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
         return self.left(h, text.valid)
 
 
-PARTS = {
-    "ShaRnnEncoderLayer": ShaRnnEncoderLayer.Config,
-    "ShaRnnLayer": ShaRnnLayer.Config,
-}
+PARTS = {"ShaRnnEncoderLayer": ShaRnnEncoderLayer.Config, "ShaRnnLayer": ShaRnnLayer.Config}

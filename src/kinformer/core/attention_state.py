@@ -10,15 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import (
-    CausalMixer,
-    Chunk,
-    advance,
-    newest,
-    positions_of,
-    select_valid,
-    state_dtype,
-)
+from kinformer.core.contract import CausalMixer, Chunk, advance, newest, positions_of, select_valid, state_dtype
 from kinformer.core.crossing import Crosses, Crossing, with_past
 from kinformer.core.pattern import Pattern
 from kinformer.core.state import ReservedState, State, rebuilt
@@ -172,8 +164,7 @@ class ReservedSlots(ReservedState):
         return value
 
     def reclaimed(self) -> Self:
-        # Later states wrote behind ``stop``, or into other buffers. Before the first step, buffers do not
-        # exist.
+        # Later states wrote behind ``stop``, or into other buffers. Before the first step, buffers do not exist.
         self._ticket[0] += 1
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
@@ -222,8 +213,7 @@ def cropped(state: State, tokens: int) -> State:
 
 
 class KeysValues(NamedTuple):
-    """The cache ``k``, ``v`` [batch, kv_heads, past, head_dim], right-aligned
-    (rotated keys), and ``seen`` [batch] int64."""
+    """The cache ``k`` (rotated), ``v`` [batch, kv_heads, past, head_dim], right-aligned, and ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -262,8 +252,7 @@ class ReservedKeysValues(ReservedSlots):
 
 
 def _moved(old: Tensor, new: Tensor, stop: int, past: int, capacity: int) -> Tensor:
-    """Return a buffer of ``capacity`` slots, in ``new``'s dtype, that begins
-    with the last ``past`` slots of ``old``."""
+    """Return a buffer of ``capacity`` slots in the dtype of ``new``, with the last ``past`` slots of ``old`` first."""
     batch, heads, _, width = old.shape
     buffer = new.new_empty(batch, heads, capacity, width)
     buffer[:, :, :past] = old[:, :, stop - past : stop]

@@ -292,7 +292,7 @@ class MixerConfig(Divisible, Config):
     slot = "mixer"
 
     def build(self, dim: int) -> CausalMixer:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 def initial_states(
@@ -328,8 +328,7 @@ def unit_vectors(x: Tensor) -> Tensor:
     Lengths of float16 vectors are computed in float32: the least length 1e-12 is 0 in float16, and a square above
     65,504 is infinite. bfloat16 has float32's range.
     """
-    wide = x.float() if x.dtype == torch.float16 else x
-    return functional.normalize(wide, dim=-1).to(x.dtype)
+    return functional.normalize(in_range(x), dim=-1).to(x.dtype)
 
 
 def width_of(x: Tensor) -> int:
@@ -345,8 +344,7 @@ def activation_dtype(weight: Tensor) -> torch.dtype:
 
 
 def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return ``x`` [batch, time, ...] with zeros at invalid positions, selected
-    rather than multiplied (0 x NaN is NaN)."""
+    """Return ``x`` [batch, time, ...] with zeros at invalid positions, not by a product (0 x NaN is NaN)."""
     if valid is None:
         return x
     mask = valid.reshape(*valid.shape, *([1] * (x.dim() - 2)))

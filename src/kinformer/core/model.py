@@ -184,11 +184,7 @@ class SourceModel(CausalModel, Protocol):
         ...
 
 
-PROTOCOLS: dict[type, str] = {
-    CausalModel: "causal",
-    WholeModel: "an encoder",
-    SourceModel: "an encoder-decoder",
-}
+PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder", SourceModel: "an encoder-decoder"}
 """The names of the protocols in messages."""
 
 

@@ -81,8 +81,7 @@ class Pattern:
 
     @property
     def band(self) -> tuple[int | None, int | None] | None:
-        """Return ``(behind, ahead)`` where the distance alone decides, -ahead
-        <= q - k <= behind (None bounds nothing)."""
+        """Return ``(behind, ahead)`` where the distance alone decides: -ahead <= q - k <= behind (None: no bound)."""
         return None
 
     def at(self, head: int) -> Pattern:

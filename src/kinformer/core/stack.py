@@ -199,8 +199,7 @@ class Stack(nn.Module):
     def absorb(
         self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
-        """Return outputs [batch, time, dim] of a decoder's layers, the states after,
-        and the outputs of the uses in ``taps``."""
+        """Return outputs [batch, time, dim] of a decoder's layers, the states after, and the outputs of ``taps``."""
         after: list[State] = []
         if self._values:
             chunk = chunk._replace(values=FirstValues())
@@ -302,7 +301,7 @@ class EmbeddingConfig(Config):
     by_vocabulary: ClassVar[bool] = False
 
     def build(self, vocab_size: int, dim: int) -> nn.Embedding:
-        raise NotImplementedError
+        return self.builds(self, vocab_size, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +323,7 @@ class ModelConfig(Config):
     head: HeadConfig
 
     def build(self) -> Any:
-        raise NotImplementedError
+        return self.builds(self)
 
     @property
     def uses(self) -> tuple[Config, ...]:
@@ -353,7 +352,7 @@ class HeadConfig(Config):
         """Raise for a model of width ``dim`` whose ``input`` has a table that this head, if tied, cannot use."""
 
     def build(self, dim: int, input: Input) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:

@@ -113,10 +113,7 @@ DEPTH_ADAPTIVE = Member(
         "paper-tied": Recipe(256, 6, 4, _exits("geometric", tied=True, dropout=0.3)),
         # exits are drawn in training, and confidence takes the place of a learnt rule
         "paper-mixed": Recipe(
-            256,
-            6,
-            4,
-            _exits(part("softmax_response", measure="maximum"), dropout=0.3, training="mixed", samples=6),
+            256, 6, 4, _exits(part("softmax_response", measure="maximum"), dropout=0.3, training="mixed", samples=6)
         ),
     },
     objective="exits",

@@ -177,11 +177,7 @@ SPARSE_TRANSFORMER = Member(
         "benchmark": _sparse(256, 4, 4, _FIXED),
         "benchmark-strided": _sparse(256, 4, 4, _STRIDED),
         "paper": _sparse(
-            512,
-            30,
-            8,
-            part("fixed", segment=128, summary=32, slices=4, num_heads=8),
-            {"position.max_length": 12288},
+            512, 30, 8, part("fixed", segment=128, summary=32, slices=4, num_heads=8), {"position.max_length": 12288}
         ),
         # feed-forwards half as wide as usual, learned rows, columns and channels
         "paper-cifar": _sparse(

@@ -6,6 +6,13 @@ from kinformer.family.record import SPEECH, Member, Recipe, Settings, part, plat
 
 _EVERY_FRAME: Settings = {"input.convolutions": 0}
 _PAPER: Settings = {"input.convolutions": 0, "head.classes": 43}
+_SUB_SAMPLED = "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame"
+_PRE_NORM = "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)"
+_SYMBOLS = "symbols come from the transcripts (the paper: phonemes)"
+_HALVED = (
+    "paper: the learning rate is halved after two validations without a better one (the paper: when the error stops "
+    "falling)"
+)
 
 
 # Speech by softmax attention: the baseline of the Linear Transformer's speech recogniser.
@@ -19,13 +26,7 @@ SPEECH_SOFTMAX = Member(
     axes=("domain",),
     causal=False,
     growth="none",
-    departures=(
-        "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
-        "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
-        "symbols come from the transcripts (the paper: phonemes)",
-        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
-        "stops falling)",
-    ),
+    departures=(_SUB_SAMPLED, _PRE_NORM, _SYMBOLS, _HALVED),
     exact_limit="is exact attention",
     use_when="recordings are short and errors count",
     avoid_when="recordings are long: its cost grows with the square",
@@ -53,13 +54,7 @@ SPEECH_LINEAR = Member(
     causal=False,
     growth="none",
     cost="linear",
-    departures=(
-        "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
-        "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
-        "symbols come from the transcripts (the paper: phonemes)",
-        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
-        "stops falling)",
-    ),
+    departures=(_SUB_SAMPLED, _PRE_NORM, _SYMBOLS, _HALVED),
     exact_limit="none finite (elu + 1 is not the exponential)",
     use_when="long recordings must be fast",
     avoid_when="errors count: of the four members of speech it makes the most errors",
@@ -91,12 +86,11 @@ SPEECH_LSH = Member(
     growth="none",
     cost="linear",
     departures=(
-        "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
-        "pre-norm, sinusoidal positions and GELU (the authors' code for speech was never published)",
+        _SUB_SAMPLED,
+        _PRE_NORM,
         "the number of buckets is a setting, whatever the length (the authors': from the length)",
-        "symbols come from the transcripts (the paper: phonemes)",
-        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
-        "stops falling)",
+        _SYMBOLS,
+        _HALVED,
     ),
     exact_limit="attention with shared queries and keys: one round, chunk_size >= length",
     use_when="recordings are long and errors count",
@@ -126,11 +120,10 @@ SPEECH_LSTM = Member(
     growth="none",
     cost="linear",
     departures=(
-        "two convolutions sub-sample frames by four, but in the recipe paper, which reads every frame",
+        _SUB_SAMPLED,
         "frames are projected to the width of the two directions before the first layer",
-        "symbols come from the transcripts (the paper: phonemes)",
-        "paper: the learning rate is halved after two validations without a better one (the paper: when the error "
-        "stops falling)",
+        _SYMBOLS,
+        _HALVED,
     ),
     exact_limit="none: it does not attend",
     use_when="you need the baseline, or data is small: it makes the fewest errors on spoken digits",

@@ -39,12 +39,8 @@ class LogisticMixture(Likelihood):
 
     The mass of a bin is computed as F(u) F(-l) (1 - exp(l - u)), which is exact however small. The authors' code
     takes the density at the middle of the bin times its width where the mass is below 1e-5; that sums to less than
-    one.
-
-    The head hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures for three
-    channels.
-
-    ``floor``: the least logarithm of a scale.
+    one. A position has 3 * mixtures parameters, or 10 * mixtures for three channels. ``floor``: the least logarithm of a
+    scale.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -127,8 +123,7 @@ class LogisticMixture(Likelihood):
         return values if self.channels > 1 else values[..., 0]
 
     def _mean(self, mixture: Mixture, channel: int, x: Tensor) -> Tensor:
-        """Return the means [..., mixtures] of ``channel`` where the channels
-        before it have the intensities in ``x``."""
+        """Return the means [..., mixtures] of ``channel``, where ``x`` are the intensities of the channels before it."""
         mean, first = mixture.means[..., channel, :], channel * (channel - 1) // 2
         for before in range(channel):
             mean = mean + mixture.coefficients[..., first + before, :] * x[..., before, :]
@@ -144,11 +139,8 @@ class MaskedPatchesHead(nn.Module):
         x = [W h_i, i seen; m, i masked] + P;    x = norm(layers(x));    pixels of patch i = V x_i + b
 
     The head is a small encoder over all patches: the seen patches, projected to its width, and a learned mask token m
-    in place of each masked patch. P are the fixed sinusoids of a patch's row and column.
-
-    The head hidden_states [batch, tokens + seen patches, width] -> pixels [batch, patches, channels * patch^2].
-
-    Its ``layers`` are ``dim`` wide. Pixels are cut by ``Patches.cut`` and normalised like the input.
+    in place of each masked patch. P are the fixed sinusoids of a patch's row and column. The ``layers`` are ``dim``
+    wide. Pixels [batch, patches, channels * patch^2] are cut by ``Patches.cut`` and normalised like the input.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -236,9 +228,6 @@ class PatchColoursHead(nn.Module):
     """The head that predicts the mean colour of corrupted patches (Dosovitskiy et al. 2020, ViT, appendix B.1.2).
 
         logits of patch i = W h_i + b,    one for each colour: 512 with 3 bits for each of 3 channels
-
-
-    The head hidden_states [batch, tokens + patches, width] -> logits [batch, patches, colours].
 
     ``bits``: bits for each channel of a colour. ``mask`` [width]: the encoder's vector in place of a masked patch.
     """

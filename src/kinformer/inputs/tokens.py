@@ -12,7 +12,7 @@ from torch.nn.functional import embedding, linear
 from kinformer.core.parts import Input, InputConfig
 from kinformer.core.stack import EmbeddingConfig
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import arguments_trusted
+from kinformer.runtime.host import checks_values
 
 # The plain token embedding: token ids to vectors.
 
@@ -68,9 +68,6 @@ class Tokens(Input):
                 return ()
             return self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
 
-        def build(self, dim: int) -> Tokens:
-            return Tokens(self, dim)
-
     vocab_size: int
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -102,13 +99,8 @@ class Tokens(Input):
         return x + (self.types.weight[0] if types is None else self.types(types))
 
     def _check_range(self, tokens: Tensor) -> None:
-        """Refuse ids that the table does not have; on a GPU looking at them would wait for the device."""
-        if (
-            arguments_trusted()
-            or type(tokens) is not Tensor
-            or tokens.device.type != "cpu"
-            or torch.compiler.is_compiling()
-        ):
+        """Refuse ids that the table does not have."""
+        if not checks_values(tokens):
             return
         low, high = tokens.aminmax()
         if low < 0 or high >= self.vocab_size:
@@ -186,10 +178,8 @@ PROJECTION_STD = 0.01
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token ids to vectors whose width falls with the token's frequency (Baevski and Auli 2019; Dai et al. 2019).
-
-    The embedding (tokens, positions) [batch, time] -> [batch, time, dim]: P_i E_i[token - start_i] for a token of
-    cluster i.
+    """Token ids to vectors whose width falls with the token's frequency (Baevski and Auli 2019; Dai et al. 2019):
+    P_i E_i[token - start_i] for a token of cluster i.
 
     Tokens are numbered by falling frequency, cluster i ending before ``cutoffs[i]``; its vectors have ``width //
     divisor ** i`` features. With ``divisor = 1`` all clusters have one projection, none if ``width`` is dim. They
@@ -205,9 +195,6 @@ class AdaptiveEmbedding(nn.Module):
 
         def __post_init__(self) -> None:
             check_clusters(self.cutoffs, self.divisor, self.width)
-
-        def build(self, vocab_size: int, dim: int) -> nn.Module:  # type: ignore[override]
-            return AdaptiveEmbedding(self, vocab_size, dim)
 
     def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -229,20 +216,14 @@ class AdaptiveEmbedding(nn.Module):
         return Tables(tables, tuple(projections[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        vectors_so_far: Tensor | None = None
+        joined: Tensor | None = None
         for low, high, table, projection in zip(*self.clusters.limits, *self.weight, strict=True):
             inside = (tokens >= low) & (tokens < high)
             vectors = embedding((tokens - low).where(inside, 0), table)
             vectors = vectors if projection is None else linear(vectors, projection)
-            vectors_so_far = (
-                vectors if vectors_so_far is None else torch.where(inside[..., None], vectors, vectors_so_far)
-            )
-        assert vectors_so_far is not None
-        return vectors_so_far
+            joined = vectors if joined is None else torch.where(inside[..., None], vectors, joined)
+        assert joined is not None
+        return joined
 
 
-PARTS = {
-    "TokenInput": Tokens.Config,
-    "LookupEmbedding": Lookup.Config,
-    "AdaptiveEmbedding": AdaptiveEmbedding.Config,
-}
+PARTS = {"TokenInput": Tokens.Config, "LookupEmbedding": Lookup.Config, "AdaptiveEmbedding": AdaptiveEmbedding.Config}

@@ -139,8 +139,7 @@ def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
         yield RowGroup(None if len(rows) == batch and count == time else rows, count, first, begins)
 
 
-# The reconstruction cost of a compression of memories, which trains it and
-# nothing else (Rae et al. 2019, section 3.1).
+# The reconstruction cost of a compression of memories, which trains the compression alone (Rae et al. 2019, section 3.1).
 
 
 def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:
@@ -205,7 +204,7 @@ class CompressionConfig(Config):
     rate: int = 4
 
     def build(self, dim: int) -> Compression:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class Pool(Compression):
@@ -235,9 +234,6 @@ class Convolution(Compression):
     class Config(CompressionConfig):
         kind = "convolution"
 
-        def build(self, dim: int) -> Convolution:
-            return Convolution(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config.rate)
         self.product = nn.Linear(config.rate * dim, dim)
@@ -257,9 +253,6 @@ class DilatedConvolution(Convolution):
         kind = "dilated"
         LEAST = {"depth": 1}
         depth: int = 2
-
-        def build(self, dim: int) -> DilatedConvolution:
-            return DilatedConvolution(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
@@ -322,9 +315,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         auto-encoding   mean |old - expand(compress(old))|^2
         attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
 
-    The last two lines are the losses of the compression (``loss``).
-
-    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    The last two lines are the losses of the compression (``loss``). ``head_dim`` defaults to dim / num_heads.
     """
 
     growth = "window"
@@ -356,9 +347,6 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
                         f"{name} = {getattr(self, name)} is not a multiple of the compression's rate of {rate}, so "
                         f"that memories would be left over; use {getattr(self, name) // rate * rate + rate}."
                     )
-
-        def build(self, dim: int) -> Compressive:
-            return Compressive(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -398,8 +386,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         wide, past = state_dtype(dtype).itemsize, min(length, self.most_past)
         slots = past + self._compressed_after(length)
-        numbers_of = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
-        return slots * numbers_of * dtype.itemsize + past * wide * self.compression.counts + wide + 8
+        width = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
+        return slots * width * dtype.itemsize + past * wide * self.compression.counts + wide + 8
 
     def _compressed_after(self, seen: int) -> int:
         """Return how many compressed vectors a sequence of ``seen`` tokens has."""
@@ -429,8 +417,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
     def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """Absorb ``x`` [rows, time, dim] of sequences at one position, part by
-        part, up to the end of a segment or sequence."""
+        """Absorb ``x`` [rows, time, dim] of sequences at one position, by parts that end with a segment or sequence."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
         while at < x.shape[1]:
@@ -496,8 +483,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
     def _turned(self, state: CompressiveState, seen: int, norm: nn.Module) -> CompressiveState:
-        """Return the state once a segment is over, after ``seen`` tokens: memories
-        beyond the last ``memory`` are compressed."""
+        """Return the state after a segment, which ends at ``seen`` tokens: older memories than ``memory`` are
+        compressed."""
         state = state._replace(hidden_states=state.hidden_states.detach())
         lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
         falling = lookback - min(seen, self.memory)
@@ -547,12 +534,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
         """Return the state with the slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.most_past), self._compressed_after(seen)
-        leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
-        leaves |= {
-            name: last_slots(getattr(state, name), compressed)
-            for name in ("compressed", "compressed_k", "compressed_v")
-        }
-        return state._replace(**leaves)
+        counts = {name: compressed if name.startswith("compressed") else past for name in CompressiveState.slots}
+        return state._replace(**{name: last_slots(getattr(state, name), count) for name, count in counts.items()})
 
 
 PARTS = {

@@ -57,7 +57,6 @@ class EtcAttention(EncoderMixer):
     With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 
     The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
-
     ``pattern`` applies to l2l: a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``parts.projections``); ``shared_output``: whether both inputs have one output
     projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
@@ -88,9 +87,6 @@ class EtcAttention(EncoderMixer):
                 raise KinformerError(
                     f"ids must be {least} or more for max_distance = {self.max_distance}, but is {self.ids}."
                 )
-
-        def build(self, dim: int) -> EtcAttention:
-            return EtcAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -202,20 +198,15 @@ class Linformer(Summarising, EncoderMixer):
     tokens, or a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k
     tokens stand there, feature by feature (pooling, section 4). As in the authors' code the tokens are compressed
     before they are projected, wherever heads share E: then no token has a key. The cost is time * rank, for every
-    length. A token of a global input before the sequence is a separate key.
+    length. A token of a global input before the sequence is a separate key. Padding does not count.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
-    num_heads.
-
-    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding does not count.
+    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. With ``shared`` and
+    ``sharing="keys_values"`` this is the paper's layerwise sharing.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
-
-        def build(self, dim: int) -> Linformer:
-            return Linformer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, dim)
@@ -253,11 +244,10 @@ class StarAttention(EncoderMixer):
     update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
     layer, ``bare``.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    ``ends``: the first and the last token are neighbours (``ring``), or, as in the authors' code, have a key and a
-    value of zeros beyond them. ``tied``: one set of weights for all updates. ``add_relay``: y is (h_i + s) / 2,
-    whose maximum over tokens is the input of the authors' classifier; else y is h_i, and the last relay is not made.
+    ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as in
+    the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
+    ``add_relay``: y is (h_i + s) / 2, whose maximum over tokens is the input of the authors' classifier; else y is h_i,
+    and the last relay is not made.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -276,9 +266,6 @@ class StarAttention(EncoderMixer):
         def __post_init__(self) -> None:
             if self.iterations == 1:
                 check_unused(self, "with iterations = 1", "tied")
-
-        def build(self, dim: int) -> StarAttention:
-            return StarAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -404,18 +391,12 @@ class BidirectionalLinear(EncoderMixer):
 
     Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the
     feature map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones
-    too.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
-    least value of the normaliser; eps is then not added.
+    too. ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
-
-        def build(self, dim: int) -> BidirectionalLinear:
-            return BidirectionalLinear(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()

@@ -79,9 +79,6 @@ class LatentAttention(TokenMemory):
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
 
-        def build(self, dim: int) -> LatentAttention:
-            return LatentAttention(self, dim)
-
         def sizes(self, dim: int) -> tuple[int, int, int, int]:
             """Return head_dim, value_dim, rotary_dim and latent_dim."""
             width = self.head_dim or head_width(dim, self.num_heads)
@@ -231,9 +228,6 @@ class SingleHead(TokenMemory):
         eps: float = 1e-12
         impl: AttentionImpl = "auto"
 
-        def build(self, dim: int) -> SingleHead:
-            return SingleHead(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim, self.width, self.impl = dim, dim, config.impl
@@ -264,7 +258,4 @@ class SingleHead(TokenMemory):
         return h + (added if self.dropout is None else self.dropout(added)).to(h.dtype)
 
 
-PARTS = {
-    "LatentAttention": LatentAttention.Config,
-    "SingleHeadAttention": SingleHead.Config,
-}
+PARTS = {"LatentAttention": LatentAttention.Config, "SingleHeadAttention": SingleHead.Config}

@@ -101,9 +101,6 @@ class Memorizing(HostDriven, CausalMixer):
                     "choose a divisor, or the search exact."
                 )
 
-        def build(self, dim: int) -> Memorizing:
-            return Memorizing(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
@@ -264,6 +261,4 @@ def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor,
     return k, v
 
 
-PARTS = {
-    "MemorizingAttention": Memorizing.Config,
-}
+PARTS = {"MemorizingAttention": Memorizing.Config}

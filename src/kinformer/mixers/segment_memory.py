@@ -126,9 +126,6 @@ class SegmentMemory(RecomputesKV, CausalMixer):
                 )
             check_impl(self.impl, Needs(band=False, lse=True), "segment_memory")
 
-        def build(self, dim: int) -> SegmentMemory:
-            return SegmentMemory(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim, self.head_dim = dim, config.head_dim or head_width(dim, config.num_heads)
@@ -205,12 +202,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
         return self._keys_values(state.hidden_states, _before(state.seen, state.hidden_states.shape[2]), norm)
 
     def _learn(
-        self,
-        chunk: Chunk,
-        state: SegmentState,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        positions: Tensor,
-        norm: nn.Module,
+        self, chunk: Chunk, state: SegmentState, qkv: tuple[Tensor, Tensor, Tensor], positions: Tensor, norm: nn.Module
     ) -> Tensor:
         """Attend with gradients. Where a row's queries are of one segment, every key is either live or memory; else
         some are both, and attention to the own segments and to their memories are two calls, merged."""
@@ -287,6 +279,4 @@ def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
     return torch.cat([old, torch.where(inside, new, new.detach())], dim=2)
 
 
-PARTS = {
-    "SegmentMemoryAttention": SegmentMemory.Config,
-}
+PARTS = {"SegmentMemoryAttention": SegmentMemory.Config}

@@ -20,15 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kinformer.core.attention_state import (
-    CacheShape,
-    CacheState,
-    ContextState,
-    Int8Past,
-    Past,
-    cache_of,
-    context_of,
-)
+from kinformer.core.attention_state import CacheShape, CacheState, ContextState, Int8Past, Past, cache_of, context_of
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, select_valid
 from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
@@ -94,9 +86,6 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
-
-        def build(self, dim: int) -> SoftmaxAttention:
-            return SoftmaxAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -223,6 +212,4 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         return v
 
 
-PARTS = {
-    "SoftmaxAttention": SoftmaxAttention.Config,
-}
+PARTS = {"SoftmaxAttention": SoftmaxAttention.Config}

@@ -110,8 +110,7 @@ class Block(NamedTuple):
 
     @property
     def _before(self) -> Tensor:
-        """Return the sequence number of the slot before the block, [batch, 1];
-        the first of a chunk continues the past."""
+        """Return the sequence number of the slot before the block, [batch, 1]; the first of a chunk has number 0."""
         assert self.number is not None
         return self.number[:, self.first - 1 : self.first] if self.first else torch.zeros_like(self.number[:, :1])
 
@@ -138,12 +137,11 @@ _NO_WEIGHTS = (
 
 
 class TensorizedAttention(Factors, CausalMixer):
-    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9).
+    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences of
+    at most ``max_length`` tokens.
 
         T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
         y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens.
     """
 
     growth = "linear"
@@ -303,10 +301,8 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     slots without a token add 0.
 
     T is made for each query: n^2 numbers and 2 n^2 (rank + dim) operations a token, where n = memory + segment. This is
-    less than the cost of the sums of ``tensorized`` where a window has 2 (rank + 32) tokens at most.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. Without memory, texts of one segment give the same as
-    ``tensorized`` with ``max_length = segment``.
+    less than the cost of the sums of ``tensorized`` where a window has 2 (rank + 32) tokens at most. Without memory,
+    texts of one segment give the same as ``tensorized`` with ``max_length = segment``.
     """
 
     growth = "window"

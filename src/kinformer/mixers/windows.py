@@ -52,9 +52,6 @@ class WindowAttention(GridOnly, EncoderMixer):
                 least = 2 if self.shift else 1
                 raise KinformerError(f"window must be {least} or more, but is {self.window}.")
 
-        def build(self, dim: int) -> WindowAttention:
-            return WindowAttention(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
@@ -160,6 +157,4 @@ def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) ->
     return (regions[:, :, None] == regions[:, None])[:, None]
 
 
-PARTS = {
-    "WindowAttention": WindowAttention.Config,
-}
+PARTS = {"WindowAttention": WindowAttention.Config}

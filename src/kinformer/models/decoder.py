@@ -103,9 +103,7 @@ class DecoderState(NamedTuple):
 
 
 class Decoder(CommonModel):
-    """The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens.
-
-    A decoder: input -> stack -> norm -> head.
+    """The decoder: input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or other values that the input reads)
     and logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a
@@ -252,11 +250,8 @@ class Decoder(CommonModel):
         if state is None:
             return self.initial_state(batch, device=values.device)
         if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
-            what = (
-                plural(len(state.layers), "layer")
-                if isinstance(state, DecoderState)
-                else f"the type {type(state).__name__}"
-            )
+            what = f"the type {type(state).__name__}"
+            what = plural(len(state.layers), "layer") if isinstance(state, DecoderState) else what
             raise KinformerError(
                 f"the state is one of {what}, but this model's have {plural(len(self.stack.order), 'layer')}; give "
                 "what this model returned, or None to begin new sequences."
@@ -296,6 +291,4 @@ class Decoder(CommonModel):
         return Hidden(self.norm(x), DecoderState(layers, seen, state.source), tapped)
 
 
-PARTS = {
-    "DecoderModel": Decoder.Config,
-}
+PARTS = {"DecoderModel": Decoder.Config}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from kinformer.core.encoder import (
     global_positions,
 )
 from kinformer.core.model import Encoded, WholeModel
-from kinformer.models.base import CommonConfig, CommonModel, Trunk, TrunkConfig
+from kinformer.models.base import CommonConfig, CommonModel, Trunk
 from kinformer.runtime.errors import KinformerError
 
 # The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack.
@@ -42,19 +42,6 @@ class ReaderConfig(Config):
     embedding_norm: NormConfig | None = LayerNorm()
 
 
-class ReaderFields(TrunkConfig, Protocol):
-    """The fields of a config with :class:`ReaderConfig` that a reader reads."""
-
-    @property
-    def global_tokens(self) -> int: ...
-
-    @property
-    def global_input(self) -> GlobalInputConfig | None: ...
-
-    @property
-    def embedding_norm(self) -> NormConfig | None: ...
-
-
 class Reader(Trunk):
     """A trunk of encoder layers, whose ``config`` has the fields of :class:`ReaderConfig` too.
 
@@ -62,7 +49,7 @@ class Reader(Trunk):
     are then its first tokens.
     """
 
-    config: ReaderFields
+    config: Any
     crossing: Crossing | None = None
 
     def _build_entrance(self, dim: int) -> None:
@@ -209,9 +196,6 @@ class Encoder(Reader, CommonModel):
         layers: tuple[EncoderLayerConfig, ...]
         initialisation: Initialisation = Initialisation(residual="plain")
 
-        def build(self) -> Encoder:
-            return Encoder(self)
-
     config: Config
 
     def __init__(self, config: Config) -> None:
@@ -240,6 +224,4 @@ class Encoder(Reader, CommonModel):
         return self.head(hidden_states, self.input, valid)
 
 
-PARTS = {
-    "EncoderModel": Encoder.Config,
-}
+PARTS = {"EncoderModel": Encoder.Config}

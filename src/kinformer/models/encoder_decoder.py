@@ -125,6 +125,4 @@ class EncoderDecoder(Decoder):
         return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
 
 
-PARTS = {
-    "EncoderDecoderModel": EncoderDecoder.Config,
-}
+PARTS = {"EncoderDecoderModel": EncoderDecoder.Config}

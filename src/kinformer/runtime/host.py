@@ -72,6 +72,12 @@ def checks_calls() -> bool:
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or _trusted.get())
 
 
+def checks_values(values: Tensor) -> bool:
+    """Return whether a model looks at its input's ``values``: on a CPU alone, as a GPU would have to be waited for."""
+    plain = type(values) is Tensor and values.device.type == "cpu"
+    return plain and not torch.compiler.is_compiling() and not arguments_trusted()
+
+
 # Tensors sharded over processes: parameters outside their modules' forward, gradients and norms.
 #
 # They are PyTorch's DTensor. Its module takes half a second to load, so this file does not import it.

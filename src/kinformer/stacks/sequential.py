@@ -17,10 +17,7 @@ from kinformer.runtime.errors import KinformerError, plural
 
 
 class Sequential(Stack):
-    """One layer after the other, each once: the stack of most members.
-
-    The sequential stack: x -> layer n (... layer 2 (layer 1 (x))).
-    """
+    """One layer after the other, each once: the stack of most members."""
 
     opens_values = True
 
@@ -41,10 +38,9 @@ class Stages(GridOnly, Stack):
 
     x -> W norm([x_(2i, 2j); x_(2i+1, 2j); x_(2i, 2j+1); x_(2i+1, 2j+1)])
 
-    Stage i has ``depths[i]`` layers of the width dim * 2^i, on a grid of patches that was halved i times.
-
-    ``norm`` stands ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid
-    with odd sides is padded with zeros.
+    Stage i has ``depths[i]`` layers of the width dim * 2^i, on a grid of patches that was halved i times. ``norm``
+    stands ``before`` the product that merges four patches, as in Swin, or ``behind`` it, as in Swin V2. A grid with odd
+    sides is padded with zeros.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -143,7 +139,4 @@ class PatchMerging(nn.Module):
         return y.flatten(1, 2), text._replace(grid=(y.shape[1], y.shape[2]))
 
 
-PARTS = {
-    "SequentialStack": Sequential.Config,
-    "StagedStack": Stages.Config,
-}
+PARTS = {"SequentialStack": Sequential.Config, "StagedStack": Stages.Config}

@@ -53,7 +53,7 @@ class HaltingConfig(Config):
     halted: str
 
     def build(self, dim: int) -> ACT:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class Decided(NamedTuple):
@@ -96,9 +96,6 @@ class ACT(nn.Module):
         def __post_init__(self) -> None:
             if not 0 < self.threshold < 1:
                 raise KinformerError(f"halting.threshold must lie between 0 and 1, but is {self.threshold:g}.")
-
-        def build(self, dim: int) -> ACT:
-            return ACT(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -222,13 +219,7 @@ class Universal(Stack):
         return x, tapped
 
     def _run_halting(
-        self,
-        halting: ACT,
-        x: Tensor,
-        valid: Tensor | None,
-        use: ApplyLayer,
-        before: BeforeUse,
-        taps: Sequence[int],
+        self, halting: ACT, x: Tensor, valid: Tensor | None, use: ApplyLayer, before: BeforeUse, taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
         """Run all steps; return the outputs of all tokens, the outputs of the uses in ``taps``, and the ponder cost
         [batch] of every step."""
@@ -265,7 +256,4 @@ class Universal(Stack):
         return torch.ones_like(running) if self._halting.halted == "evolving" else running
 
 
-PARTS = {
-    "UniversalStack": Universal.Config,
-    "ACT": ACT.Config,
-}
+PARTS = {"UniversalStack": Universal.Config, "ACT": ACT.Config}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large, agree_in_norm
+from kinformer.testing.laws import CLOSE, CLOSE_AT_LARGE, LARGE, agree_at_large, agree_in_norm
 from kinformer.testing.subject import (
     BITS,
     GRADIENTS,
@@ -238,9 +238,6 @@ def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> Sequen
         return {name: value[index] for name, value in text.items()}
     changed: dict[str, Any] = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
     return text._replace(**changed)
-
-
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def padding(subject: EncoderSubject) -> None:

@@ -340,8 +340,7 @@ def padding(subject: Subject) -> None:
 
 
 def reset(subject: Subject) -> None:
-    """Check that after a reset, at any position of a chunk, everything is as in a
-    new sequence; partitions agree on it."""
+    """Check that after a reset, anywhere in a chunk, everything is as in a new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
     mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time

@@ -298,7 +298,4 @@ def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
     return drawn
 
 
-PARTS = {
-    "RandomBlocksPattern": RandomBlocks.Config,
-    "BigBirdPattern": BigBird.Config,
-}
+PARTS = {"RandomBlocksPattern": RandomBlocks.Config, "BigBirdPattern": BigBird.Config}

@@ -206,7 +206,4 @@ class Image2D(Pattern):
         )
 
 
-PARTS = {
-    "Image1DPattern": Image1D,
-    "Image2DPattern": Image2D.Config,
-}
+PARTS = {"Image1DPattern": Image1D, "Image2DPattern": Image2D.Config}
