@@ -13,8 +13,7 @@ and the final state equal the results of one chunk. In code, for every ``0 < t <
 Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
 length of a chunk. ``kinformer.testing`` checks all of this for any mixer.
 
-Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]``
-int64.
+Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
 """
 
 from __future__ import annotations

@@ -642,7 +642,8 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def bias(self, farthest: int) -> Tensor:
-        """Return the biases [heads, farthest] of the scores at the distances 1 ... ``farthest``, -inf for hidden keys."""
+        """Return the biases [heads, farthest] of the scores at the distances 1 ... ``farthest``, -inf for hidden
+        keys."""
         raise NotImplementedError
 
     def joined(self, relative: Relative | None, farthest: int) -> Relative | None:

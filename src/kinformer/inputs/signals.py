@@ -138,8 +138,8 @@ class Frames(Input):
     A position is the window of frames on which its vector depends: n stacked ``convolutions`` of three frames and
     stride 2 make one vector from 2^(n + 1) - 1 frames. 2^n frames are new; the others overlap the window before.
     Positions are therefore independent of each other, chunks and padding work as for any input, and sound can be
-    streamed. Values are features [batch, time, width, mels] float, of which ``stride`` frames of ``width`` are new. With
-    no convolutions a position is one frame, projected.
+    streamed. Values are features [batch, time, width, mels] float, of which ``stride`` frames of ``width`` are new.
+    With no convolutions a position is one frame, projected.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -265,12 +265,11 @@ class Steps(Input):
 
     A position has 2 + max(1, state_dim, action_dim) numbers: its kind (``RETURN``, ``STATE`` or ``ACTION``), its
     timestep in the environment, and its values, filled up with zeros (see :func:`pack`). Discrete actions are one-hot.
-    Timesteps from ``timesteps`` on count as the
-    last timestep, as in the authors' code. Returns are divided by ``return_scale``. States are shifted by
-    ``state_mean`` and divided by ``state_std`` (one number for each feature) if these are set. With ``image``
-    (channels, height, width) states are intensities from 0 to 255, read by ``convolutions`` (filters, side and stride
-    of each). ``timestep``: a position has the vector of its step, or of the first step in the row; rows then hold every
-    position.
+    Timesteps from ``timesteps`` on count as the last timestep, as in the authors' code. Returns are divided by
+    ``return_scale``. States are shifted by ``state_mean`` and divided by ``state_std`` (one number for each feature) if
+    these are set. With ``image`` (channels, height, width) states are intensities from 0 to 255, read by
+    ``convolutions`` (filters, side and stride of each). ``timestep``: a position has the vector of its step, or of the
+    first step in the row; rows then hold every position.
     """
 
     @dataclass(frozen=True, kw_only=True)

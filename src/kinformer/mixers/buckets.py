@@ -80,7 +80,8 @@ class Hashes(nn.Module):
 
 
 def normalised(q: Tensor) -> Tensor:
-    """Return the keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares, as authors'."""
+    """Return the keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares, as
+    authors'."""
     wide = q.to(state_dtype(q.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)
 
@@ -143,10 +144,9 @@ class LSHAttention(CausalMixer):
         y_i = softmax_j(q_i . k_j) v_j over the union P_i of what i sees in each round,    k = q / |q|    (shared QK)
         bucket of a token in a round: argmax of [x R; -x R] for a random rotation R    (equation 3)
 
-    A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which
-    the past alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the
-    results do not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder
-    mixer ``lsh``.
+    A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which the
+    past alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the results do
+    not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 
     ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even, or 1 for none. A chunk is
     ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The rotations are drawn with the weights
@@ -212,8 +212,8 @@ class BidirectionalLSH(EncoderMixer):
     z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. It differs from
     the mixer ``lsh`` of a decoder: here a token sees keys that depend on all tokens, later ones included.
 
-    ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even; the authors take about twice as many as
-    there are chunks. Sequences of any length are filled up to whole chunks.
+    ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even; the authors take about twice as many
+    as there are chunks. Sequences of any length are filled up to whole chunks.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,8 @@ def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
         yield RowGroup(None if len(rows) == batch and count == time else rows, count, first, begins)
 
 
-# The reconstruction cost of a compression of memories, which trains the compression alone (Rae et al. 2019, section 3.1).
+# The reconstruction cost of a compression of memories, which trains the compression alone (Rae et al. 2019, section
+# 3.1).
 
 
 def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:

@@ -163,8 +163,8 @@ class CrossAttention(SourceMixer):
 
 
 class SourceSums(NamedTuple):
-    """The source: ``kv`` [batch, heads, features, head_dim] and ``z`` [batch, heads, features]; n neighbouring rows of a
-    chunk may share a row, as of :class:`CrossState`."""
+    """The source: ``kv`` [batch, heads, features, head_dim] and ``z`` [batch, heads, features]; n neighbouring rows of
+    a chunk may share a row, as of :class:`CrossState`."""
 
     kv: Tensor
     z: Tensor
@@ -179,10 +179,9 @@ class LinearCrossAttention(SourceMixer):
         with a floor   y = phi(q)^T S / max(phi(q) . z, floor)
         q = W_q x (``query``),   [k, v] = W_kv source (``key_value``)
 
-    A step costs as much for a long source as for a short one, and so does the state. With random features
-    (``favor``, ``random_fourier``) it approximates the cross-attention of ``cross``, whose ``source_dim`` and resets it
-    has. ``floor``: the least value of the normaliser. A row whose source is all padding gets the output projection's
-    bias.
+    A step costs as much for a long source as for a short one, and so does the state. With random features (``favor``,
+    ``random_fourier``) it approximates the cross-attention of ``cross``, whose ``source_dim`` and resets it has.
+    ``floor``: the least value of the normaliser. A row whose source is all padding gets the output projection's bias.
     """
 
     @dataclass(frozen=True, kw_only=True)

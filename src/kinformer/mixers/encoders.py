@@ -244,8 +244,8 @@ class StarAttention(EncoderMixer):
     update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
     layer, ``bare``.
 
-    ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as in
-    the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
+    ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as
+    in the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
     ``add_relay``: y is (h_i + s) / 2, whose maximum over tokens is the input of the authors' classifier; else y is h_i,
     and the last relay is not made.
     """
@@ -389,9 +389,9 @@ class BidirectionalLinear(EncoderMixer):
 
         y_i = phi(q_i)^T S / (phi(q_i) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all valid j
 
-    Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the
-    feature map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones
-    too. ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
+    Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the feature
+    map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones too.
+    ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,8 @@ class LSTM(CausalMixer):
 
         y_t = h_t,    (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1))
 
-    Its state, ``h`` and ``c``, is constant in size. PyTorch's own implementation runs a chunk in one call, in float32 at
-    least, whatever its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
+    Its state, ``h`` and ``c``, is constant in size. PyTorch's own implementation runs a chunk in one call, in float32
+    at least, whatever its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
     """
 
     @dataclass(frozen=True, kw_only=True)

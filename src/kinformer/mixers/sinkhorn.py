@@ -257,8 +257,8 @@ class CausalSinkhornAttention(CausalMixer):
     earlier blocks compete. The first block sees itself. A token costs 2 block scores, a block a sum over its past
     and ``iterations`` passes over i^2 logits. Gumbel noise is drawn in training only.
 
-    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. ``iterations``: of balancing,
-    each of rows and then of columns.
+    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. ``iterations``: of
+    balancing, each of rows and then of columns.
     """
 
     growth = "linear"

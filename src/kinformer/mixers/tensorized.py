@@ -137,8 +137,8 @@ _NO_WEIGHTS = (
 
 
 class TensorizedAttention(Factors, CausalMixer):
-    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences of
-    at most ``max_length`` tokens.
+    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences
+    of at most ``max_length`` tokens.
 
         T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
         y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]

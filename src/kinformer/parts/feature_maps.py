@@ -96,8 +96,7 @@ class Dpfp(FeatureMap):
 class Quadratic(FeatureMap):
     """Quadratic features: the exact feature space of the squared kernel.
 
-    phi(q) . phi(k) = (q . k + c)^2,
-    phi(x) = [x_i^2, sqrt(2) x_i x_j for i < j, sqrt(2 c) x_i, c]
+    phi(q) . phi(k) = (q . k + c)^2, phi(x) = [x_i^2, sqrt(2) x_i x_j for i < j, sqrt(2 c) x_i, c]
 
     The feature map [..., d] -> [..., d (d + 1) / 2 + d + 1]; the last feature is the constant c.
     """

@@ -133,9 +133,9 @@ class Timing(Position):
         P(p, t) = signal(p) + step(t)        signal(n) = [sin(n f_0), sin(n f_1), ..., cos(n f_0), cos(n f_1), ...]
         f_k = 10000^(-k / (dim / 2 - 1))
 
-    As in the official code (tensor2tensor), sines come first and cosines second, and the slowest wave has the length
-    of 10000 radians. ``step(t)`` is the same signal of the step's number, as in the paper, or a learned vector times
-    the root of the width, as the official code has it by default: ``table`` [depth, dim] has one row per use of a layer.
+    As in the official code (tensor2tensor), sines come first and cosines second, and the slowest wave has the length of
+    10000 radians. ``step(t)`` is the same signal of the step's number, as in the paper, or a learned vector times the
+    root of the width, as the official code has it by default: ``table`` [depth, dim] has one row per use of a layer.
     Angles are computed in float64.
     """
 

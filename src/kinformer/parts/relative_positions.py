@@ -339,8 +339,8 @@ class Shaw(Position):
         out_i = sum_j p_ij (v_j + a^V[r])
 
     Distances of k and more share one row. This row is added to every value and subtracted from all scores (softmax does
-    not see a constant of the query), so only distances below k are looked up. Heads share the tables [2k + 1, head_dim],
-    whose row r + k belongs to r.
+    not see a constant of the query), so only distances below k are looked up. Heads share the tables [2k + 1,
+    head_dim], whose row r + k belongs to r.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """The subject of an examination: a mixer or a whole model behind one narrow interface, so that each law is written
-once.
-"""
+once."""
 
 from __future__ import annotations
 

@@ -135,8 +135,7 @@ class Thresholds(NamedTuple):
     most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
     ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
     products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
-    ``narrow_set_pairs``.
-    ``where``: measured on what.
+    ``narrow_set_pairs``. ``where``: measured on what.
     """
 
     few_heads: int

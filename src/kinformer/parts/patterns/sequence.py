@@ -477,8 +477,8 @@ class Unsized(Pattern):
 
 @dataclass(frozen=True)
 class Blockwise(ChosenBlocks):
-    """Blockwise attention (Qiu et al. 2020, BlockBERT, section 3): a permutation of n blocks for every head. Query block
-    i sees key block ``permutation[i]`` alone, and so for every next n blocks."""
+    """Blockwise attention (Qiu et al. 2020, BlockBERT, section 3): a permutation of n blocks for every head. Query
+    block i sees key block ``permutation[i]`` alone, and so for every next n blocks."""
 
     block: int
     permutation: tuple[int, ...]
@@ -542,8 +542,8 @@ class Parts(Unsized):
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """Document boundaries: tokens of one document see each other and nothing else. ``starts`` are the first positions of
-    all documents but the document at 0."""
+    """Document boundaries: tokens of one document see each other and nothing else. ``starts`` are the first positions
+    of all documents but the document at 0."""
 
     starts: tuple[int, ...]
 
@@ -665,8 +665,8 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ``count`` tokens are seen
-    by all and see all."""
+    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ``count`` tokens are
+    seen by all and see all."""
 
     count: int
 
