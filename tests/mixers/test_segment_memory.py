@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import Chunk
 from kinformer.core.state import nbytes, reserve
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.projections import Convolved, MultiHead
 from kinformer.parts.relative_positions import Rope, TransformerXL, sinusoids

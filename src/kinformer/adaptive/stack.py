@@ -28,9 +28,9 @@ from kinformer.core.model import Hidden, SourceModel
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.models.decoder import Decoder, DecoderState
-from kinformer.models.encoder_decoder import EncoderDecoder
+from kinformer.models.encoder import EncoderDecoder
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import has_data
 
 M = TypeVar("M", bound=nn.Module)
 

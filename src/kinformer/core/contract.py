@@ -28,8 +28,8 @@ from torch.nn import functional
 from kinformer.core.config import Config, describe
 from kinformer.core.state import State, require_rows
 from kinformer.runtime.autograd import autocast_dtype
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import checks_calls
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -18,8 +18,8 @@ from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.state import State
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import checks_calls
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "

@@ -19,8 +19,8 @@ from kinformer.core.contract import Divisible, state_dtype, undivided
 from kinformer.core.pattern import Pattern
 from kinformer.core.probe import probe
 from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import has_data
 
 
 class Relative(NamedTuple):

@@ -17,8 +17,8 @@ from kinformer.core.parts import Input, InputConfig
 from kinformer.core.pattern import Raster, check_blocks
 from kinformer.core.stack import ModelConfig
 from kinformer.parts.positions import timing_signal
+from kinformer.runtime.compiling import checks_values
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import checks_values
 
 LEVELS, START = 256, 256
 _BASE = 10000.0

@@ -38,7 +38,7 @@ from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors
 from kinformer.runtime.autograd import transformed
-from kinformer.runtime.host import HostDriven
+from kinformer.runtime.compiling import HostDriven
 
 
 class ChosenState(NamedTuple):

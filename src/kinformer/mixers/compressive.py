@@ -46,9 +46,8 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL
-from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.compiling import HostDriven, host_ints, uncompiled
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import HostDriven, host_ints
 
 # The state of compressive attention: the memory, the compressed memory and their projections.
 

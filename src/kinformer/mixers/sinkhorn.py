@@ -29,8 +29,8 @@ from kinformer.core.probe import probe
 from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.parts.projections import MultiHead
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import has_data
 
 # Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
 # 1964; with Gumbel noise Mena et al. 2018).

@@ -58,7 +58,7 @@ from kinformer.parts.patterns.sequence import Causal, spanned
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import MultiHead, in_context
 from kinformer.parts.scores import ScaledDot
-from kinformer.runtime.host import is_empty_mask
+from kinformer.runtime.compiling import is_empty_mask
 
 
 class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):

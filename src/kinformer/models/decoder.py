@@ -20,8 +20,8 @@ from kinformer.core.parts import Input
 from kinformer.core.stack import BeforeUse
 from kinformer.core.state import form, require_rows
 from kinformer.models.base import CommonConfig, CommonModel
+from kinformer.runtime.compiling import arguments_trusted
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import arguments_trusted
 
 # Predictions of the tokens beyond the next (Gloeckle et al. 2024, "Multi-token prediction"; DeepSeek-V3, section 2.2).
 #

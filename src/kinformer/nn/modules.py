@@ -40,8 +40,8 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError, choose, close_names, nearest
-from kinformer.runtime.host import checks_calls
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
 #

@@ -14,8 +14,8 @@ from kinformer.core.config import check_unused
 from kinformer.core.contract import FollowsHeads, state_dtype
 from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
 from kinformer.runtime.autograd import autocast_dtype
+from kinformer.runtime.compiling import arguments_trusted
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import arguments_trusted
 
 YARN = ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate")
 LLAMA3 = ("original_length", "low_freq_factor", "high_freq_factor")

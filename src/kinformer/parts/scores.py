@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.learning import Regularized
 from kinformer.core.parts import Cut, Following, Score, ScoreConfig, Span, SpanConfig, TokenSpan, host
+from kinformer.runtime.compiling import gathered
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered
 
 
 class ScaledDot(Score):

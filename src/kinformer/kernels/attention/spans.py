@@ -20,7 +20,7 @@ from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, merge
 from kinformer.kernels.softmax import Attended, query_positions
 from kinformer.runtime.autograd import Context, no_autocast
-from kinformer.runtime.host import has_data
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.process import product_dtype
 
 # Softmax attention whose keys and values go round the processes of a row (Liu, Zaharia and Abbeel 2023, Ring

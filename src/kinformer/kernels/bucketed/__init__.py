@@ -21,8 +21,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels import BucketedImpl, names_of
-from kinformer.kernels.bucketed.chunked import PAIRS, SPARE, BucketedCall, attend, gathered, rows_per_tile
-from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
+from kinformer.kernels.bucketed.chunked import (
+    PAIRS,
+    SPARE,
+    BucketedCall,
+    Membership,
+    attend,
+    counted,
+    gathered,
+    members,
+    needed,
+    rows_per_tile,
+)
 from kinformer.kernels.softmax import Attended
 from kinformer.runtime.autograd import no_autocast, transformed
 from kinformer.runtime.compiling import scratch
