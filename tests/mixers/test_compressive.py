@@ -10,8 +10,8 @@ from kinformer.core.state import detach, nbytes, pop_aux
 from kinformer.generation.packed import pack
 from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.memory import SegmentMemory
+from kinformer.parts.positions import sinusoids
 from kinformer.parts.projections import Convolved
-from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 

@@ -14,6 +14,7 @@ from kinformer.core.encoder import EncoderLayerConfig, SequenceContext
 from kinformer.core.parts import Input, Likelihood
 from kinformer.core.stack import HeadConfig
 from kinformer.inputs.images import Patches
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.errors import KinformerError, plural
 
 
@@ -131,9 +132,6 @@ class LogisticMixture(Likelihood):
         return mean
 
 
-BASE = 10_000.0
-
-
 class MaskedPatchesHead(nn.Module):
     """The head that predicts the pixels of patches hidden from the encoder (He et al. 2022, MAE, section 3).
 
@@ -202,23 +200,17 @@ class MaskedPatchesHead(nn.Module):
                 f"the head 'masked_patches' is for {plural(count, 'position')}, but there are {x.shape[1]}; give "
                 "images of the size of the input."
             )
-        places = torch.cat([x.new_zeros(self.before, x.shape[2]), sinusoids(grid, x.shape[2], x.device).to(x.dtype)])
+        places = torch.cat([x.new_zeros(self.before, x.shape[2]), _places(grid, x.shape[2], x.device).to(x.dtype)])
         x, text = x + places, SequenceContext(grid=grid)
         for layer in self.layers:
             x = layer(x, text)
         return self.output(self.norm(x))[:, self.before :]
 
 
-def sinusoids(grid: tuple[int, int], dim: int, device: torch.device) -> Tensor:
-    """Return [rows * columns, dim]: sines and cosines of the column in the first half of features, of the row in the
-    second, at ``dim`` / 4 frequencies from 1 down to about 1 / 10,000."""
-    frequencies = BASE ** -(torch.arange(dim // 4, device=device, dtype=torch.float64) / (dim // 4))
-    rows, columns = (torch.arange(side, device=device)[:, None] * frequencies for side in grid)
-    halves = [
-        torch.cat([columns.sin(), columns.cos()], 1)[None].expand(grid[0], -1, -1),
-        torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, grid[1], -1),
-    ]
-    return torch.cat(halves, 2).flatten(0, 1)
+def _places(grid: tuple[int, int], dim: int, device: torch.device) -> Tensor:
+    """Return [rows * columns, dim]: sinusoids of the column in the first half of features, of the row in the second."""
+    rows, columns = (sinusoids(torch.arange(side, device=device), dim // 2) for side in grid)
+    return torch.cat([columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)], 2).flatten(0, 1)
 
 
 MOST_BITS = 16

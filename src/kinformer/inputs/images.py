@@ -16,12 +16,11 @@ from kinformer.core.model import WholeModel
 from kinformer.core.parts import Input, InputConfig
 from kinformer.core.pattern import Raster, check_blocks
 from kinformer.core.stack import ModelConfig
-from kinformer.parts.positions import timing_signal
+from kinformer.parts.positions import sinusoids, timing_signal
 from kinformer.runtime.compiling import checks_values
 from kinformer.runtime.errors import KinformerError, plural
 
 LEVELS, START = 256, 256
-_BASE = 10000.0
 
 
 class Pixels(Input):
@@ -198,7 +197,7 @@ class Pixels(Input):
         if config.places == "none":
             return None
         if config.places == "sinusoid":
-            return _interleaved(cells, width)
+            return sinusoids(cells, width, interleaved=True).to(torch.get_default_dtype())
         y, x = self.raster.cell(cells)
         if self.rows is None or self.columns is None:
             return torch.cat([timing_signal(y, width // 2), timing_signal(x, width // 2)], dim=-1)
@@ -222,13 +221,6 @@ class Pixels(Input):
         numbers = self.config.numbers
         shape = (batch, time) if numbers is None else (batch, time, numbers)
         return torch.zeros(shape, dtype=torch.int64, device=device)
-
-
-def _interleaved(numbers: Tensor, width: int) -> Tensor:
-    """Return sin(n / 10000^(2i / width)) at 2i and the cosine at 2i + 1, [..., width] (Vaswani et al. 2017)."""
-    index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
-    angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / width)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(torch.get_default_dtype())
 
 
 Resize = Literal["bilinear", "bicubic"]

@@ -40,8 +40,8 @@ from kinformer.core.contract import (
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import features_of
 from kinformer.core.probe import no_weights
+from kinformer.parts.positions import sinusoids
 from kinformer.parts.projections import Factors, FactorsConfig
-from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 
 # Products of three factors over pairs of tokens, in blocks of queries (Ma et al. 2019).
@@ -221,7 +221,7 @@ class TensorizedAttention(Factors, CausalMixer):
         assert self.position is not None
         end, time = self.config.max_length, chunk.x.shape[1]
         distance = torch.arange(end - 1, -1, -1, device=where.device)
-        table = self.position(sinusoids(distance, self.dim, 10000.0).to(chunk.x.dtype))
+        table = self.position(sinusoids(distance, self.dim).to(chunk.x.dtype))
         filled = where >= 0
         if chunk.valid is not None:
             filled = torch.cat([filled[:, :-time], chunk.valid], 1)
@@ -263,7 +263,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
         queries = self._queries(q)
         if self.position is not None:
             distance = torch.arange(end - 1, end - 1 - length, -1, device=x.device)
-            p = self.position(sinusoids(distance, self.dim, 10000.0).to(x.dtype)).expand(len(x), -1, -1)
+            p = self.position(sinusoids(distance, self.dim).to(x.dtype)).expand(len(x), -1, -1)
             k, v = torch.cat([k, p], -1), v.repeat(1, 1, 2)
         k, v = select_valid(k, valid), select_valid(v, valid)
         # M [batch, dim, width], of sums over k first: [batch, dim, time, width] is never larger than W
@@ -386,7 +386,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
         left = parts[0] * k
         if self.position is not None:
             distance = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)
-            p = self.position(sinusoids(distance, self.dim, 10000.0).to(k.dtype))
+            p = self.position(sinusoids(distance, self.dim).to(k.dtype))
             left = left + torch.where(shown[..., None], parts[1] * p, 0)
         tensor = left @ v.mT  # T of each query [batch, tokens, n, n]
         return linear(tensor.flatten(2), self.pairs.flatten(1).to(tensor.dtype))

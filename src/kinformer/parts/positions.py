@@ -26,13 +26,25 @@ class NoPosition(Position):
             return NoPosition()
 
 
+SLOWEST = 10000.0
+
+
+def sinusoids(numbers: Tensor, width: int, base: float = SLOWEST, interleaved: bool = False) -> Tensor:
+    """Return sin(n / base^(2i / width)) for all i, then the cosines, [..., width] float64; ``interleaved``: each cosine
+    behind its sine."""
+    index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
+    # At 10^6 a float32 angle is 0.06 rad off.
+    angles = numbers[..., None].to(torch.float64) * base ** (-index / width)
+    waves = [angles.sin(), angles.cos()]
+    return torch.stack(waves, dim=-1).flatten(-2) if interleaved else torch.cat(waves, dim=-1)
+
+
 class Sinusoidal(Position):
     """Sinusoidal positions (Vaswani et al. 2017, section 3.5), added to the token embeddings.
 
         PE(p, 2i) = sin(p / base^(2i / dim)),    PE(p, 2i + 1) = cos(p / base^(2i / dim))
 
     The layout ``split`` has the same numbers, all sines before all cosines, as tensor2tensor and Marian have them.
-    Angles are computed in float64: at position 10^6 a float32 angle is 0.06 rad off.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -53,10 +65,7 @@ class Sinusoidal(Position):
         self.dim, self.base, self.scale, self.layout = dim, config.base, config.scale, config.layout
 
     def embed(self, positions: Tensor) -> Tensor:
-        index = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float64)
-        angles = positions[..., None].to(torch.float64) * self.base ** (-index / self.dim)
-        waves = torch.stack([angles.sin(), angles.cos()], dim=-1)
-        table = (waves.transpose(-1, -2) if self.layout == "split" else waves).flatten(-2)
+        table = sinusoids(positions, self.dim, self.base, self.layout == "interleaved")
         return table.to(torch.get_default_dtype()) * self.scale
 
 
@@ -122,9 +131,6 @@ class LearnedPerLayer(Position):
 
     def layer_input(self, positions: Tensor, layer: int) -> Tensor:
         return _looked_up(self.tables[layer], positions)
-
-
-SLOWEST = 10000.0
 
 
 class Timing(Position):

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from kinformer.core.config import check_unused
 from kinformer.core.contract import FollowsHeads, state_dtype
 from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.compiling import arguments_trusted
 from kinformer.runtime.errors import KinformerError
@@ -466,13 +467,6 @@ class TransformerXL(Position):
         if self.config.clamp is not None:
             keys = keys[:, :-1] - keys[:, -1:]
         return keys
-
-
-def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
-    """Return sin(distance / base^(2i / dim)) for all i, then the cosines, [n, dim] float64."""
-    index = torch.arange(0, dim, 2, device=distance.device, dtype=torch.float64)
-    angles = distance[:, None] * base ** (-index / dim)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class _Rows(NamedTuple):
