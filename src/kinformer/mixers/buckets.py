@@ -282,8 +282,8 @@ class RoutingAttention(CausalMixer):
     The centroids mu learn by online k-means (``mixers.buckets``). A token's cluster is its own vector's alone, and of
     a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
     that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
-    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
-    ``kernels.bucketed.chunked.balanced_attention``.
+    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form, which
+    leaks where it is masked, is in ``benchmarks/hashing.py``.
 
     ``head_dim`` defaults to dim / num_heads. Of ``num_heads`` the first ``local_heads`` see the ``window``.
     ``centroid_decay``: of their moving mean, a step.
