@@ -68,8 +68,7 @@ class AllExits(NamedTuple):
 
 
 class ExitRule(nn.Module):
-    """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
-    exit.
+    """An exit rule; ``rule(at)`` returns the exit by which each token leaves, [n] int64: ``at.number`` or a later exit.
 
     The stack calls the rule at every exit but the last, for the tokens that do not leave by an earlier exit. ``exits``
     is the number of exits, the last included.
@@ -127,8 +126,7 @@ class ExitRuleConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
-    """The config of confidence rules; ``thresholds`` has one number for all exits, or one for each exit but the
-    last."""
+    """The config of confidence rules; ``thresholds`` has one number, or one for each exit but the last."""
 
     ABOVE = {"decay_tokens": 0}
     thresholds: tuple[float, ...] = ()
@@ -436,8 +434,7 @@ def scores_of(config: OracleConfig, seen: AllExits) -> Tensor:
 
 
 def cheapest(scores: Tensor, penalty: float) -> Tensor:
-    """Return the exit [...] int64 with the greatest value of ``scores`` [exits, ...] less ``penalty`` times the exit's
-    number."""
+    """Return the exit [...] int64 with the greatest ``scores`` [exits, ...] less ``penalty`` times the exit's number."""
     numbers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
     return (scores - penalty * numbers.view(-1, *[1] * (scores.dim() - 1))).argmax(0)
 

@@ -166,8 +166,7 @@ class ExitStack(Stack):
         """Absorb ``chunk`` as :meth:`absorb` does, but let tokens leave early; also return the exit of each token,
         [batch, time] int64, None where all tokens go through all layers.
 
-        A rule decides by the logits that ``read`` returns, or by ``source`` [batch, dim], the mean of each row's
-        source.
+        Rules decide by the logits that ``read`` returns, or by ``source`` [batch, dim], the mean of each row's source.
         """
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
@@ -320,8 +319,7 @@ class ExitDecoder(Decoder):
             )
 
     def exit_logits(self, x: Tensor, number: int) -> Tensor:
-        """Return the logits [..., vocab] of exit ``number``, counted from 0, for the outputs x [..., dim] of its
-        layer."""
+        """Return the logits [..., vocab] of exit ``number``, from 0 on, for the outputs x [..., dim] of its layer."""
         return self._head_of(number)(self.norm(x), self.input)
 
     def _head_of(self, exit: int) -> nn.Module:

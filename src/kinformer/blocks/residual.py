@@ -137,8 +137,7 @@ class Initialisation(Config):
 #     res-post    x + norm(F(x))       (Liu et al. 2022)
 #     sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
 #
-# Dropout falls on F's output, before the residual sum, and so does stochastic depth, which drops it for whole
-# sequences.
+# Dropout falls on F's output, before the residual sum, and stochastic depth drops it for whole sequences.
 
 
 class Residual(Droppable):

@@ -141,8 +141,7 @@ class ReservedSlots(ReservedState):
 
     def _capacity(self, past: int, time: int, retained: int | None, fresh: bool) -> int:
         if retained is not None:
-            # A window moves to the front once in ``retained`` + 64 tokens, so that copying costs less than a slot a
-            # token.
+            # A window moves to the front once in ``retained`` + 64 tokens: copying costs less than a slot a token.
             return retained + max(time, retained + 64)
         # Doubling: all copies together move each slot once on average.
         return past + max(time, self.room, 0 if fresh else past)
@@ -569,8 +568,7 @@ class TokenMemory(Crosses, CausalMixer):
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """Return y [batch, time, dim]: ``h`` is the first result of :meth:`remember`, ``slots`` [batch, 1, past + time,
-        width] are all memories, and ``whole`` is True if every slot belongs to the sequence of every query of its
-        row."""
+        width] are all memories, and ``whole`` if every slot belongs to the sequence of every query of its row."""
         raise NotImplementedError
 
     def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TokenMemoryState:

@@ -146,8 +146,7 @@ def tags(config: Config) -> dict[str, str]:
 
 
 def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config") -> C:
-    """Build ``config`` from the data of :func:`to_dict`, of which it is the inverse; unknown names and wrong types are
-    errors."""
+    """Build ``config`` from the data of :func:`to_dict`; unknown names and wrong types are errors."""
     return typing.cast(C, parse(config, data, kinds, place))
 
 

@@ -625,8 +625,7 @@ class Span(nn.Module):
     itself.
 
     ``windows``: the distances 1 ... windows[h] are all that head h sees, as the weights are now: nothing else is
-    computed or remembered. Numbers on the host, so that they may choose shapes. ``pattern`` is the mixer's, cut to
-    them.
+    computed or remembered. Numbers on the host, to choose shapes. ``pattern`` is the mixer's, cut to them.
     """
 
     @property
@@ -642,8 +641,7 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def bias(self, farthest: int) -> Tensor:
-        """Return the biases [heads, farthest] of the scores at the distances 1 ... ``farthest``, -inf for hidden
-        keys."""
+        """Return the biases [heads, farthest] of scores at the distances 1 ... ``farthest``, -inf for hidden keys."""
         raise NotImplementedError
 
     def joined(self, relative: Relative | None, farthest: int) -> Relative | None:

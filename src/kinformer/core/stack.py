@@ -81,12 +81,10 @@ BeforeUse = Callable[[Tensor, int], Tensor]
 
 
 class Branch(NamedTuple):
-    """A sublayer without its residual sum, for a stack that adds the result itself; ``branches()`` of a layer returns
-    its sublayers.
+    """A sublayer without its residual sum, for a stack that adds it; ``branches()`` of a layer returns its sublayers.
 
     ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose x
-    is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's state; it is ignored where ``mixes`` is
-    False.
+    is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's, ignored where ``mixes`` is False.
     """
 
     run: Callable[[Tensor, Any, State], tuple[Tensor, State]]
@@ -183,8 +181,7 @@ class Stack(nn.Module):
     def through(
         self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the outputs [batch, time, dim] of all layers for x [batch, time, dim], and the outputs of the uses
-        ``taps``.
+        """Return the outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses ``taps``.
 
         Override this for another wiring of the layers of decoders and encoders. It must call ``use(layer, before(x,
         number), number)`` exactly once for every use, in the order of ``config.uses``, and must not mix tokens.

@@ -129,8 +129,7 @@ def _calm(rule: str = "softmax_response", decay_tokens: float | None = None) -> 
 
 
 def _paper(rule: str) -> Recipe:
-    """Return the decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section
-    3.4)."""
+    """Return T5-small's decoder (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section 3.4)."""
     settings = _calm(rule, decay_tokens=512 / 4)
     return Recipe(512, 8, 6, settings, {"mixer.head_dim": 64}, hidden_dim=1024, vocab_size=32128)
 

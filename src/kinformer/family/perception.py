@@ -210,8 +210,7 @@ SWIN = Member(
 )
 
 
-# ConvFormer: the layers of a transformer with a convolution in place of attention; the baseline of images, and a
-# teacher.
+# ConvFormer: a transformer's layers with a convolution in place of attention; the baseline of images, and a teacher.
 
 
 def _convformer(size: int, patch: int, classes: int = 1000) -> Settings:

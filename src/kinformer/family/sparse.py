@@ -205,8 +205,7 @@ def _blocks(block: int, **more: object) -> Settings:
 
 
 def _areas(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> Settings:
-    """Return the settings of blocks of two dimensions. Sizes are (height, width), in values: a colour pixel is three in
-    a row."""
+    """Return the settings of blocks. Sizes are (height, width), in values: a colour pixel is three in a row."""
     names = ("block_height", "block_width", "flange_height", "flange_width")
     pattern = part("image_2d", height=height, width=width, **dict(zip(names, block + flange, strict=True)))
     return {"mixer": part("softmax", pattern=pattern)}

@@ -63,8 +63,7 @@ class GatedWeights(nn.Module):
 
 
 class PooledHead(PoolingHead):
-    """One vector of all positions: the first, the mean, the largest, or a gated mean (Ilse et al. 2018, equations 8 and
-    9).
+    """One vector of all positions: the first, mean, largest or gated mean (Ilse et al. 2018, equations 8 and 9).
 
     z = sum_t a_t h_t,   a = softmax_t(w . (tanh(V h_t) * sigmoid(U h_t)))
 

@@ -40,8 +40,7 @@ class LogisticMixture(Likelihood):
 
     The mass of a bin is computed as F(u) F(-l) (1 - exp(l - u)), which is exact however small. The authors' code takes
     the density at the middle of the bin times its width where the mass is below 1e-5; that sums to less than one. A
-    position has 3 * mixtures parameters, or 10 * mixtures for three channels. ``floor``: the least logarithm of a
-    scale.
+    position has 3 * mixtures numbers, 10 * mixtures for three channels. ``floor``: the least logarithm of a scale.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -124,8 +123,7 @@ class LogisticMixture(Likelihood):
         return values if self.channels > 1 else values[..., 0]
 
     def _mean(self, mixture: Mixture, channel: int, x: Tensor) -> Tensor:
-        """Return the means [..., mixtures] of ``channel``, where ``x`` are the intensities of the channels before
-        it."""
+        """Return the means [..., mixtures] of ``channel``, ``x`` being the intensities of channels before it."""
         mean, first = mixture.means[..., channel, :], channel * (channel - 1) // 2
         for before in range(channel):
             mean = mean + mixture.coefficients[..., first + before, :] * x[..., before, :]

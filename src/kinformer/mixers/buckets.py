@@ -80,8 +80,7 @@ class Hashes(nn.Module):
 
 
 def normalised(q: Tensor) -> Tensor:
-    """Return the keys of shared queries [..., head_dim]: of length 1, but for 1e-6 in the mean of squares, as
-    authors'."""
+    """Return the keys of shared queries [..., head_dim]: of length 1, up to 1e-6 in the mean square (the authors')."""
     wide = q.to(state_dtype(q.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)
 

@@ -242,8 +242,7 @@ class SourceSummaries(NamedTuple):
 
 
 class LinformerCrossAttention(Summarising, SourceMixer):
-    """Cross-attention over k summaries of a source (Wang et al. 2020, Linformer, equation 7, in a decoder over a
-    source).
+    """Cross-attention over k summaries of a source (Wang et al. 2020, Linformer, equation 7, in a decoder).
 
         y_t = softmax_r(q_t . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E S) W_K + b_K,   V' = (F S) W_V + b_V
 

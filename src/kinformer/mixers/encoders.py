@@ -439,8 +439,7 @@ class BidirectionalLinear(EncoderMixer):
 #     cosine true  softmax(cos(q, k) / tau + B) v,    B = 16 sigmoid(MLP(log-spaced dy, dx)), tau >= 0.01 by head
 #
 # Where the windows are shifted, by w // 2 along both axes, those at the edges hold parts of the image that do not
-# touch; a mask keeps them apart. An image with no more than w rows or columns of patches has smaller windows and no
-# shift.
+# touch; a mask keeps them apart. An image with no more than w rows or columns of patches has smaller windows, no shift.
 
 
 HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0

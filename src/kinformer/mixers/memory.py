@@ -79,8 +79,7 @@ from kinformer.runtime.errors import KinformerError
 # the projections of the present weights make keys and values from the memory; they learn from memory and from the
 # segment itself alike. Segments are counted by positions, so outputs and gradients are the same however the sequence is
 # cut. Memory begins empty; evaluation may use another length than training. With ``same_length``, the authors' setting
-# for evaluation, of the keys above query i sees the last ``memory`` alone, i - memory < j <= i: each query equally
-# many.
+# for evaluation, of the keys above query i sees the last ``memory``, i - memory < j <= i: all equally many.
 
 
 class SegmentState(NamedTuple):

@@ -158,8 +158,7 @@ class FastWeights(NamedTuple):
 
 
 class OuterProduct(CausalMixer):
-    """Fast weights that outer products write through an activation (Schmidhuber 1991; Schlag et al. 2021, equations
-    1-3).
+    """Fast weights written by outer products of activations (Schmidhuber 1991; Schlag et al. 2021, equations 1-3).
 
         a_t, b_t, q_t = W_a x_t, W_b x_t, W_q x_t                      head by head
         S_t = sigma(S_(t-1) + a_t b_t^T)                               y_t = S_t^T q_t / sqrt(head_dim)

@@ -243,8 +243,7 @@ class Rows(NamedTuple):
 
 
 class CausalSinkhornAttention(CausalMixer):
-    """Sparse Sinkhorn attention for decoders, where blocks are sorted within the past (after Tay et al. 2020, section
-    3.3).
+    """Sparse Sinkhorn attention for decoders: blocks are sorted within the past (after Tay et al. 2020, section 3.3).
 
         c_i = sum of all tokens before block i                  R_i = W_2 relu(W_1 c_i)  logits for every block, by head
         S^i = balanced(R_1..i, 0..i-1)                          the square of rows 1 to i and of the blocks 0 to i - 1

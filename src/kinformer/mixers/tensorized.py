@@ -367,8 +367,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _window(self, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the slots of the past and the chunk that the windows of queries at ``positions`` [batch, tokens] hold,
-        [batch, tokens, n], where ``first`` is the slot of the first query, and a mask of the slots that a query
-        sees."""
+        [batch, tokens, n], where ``first`` is the slot of the first query, and a mask of slots that a query sees."""
         window = torch.arange(self.memory + self.segment, device=positions.device)
         place = (positions - positions % self.segment - self.memory)[..., None] + window
         query = first + torch.arange(positions.shape[1], device=positions.device)[:, None]

@@ -46,8 +46,7 @@ class Ahead(nn.ModuleList):
     def guesses(self, hidden: Tensor, tokens: Tensor, limit: int, input: Input, head: nn.Module) -> Tensor:
         """Return the most probable tokens [batch, n] after ``tokens`` [batch, 1], with n at most ``limit``.
 
-        ``tokens`` were drawn by the model's hidden states ``hidden`` [batch, 1, width]; ``input`` and ``head`` are the
-        model's.
+        ``tokens`` were drawn by the hidden states ``hidden`` [batch, 1, width]; ``input`` and ``head`` are the model's.
         """
         guesses = []
         for number in range(1, min(limit, len(self)) + 1):
@@ -214,8 +213,7 @@ class Decoder(CommonModel):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """Return the normed last hidden states [batch, time, dim], the state, and the outputs of the uses in
-        ``taps``."""
+        """Return the normed last hidden states [batch, time, dim], the state, and the outputs in ``taps``."""
         chunk, state, order = self._begin(values, state, valid, reset)
         result = self._absorb(chunk, state, taps)
         if order is None:

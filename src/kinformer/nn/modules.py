@@ -247,8 +247,7 @@ class CausalLayer(PlainLayer):
             (``states.repeat_rows(state, n, sources=False)``).
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
             may stand anywhere; y is 0 at padding, and the state is the same as without the padding.
-        reset: [batch, time] bool, True where a new sequence begins in its row: no later token of the row sees an
-            earlier one.
+        reset: [batch, time] bool, True where a new sequence begins in its row: no later token sees an earlier one.
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim], as in flash-attention
             and fla. The ``state`` and the returned state then have n rows.
         context, context_key_padding_mask: as of :meth:`initial_state`, for new sequences.

@@ -290,8 +290,7 @@ def build_score_decay(
 
 
 def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tensor) -> Sums:
-    """Return the sums of a chunk with inputs x [batch, time, dim]; ``last`` [batch, heads, 0 or 1, 1] is that before
-    it."""
+    """Return the sums of a chunk with inputs x [batch, time, dim]; ``last`` [batch, heads, 0 or 1, 1] precedes it."""
     logs = decay(x).double()
     before = last[..., 0] if last.shape[2] else logs.new_zeros(*logs.shape[:2], 1)
     going_on = before + logs.cumsum(-1)

@@ -32,8 +32,7 @@ class ScaledDot(Score):
 
 
 class Dot(Score):
-    """Plain dot product (Luong et al. 2015, equation 8, "dot"): q.k. T5 uses it too, and leaves the scale to
-    weights."""
+    """Plain dot product (Luong et al. 2015, equation 8, "dot"): q.k. T5 too, which leaves the scale to weights."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):

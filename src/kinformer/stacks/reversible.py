@@ -48,8 +48,7 @@ REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:
-    """The progress of a backward pass: the ``streams`` a and b after the layer use that comes next in the backward
-    pass."""
+    """The progress of a backward pass: the ``streams`` a and b after the use that is next in the backward pass."""
 
     streams: tuple[Tensor, Tensor]
 

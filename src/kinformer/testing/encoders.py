@@ -143,8 +143,7 @@ class EncoderMixerSubject(EncoderSubject):
 
 
 class EncoderModelSubject(EncoderSubject):
-    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, with logits for every token or for every
-    sequence.
+    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, with logits for every token or sequence.
 
     Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``
     is the shape of one position, for inputs [batch, time, *shape] of numbers instead of ids, such as frames of sound.

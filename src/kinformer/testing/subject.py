@@ -1,5 +1,4 @@
-"""The subject of an examination: a mixer or a whole model behind one narrow interface, so that each law is written
-once."""
+"""The subject of an examination: a mixer or a model behind one narrow interface, so a law is written once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Attention within buckets tile by tile, in PyTorch: each tile of a run meets the tiles of its chunk and of the chunk
-before.
+"""Attention within buckets tile by tile, in PyTorch: each tile of a run meets those of its chunk and of the one before.
 
 Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
 contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later round, keys seen by an
@@ -528,8 +527,7 @@ def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
 #
 # All rounds stand in one array, each sorted by bucket and then by position, and cut in chunks. A chunk sees itself and
 # the one before it, whatever their buckets; the first chunk of a round sees the last one of the round before (of the
-# first round: of the last). A key that several rounds see counts several times. Rounds are weighed by their
-# log-sum-exps.
+# first round: of the last). A key counts once for each round that sees it. Rounds are weighed by their log-sum-exps.
 #
 # What a token sees depends on the full sequence, also where later tokens are masked (``causal``): how many of them
 # share its bucket decides where chunks are cut. So a decoder must not use it; ``kernels.bucketed.bucketed_attention``

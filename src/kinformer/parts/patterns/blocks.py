@@ -32,8 +32,7 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class RandomBlocks(ChosenBlocks):
-    """The pattern in which block b sees ``count`` distinct earlier blocks (all if there are fewer), each equally
-    likely.
+    """The pattern in which block b sees ``count`` distinct earlier blocks (all if fewer), each equally likely.
 
     With ``total`` it sees ``count`` of the other blocks out of 0 .. total - 1, earlier or later. The draw depends on
     ``seed``, ``head`` and b alone, so it is the same at every length.
