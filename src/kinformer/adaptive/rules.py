@@ -434,7 +434,7 @@ def scores_of(config: OracleConfig, seen: AllExits) -> Tensor:
 
 
 def cheapest(scores: Tensor, penalty: float) -> Tensor:
-    """Return the exit [...] int64 with the greatest ``scores`` [exits, ...] less ``penalty`` times the exit's number."""
+    """Return the exit [...] int64 with the greatest ``scores`` [exits, ...] less ``penalty`` times its number."""
     numbers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
     return (scores - penalty * numbers.view(-1, *[1] * (scores.dim() - 1))).argmax(0)
 
