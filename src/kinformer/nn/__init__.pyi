@@ -18,6 +18,7 @@ import kinformer.mixers.cross
 import kinformer.mixers.encoders
 import kinformer.mixers.linear
 import kinformer.mixers.memory
+import kinformer.mixers.path
 import kinformer.mixers.recurrent
 import kinformer.mixers.sinkhorn
 import kinformer.mixers.softmax
@@ -160,6 +161,7 @@ LinearAttention = kinformer.mixers.linear.LinearAttention.Config
 CrossAttention = kinformer.mixers.cross.CrossAttention.Config
 LinearCrossAttention = kinformer.mixers.cross.LinearCrossAttention.Config
 LinformerCrossAttention = kinformer.mixers.cross.LinformerCrossAttention.Config
+PathAttention = kinformer.mixers.path.PathAttention.Config
 RotaryPositions = kinformer.parts.relative_positions.Rope.Config
 ShawPositions = kinformer.parts.relative_positions.Shaw.Config
 TransformerXLPositions = kinformer.parts.relative_positions.TransformerXL.Config
