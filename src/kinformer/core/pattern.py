@@ -302,7 +302,7 @@ def _farther(one: int | None, two: int | None) -> int | None:
 
 # The order in which the cells of an image become positions of a sequence: block after block, row after row in each.
 
-Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 @dataclass(frozen=True)

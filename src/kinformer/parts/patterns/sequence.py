@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 from operator import and_, or_
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from kinformer.core.config import check_unused
 from kinformer.core.parts import PatternConfig
-from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes, Cover, Ints, Pattern
+from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes, Cover, Ints, Numbers, Pattern
 from kinformer.runtime.errors import KinformerError, plural
 
 # Patterns defined block of queries by block of queries: their covers, and patterns that choose key blocks.
 
 MOST_BLOCKS = 256
 """A box of more query blocks than these is SOME; the executor's boxes are at most 128 queries tall."""
-
-Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> Cover:
