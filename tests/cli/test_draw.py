@@ -12,8 +12,7 @@ from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.lab.drawing.runs import chosen_blocks, text_by_buckets, text_by_exits, text_by_experts, tokens_of
 from kinformer.lab.runs.run import open_run
-from kinformer.parts.patterns.big_bird import BigBird
-from kinformer.parts.patterns.images import Image2D
+from kinformer.parts.patterns.blocks import BigBird, Image2D
 from kinformer.parts.patterns.sequence import Causal, Complement, Intersection, Local, Strided, Union
 
 pytest.importorskip("matplotlib")

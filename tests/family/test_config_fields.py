@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kinformer.adaptive.rules import AtExit, Saturation
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.global_input import ExtraTokens
 from kinformer.blocks.layer import DecoderLayer, EncoderLayer
 from kinformer.core.config import Config, field_types
 from kinformer.core.contract import Chunk, ReadsSource
@@ -25,18 +24,17 @@ from kinformer.heads.classes import PooledHead
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.images import Patches, Tiles
 from kinformer.inputs.signals import Frames, Observations, Steps
-from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup, Tokens
+from kinformer.inputs.tokens import AdaptiveEmbedding, ExtraTokens, Lookup, Tokens
 from kinformer.lab.estimation.parts import outputs
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.buckets import BidirectionalLSH
 from kinformer.mixers.compressive import Compressive, Convolution, Pool
 from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.memory import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
-from kinformer.models.encoder import Encoder
-from kinformer.models.encoder_decoder import SourceEncoder
+from kinformer.models.encoder import Encoder, SourceEncoder
 from kinformer.parts.decays import LowRank, Softplus
 from kinformer.parts.feature_maps import Unit
 from kinformer.parts.patterns.sequence import Causal, Local, Window
@@ -44,7 +42,7 @@ from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import Grouped, MultiHeadGlobal
 from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Universal
 
 from ..inputs.made import steps_like
 

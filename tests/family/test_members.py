@@ -18,18 +18,15 @@ from kinformer.family.table import MEMBERS
 from kinformer.lab.estimation.parts import outputs
 from kinformer.mixers.buckets import LSHAttention, RoutingAttention
 from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, MostUsed, Pool
-from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.linear import LinearAttention
-from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.memory import Memorizing, SegmentMemory, SingleHead
 from kinformer.mixers.recurrent import LSTM
-from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
 from kinformer.parts.decays import Softplus
 from kinformer.parts.feature_maps import Dpfp, Elu, Quadratic, Relu, SumNormalised
-from kinformer.parts.patterns.big_bird import RandomBlocks
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import Image1D, Image2D, RandomBlocks
 from kinformer.parts.patterns.sequence import (
     Causal,
     Columns,

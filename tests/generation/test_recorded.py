@@ -27,8 +27,8 @@ from kinformer.generation.recording import (
 )
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import _CPU, TABLE
+from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import trusted_arguments
 from tests.members import CAUSAL
 
 from .conftest import tiny

@@ -15,8 +15,7 @@ from kinformer.kernels import block_sparse as chunked
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, reference, slot_sums
 from kinformer.kernels.block_sparse import explain
 from kinformer.kernels.block_sparse.plan import Interval, plan
-from kinformer.parts.patterns.big_bird import BigBird, RandomBlocks
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import BigBird, Image1D, Image2D, RandomBlocks
 from kinformer.parts.patterns.sequence import (
     Blockwise,
     Dilated,

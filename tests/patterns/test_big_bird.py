@@ -14,7 +14,7 @@ from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.parts.patterns.big_bird import (
+from kinformer.parts.patterns.blocks import (
     BigBird,
     FirstAndLast,
     NearAndDrawn,

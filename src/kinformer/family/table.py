@@ -15,7 +15,7 @@ from kinformer.runtime import plugins
 from kinformer.runtime.errors import KinformerError, nearest
 
 PAGES = (
-    "dense", "positions", "sparse", "modern", "linear", "memory", "adaptive", "agents", "encoders", "images", "speech",
+    "dense", "sparse", "modern", "linear", "memory", "adaptive", "agents", "encoders", "perception",
 )  # fmt: skip
 
 

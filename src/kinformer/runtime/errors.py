@@ -141,8 +141,7 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def require_finite(finite: bool, where: str = "") -> None:
-    """Raise for predictions with NaN or infinity, for example of a model with damaged weights; ``where`` names the
-    place."""
+    """Raise for predictions with NaN or infinity, as of damaged weights; ``where`` names the place."""
     if not finite:
         raise KinformerError(
             f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."
@@ -226,8 +225,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
     "chunks": (lambda value: value >= 1, "1 or more"),
 }
-"""The range of a number by its name, in every config. Outside its range a model cannot be built, or its outputs are not
-finite."""
+"""The range of a number by its name, in every config. Outside of it models are not built, or outputs are not finite."""
 
 
 def require_ranges(values: Mapping[str, object], least: Mapping[str, float], above: Mapping[str, float]) -> None:

@@ -173,8 +173,7 @@ class Registry(Mapping[str, T]):
     messages. ``fits(name, installed)`` tells whether an installed object is valid, and ``expected(name)`` describes a
     valid object in words.
 
-    Errors: :class:`KinformerError` for a name with two owners and for an invalid object, only when the name is looked
-    up.
+    Errors: :class:`KinformerError` for a name with two owners and an invalid object, when the name is looked up.
     """
 
     def __init__(
@@ -300,8 +299,7 @@ def import_extra(module: str, what: str, package: str, install: str) -> Any:
 def require_package(package: str, what: str, installed: str | None) -> None:
     """Raise if a part that was stored as part of ``package`` ("name version") does not come from this package any more.
 
-    ``what`` names the part in messages. ``installed`` is the present owner of the name: ``KINFORMER``, another package,
-    or None.
+    ``what`` names the part in messages. ``installed`` owns the name now: ``KINFORMER``, another package, or None.
     """
     name = package.partition(" ")[0]
     if installed is not None and name in (installed.partition(" ")[0], REGISTER) and installed != KINFORMER:

@@ -30,7 +30,7 @@ from kinformer.lab.tasks.images import pictures
 from kinformer.lab.tasks.texts import held_out, main_windows
 from kinformer.lab.tasks.vision import probabilities_of
 from kinformer.lab.training.logging import history_of
-from kinformer.mixers.windows import WindowAttention
+from kinformer.mixers.encoders import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 
 # The text of a run's data, or another text, with a colour for every token.

@@ -21,7 +21,7 @@ from kinformer.core.model import Model, device_of
 from kinformer.core.state import fork, reserve
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import plural
-from kinformer.stacks.universal import HaltingState, Universal
+from kinformer.stacks.sequential import HaltingState, Universal
 
 # The exits by which tokens leave a stack with early exits, and the savings.
 

@@ -37,12 +37,12 @@ from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions, TraceOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
-from kinformer.models.encoder_decoder import EncoderDecoder
+from kinformer.models.encoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Universal
 
 Keys = Literal["text", "source", "summaries"]
 Mixer: TypeAlias = CausalMixer | EncoderMixer

@@ -14,8 +14,8 @@ from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import WholeModel, modules_of
 from kinformer.core.state import State, map_tensors, pop_aux, rebuilt
 from kinformer.lab.training.logging import Metric
+from kinformer.runtime.compiling import gathered, is_sharded, like
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered, is_sharded, like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -61,9 +61,9 @@ from kinformer.lab.training.logging import ENVIRONMENT_STEPS, Log, Metric, Resul
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.settings import Settings
 from kinformer.lab.training.shards import Part, part_of
+from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import is_here, reading
-from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 

@@ -14,9 +14,8 @@ from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.compiling import spared
+from kinformer.runtime.compiling import gathered, is_sharded, replicated, spared, whole
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered, is_sharded, replicated, whole
 from kinformer.runtime.process import processor_class
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
+from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
-from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
