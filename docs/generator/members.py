@@ -19,7 +19,7 @@ from generator.typeset import typeset
 from kinformer.core.config import parts_in
 from kinformer.family.record import Member
 from kinformer.family.table import MEMBERS
-from kinformer.lab.cli.family import COSTS, GROWTHS, folded, tree
+from kinformer.lab.cli.family import COSTS, GROWTHS, setting_rows
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import Panel
 from kinformer.lab.drawing.pictures import draw_panels
@@ -91,7 +91,9 @@ def member_page(member: Member, drawn: str) -> str:
         "## The model",
         html(drawing(config)),
         f"Recipe `{RECIPE}`. The parts: {part_links(config)}.",
-        _details("All settings", literal("\n".join(tree(folded(config), "")))),
+        _details(
+            "All settings", literal("\n".join(line for line, _ in setting_rows(config, "", brief=True, explain=False)))
+        ),
         *_patterns(member, drawn),
         "## Fact sheet",
         *_sheet(member),

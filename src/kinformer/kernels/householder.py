@@ -72,7 +72,8 @@ def householder_attention(tokens: Tokens, past: Tensor, v: Tensor, sums: Tensor 
     recompute = torch.is_grad_enabled() and time > BLOCK
     for start in range(0, time, BLOCK):
         stop = min(start + BLOCK, time)
-        part = Tokens(*(leaf[:, :, start:stop] for leaf in tokens[:-1]), tokens.positions[:, start:stop])
+        q, k, w, beta = (leaf[:, :, start:stop] for leaf in tokens[:-1])
+        part = Tokens(q, k, w, beta, tokens.positions[:, start:stop])
         end = past.shape[2] + stop
         arguments = part, keys, v[:, :, :end], None if sums is None else sums[:, :, :end]
         y, keys = checkpoint(_block, *arguments, use_reentrant=False) if recompute else _block(*arguments)

@@ -64,8 +64,11 @@ class List(CommonOptions):
         records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
         groups = None if self.by is None else _groups(records, self.by)
         if self.json:
-            listed = {name: [record.facts for record in group] for name, group in (groups or {"": records}).items()}
-            print_json(listed if groups is not None else listed[""])
+            print_json(
+                [record.facts for record in records]
+                if groups is None
+                else {name: [record.facts for record in group] for name, group in groups.items()}
+            )
             return 0
         if groups is not None:
             _print_tree(groups)
@@ -159,7 +162,7 @@ class Show(SubjectOptions, CommonOptions):
         elif self.explain:
             _print(facts, explained(config, shutil.get_terminal_size((100, 24)).columns, self.brief))
         else:
-            _print(facts, (line for line, _ in _rows(config, "  ", self.brief, explain=False)))
+            _print(facts, (line for line, _ in setting_rows(config, "  ", self.brief, explain=False)))
         return 0
 
 
@@ -229,7 +232,7 @@ def _print_state(page: DescriptionFacts) -> None:
 def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
     """Yield the lines of ``config`` with the meanings of settings, at most ``width`` columns wide, unless a word is
     longer. With ``brief``, settings with default values are left out."""
-    rows = list(_rows(config, "  ", brief))
+    rows = list(setting_rows(config, "  ", brief))
     column = min(MAX_COLUMN, max((len(left) for left, _ in rows), default=0)) + 2
     for left, text in rows:
         behind = len(left) + 2 <= column and width >= NARROW
@@ -242,7 +245,7 @@ def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
         yield from lines
 
 
-def _rows(config: Config, indent: str, brief: bool, explain: bool = True) -> Iterator[tuple[str, str]]:
+def setting_rows(config: Config, indent: str, brief: bool, explain: bool = True) -> Iterator[tuple[str, str]]:
     """Yield each setting, indented, and its meaning; equal neighbours in a list are listed once. With ``brief``,
     settings with default values are left out. Without ``explain`` there are no meanings, and with ``brief`` a last line
     then names the settings that were left out."""
@@ -258,12 +261,12 @@ def _rows(config: Config, indent: str, brief: bool, explain: bool = True) -> Ite
             same.append(name)
         elif isinstance(value, Config):
             yield f"{indent}{name}: {value.kind}".rstrip(), text
-            yield from _rows(value, f"{indent}  ", brief, explain)
+            yield from setting_rows(value, f"{indent}  ", brief, explain)
         elif isinstance(value, tuple) and value and isinstance(value[0], Config):
             for first, last, item in runs(value):
                 numbers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {numbers}: {item.kind}".rstrip(), text
-                yield from _rows(item, f"{indent}  ", brief, explain)
+                yield from setting_rows(item, f"{indent}  ", brief, explain)
         else:
             yield f"{indent}{name} = {to_dict(value)}", text
     if same and not explain:

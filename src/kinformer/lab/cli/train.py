@@ -18,7 +18,7 @@ from kinformer.runtime.errors import KinformerError, plural, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainOptions, CommonOptions):
+class Train(TrainOptions, CommonOptions):  # type: ignore[misc]
     """Train a member; with ``--resume``, missing options are taken from the run."""
 
     def run(self) -> int:

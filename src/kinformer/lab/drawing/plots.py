@@ -178,7 +178,7 @@ def plot_history(history: History, title: str, path: Path) -> None:
     with plot(path, (6.4, 4.0), "steps", history.unit, title) as axes:
         for points, colour, marker, name in named:
             if points:
-                look = {"marker": marker, "markersize": 3, "linewidth": 1.4}
+                look: Any = {"marker": marker, "markersize": 3, "linewidth": 1.4}
                 axes.plot(*zip(*points, strict=True), color=colour, label=name, **look)
         axes.set_ylim(*history.range)
 

@@ -50,8 +50,8 @@ class ImportedRun:
     @property
     def facts(self) -> dict[str, object]:
         """The imported run's facts as data that JSON can hold."""
-        run, counts = self.run, {"parameters": self.parameters, "tokenizer": self.tokenizer}
-        return {"out": str(run.folder), "member": run.member, "recipe": run.recipe} | counts
+        run = {"out": str(self.run.folder), "member": self.run.member, "recipe": self.run.recipe}
+        return {**run, "parameters": self.parameters, "tokenizer": self.tokenizer}
 
 
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:

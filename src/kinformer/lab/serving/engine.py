@@ -177,10 +177,9 @@ class Admission:
         if copies > limits.max_streams:
             most = plural(limits.max_streams, "sequence")
             raise KinformerError(f"n is {copies:,}, but this server continues at most {most} at a time; lower n.")
-        if prompts > limits.max_streams + limits.max_waiting:
-            most = limits.max_streams + limits.max_waiting
+        if prompts > (accepted := limits.max_streams + limits.max_waiting):
             raise KinformerError(
-                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most {most:,} at a time (its "
+                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most {accepted:,} at a time (its "
                 "max_streams and max_waiting); send fewer in a request."
             )
 

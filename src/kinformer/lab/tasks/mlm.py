@@ -566,8 +566,8 @@ class MaskFiller(TextReader):
         tokens, valid = self.lay([ids for _, ids in batch])
         holes = tokens == HOLE
         with torch.inference_mode():
-            hidden = self.model.hidden(tokens.masked_fill(holes, self.mask), valid=valid).long_input
-            logits = self.model.logits(hidden[holes][None])[0].float().cpu()
+            encoded: Any = self.model.hidden(tokens.masked_fill(holes, self.mask), valid=valid)
+            logits = self.model.logits(encoded.long_input[holes][None])[0].float().cpu()
         require_finite(bool(logits.isfinite().all()))
         no_text = torch.arange(logits.shape[-1]) >= self.tokenizer.vocab_size
         no_text[[token for token in (self.mask, *self.ends) if token is not None]] = True

@@ -310,8 +310,8 @@ def _acted(
             acted = rollouts(agent, env, target, options.episodes, MEASURED_SEEDS + seed, progress)
             speed = float(acted.lengths.sum()) / (time.perf_counter() - started_at)
             episodes += ({"target": "optimal" if target is None else target, **row} for row in acted.rows())
-            how: Any = {"context_steps": agent.context or "carried", "steps_per_second": speed}
-            rows.append({"target": target, **summary(acted), **how})
+            context = agent.context or "carried"
+            rows.append({"target": target, **summary(acted), "context_steps": context, "steps_per_second": speed})
         options.write_predictions(episodes)
         clone = None
         if options.cloning_steps:

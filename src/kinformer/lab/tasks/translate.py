@@ -330,8 +330,7 @@ class TranslationExits(TranslationLoss):
             return super().__call__(model, batch, state, progress)
         if stack.config.training == "mixed":
             drawn = [TranslationLoss.__call__(self, model, batch, state, progress) for _ in range(stack.config.samples)]
-            losses, metrics, states = zip(*drawn, strict=True)
-            return torch.stack(losses).mean(), metrics[-1], states[-1]
+            return torch.stack([loss for loss, *_ in drawn]).mean(), *drawn[-1][1:]
         state = model.begin(batch.source, batch.source_valid)
         source = source_means(state, len(batch.target))
         _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
