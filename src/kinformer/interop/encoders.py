@@ -29,6 +29,7 @@ from kinformer.interop.key_map import QKV, Behind, ConfigData, ConfigView, Key, 
 from kinformer.interop.settings import (
     CONFIG,
     FULL,
+    MULTI_LABEL,
     WINDOW,
     At,
     Settings,
@@ -73,6 +74,8 @@ CLS = _language("cls.predictions.transform.dense", "cls.predictions.transform.La
 LM_HEAD = _language("lm_head.dense", "lm_head.layer_norm", "lm_head")
 POOLED = (key("head.dense", "pooler.dense"), key("head.output", "classifier"))
 CLASSIFIER = (key("head.dense", "classifier.dense"), key("head.output", "classifier.out_proj"))
+SPAN = "qa_outputs.weight"
+"""The product of the head for question answering."""
 
 
 def _plainly(tensors: Tensors) -> dict[str, Tensor]:
@@ -114,6 +117,7 @@ HEAD_CLASSES = {
     "masked_language": "MaskedLM",
     "classification": "SequenceClassification",
     "token_classification": "TokenClassification",
+    "span": "QuestionAnswering",
 }
 """Our kinds of heads to the ends of the names of classes."""
 
@@ -229,18 +233,23 @@ class TextEncoder(Architecture):
         full = self.complete(config, place)
         architectures = " ".join(map(str, full.get("architectures") or ()))
         activation = full.named("hidden_act", ACTIVATIONS)
-        if any(name.startswith("qa_") for name in names):
-            raise full.error("the head is one for question answering, which no model here has.")
-        if "classifier.weight" in names or "classifier.out_proj.weight" in names:
+        if SPAN in names and not _has_language_head(names):
+            head: ConfigData = {"kind": "span"}
+        elif any(name.startswith("qa_") for name in names):
+            raise full.error("the head for question answering is not a product alone, or not the only head.")
+        elif "classifier.weight" in names or "classifier.out_proj.weight" in names:
             kind = "token_classification" if "TokenClassification" in architectures else "classification"
             if kind == "classification" and "classifier.weight" in names and "SequenceCl" not in architectures:
                 raise full.error(
                     f"the head is a classifier, but architectures ({architectures or 'none'}) does not say "
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
-            count = count_classes(full) if kind == "classification" else len(class_names(full, place))
+            of_texts = kind == "classification"
+            count = count_classes(full, MULTI_LABEL) if of_texts else len(class_names(full, place))
             dropout = "hidden_dropout_prob" if full.get("classifier_dropout") is None else "classifier_dropout"
-            head: ConfigData = {"kind": kind, "classes": count, "dropout": full.number(dropout)}
+            head = {"kind": kind, "classes": count, "dropout": full.number(dropout)}
+            if of_texts:
+                head["multi_label"] = full.get("problem_type") == MULTI_LABEL
             if kind in self.activated:
                 head["activation"] = activation
         else:
@@ -250,7 +259,7 @@ class TextEncoder(Architecture):
             tied = not _has_language_head(names) or bool(full.get("tie_word_embeddings", True))
             tanh_gelu = like_layers and activation == "gelu_tanh"
             head = {"kind": kind, "tied": tied, "eps": full.number("layer_norm_eps"), "tanh_gelu": tanh_gelu}
-        count = int(self.first_is_global and kind == "classification")
+        count = int(self.first_is_global and head["kind"] == "classification")
         if "global_tokens" in full:  # which our exports alone have
             count = full.count("global_tokens")
         return {"head": head, "global_tokens": count}
@@ -290,13 +299,15 @@ class TextEncoder(Architecture):
         }
         if "classes" in head:
             settings |= labels(head["classes"]) | {"classifier_dropout": head["dropout"]}
+        if head.get("multi_label"):
+            settings["problem_type"] = MULTI_LABEL
         settings |= self.write_mixers(model)
         return {**settings, **ends_of(model), "architectures": [self.classes(model)[0]]}
 
     def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
         (name,), place = settings["architectures"], Path(CONFIG)
         kind = next(kind for kind, end in HEAD_CLASSES.items() if name.endswith(f"For{end}"))
-        head = "lm_head.dense.weight" if kind == "masked_language" else "classifier.weight"
+        head = {"masked_language": "lm_head.dense.weight", "span": SPAN}.get(kind, "classifier.weight")
         read = self.read_config(settings, place) | self.head(settings, place, [head])
         if settings["type_vocab_size"] == 1 and not model["input"]["types"]:
             read["input"]["types"] = 0  # the vector of the only type is written as zero
@@ -323,7 +334,7 @@ class TextEncoder(Architecture):
 
     def _head_keys(self, kind: str) -> tuple[Key, ...]:
         """Return the keys of the head ``kind``."""
-        per_token = (key("head.output", "classifier"),)
+        per_token = (key("head.output", "qa_outputs" if kind == "span" else "classifier"),)
         return {"masked_language": self.language, "classification": self.classifier}.get(kind, per_token)
 
     def _left_out(self, kind: str) -> re.Pattern[str]:
@@ -366,11 +377,22 @@ class Longformer(TextEncoder):
         usual = model["global_tokens"] == (model["head"]["kind"] == "classification")
         return windows if usual else windows | {"global_tokens": model["global_tokens"]}
 
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        notes = super().notes(tensors, model, folder)
+        return (*notes, QUESTION) if model["head"]["kind"] == "span" else notes
+
     def differences(self, model: ConfigView) -> list[str]:
         notes = super().differences(model)
+        if model["head"]["kind"] == "span":
+            notes.append(QUESTION)
         if model["global_tokens"] and model["head"]["kind"] != "classification":
             notes.append("give it a global_attention_mask with 1 at the first token, which is global here")
         return notes
+
+
+QUESTION = (
+    "transformers makes the tokens of a question global, up to the first separator; here `kinds` mark global tokens"
+)
 
 
 def _windows(full: Settings) -> list[int]:
@@ -542,7 +564,8 @@ class ModernBert(Architecture):
         norm = {"kind": "layer_norm", "bias": False, "eps": full.number("norm_eps")}
         head = {
             "kind": "classification",
-            "classes": count_classes(full),
+            "classes": count_classes(full, MULTI_LABEL),
+            "multi_label": full.get("problem_type") == MULTI_LABEL,
             "pooling": full.named("classifier_pooling", {"cls": "first", "mean": "mean"}),
             "activation": "gelu",
             "dropout": full.number("classifier_dropout"),

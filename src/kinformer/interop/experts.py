@@ -267,10 +267,12 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
 
 
 GROUPED = "group_limited_greedy"
+LAYOUTS = ("half", "interleaved")
 
 
-def _deepseek_keys(model: ConfigView) -> KeyMap:
-    ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
+def latent_keys(layer: ConfigView) -> tuple[Key, ...]:
+    """Return the keys of a layer with latent attention."""
+    ranked = layer["mixer"].get("query_latent_dim") is not None
     queries = {
         "mixer.query_down": "self_attn.q_a_proj",
         "mixer.query_norm": "self_attn.q_a_layernorm",
@@ -285,21 +287,22 @@ def _deepseek_keys(model: ConfigView) -> KeyMap:
         "mixer_residual.norm": "input_layernorm",
         "feed_forward_residual.norm": "post_attention_layernorm",
     }
-    attention = tuple(key(ours, theirs) for ours, theirs in names.items())
-    return KeyMap(
-        model=ends_of_model("embed_tokens", "norm"),
-        layer=lambda layer: (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts")),
-    )
+    attention = (key(ours, theirs) for ours, theirs in names.items())
+    return (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts"))
 
 
-def _deepseek(full: Settings, **mixture: object) -> ConfigData:
-    """Return the model config, as data, of a DeepSeek; ``mixture``: further settings of a mixture."""
+DEEPSEEK_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=latent_keys)
+
+
+def deepseek(full: Settings, position: ConfigView | None = None, **mixture: object) -> ConfigData:
+    """Return the model config, as data, of a DeepSeek; ``position``: in place of the rotary one; ``mixture``: further
+    settings of a mixture."""
     full.choice("hidden_act", "silu")
     if full.get("num_key_value_heads") is not None:
         full.require({"num_key_value_heads": full.integer("num_attention_heads")})
     mixer = {
         "kind": "latent",
-        "position": rope(full) | {"layout": "interleaved" if full.get("rope_interleave", True) else "half"},
+        "position": position or rope(full) | {"layout": LAYOUTS[bool(full.get("rope_interleave", True))]},
         "score": {"kind": "scaled_dot", "scale": _scale(full)},
     }
     layer = {
@@ -323,7 +326,7 @@ def _with_mixtures(model: ConfigData, full: Settings, mixture: Mapping[str, obje
     return model
 
 
-def _v3_mixture(full: Settings) -> ConfigData:
+def v3_mixture(full: Settings) -> ConfigData:
     """Return the settings of a mixture with scores by a sigmoid."""
     mixture = {"router": "sigmoid", "normalise": full.switch("norm_topk_prob"), "bias_rate": 0.001}
     return mixture if full["n_group"] is None else mixture | {"groups": full.integer("n_group")}
@@ -340,13 +343,13 @@ def _scale(full: Settings) -> float | None:
 
 def _deepseek_v2(full: Settings) -> ConfigData:
     grouped = full.choice("topk_method", "greedy", GROUPED) == GROUPED
-    return _deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
+    return deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
 
 
 def _deepseek_v3(full: Settings) -> ConfigData:
     if full.get("head_dim") is not None:
         full.require({"head_dim": full["qk_rope_head_dim"]})
-    return _deepseek(full, **_v3_mixture(full))
+    return deepseek(full, **v3_mixture(full))
 
 
 def _rope_parameters(mixer: ConfigView) -> JsonObject:
@@ -419,7 +422,7 @@ GLM = Table(DEEPSEEK_V3).changed(
 def _glm(full: Settings) -> ConfigData:
     biases, positions = (full.switch("attention_bias"), False), {FULL: rope(full, partial=True)}
     model = like_llama(full, biases=biases, normed=full.switch("use_qk_norm"), positions=positions)
-    return _with_mixtures(model, full, _v3_mixture(full))
+    return _with_mixtures(model, full, v3_mixture(full))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,7 +475,7 @@ ARCHITECTURES = {
         names={"num_local_experts": "num_experts"},
     ),
     **{
-        kind: form(title, "mla", name, table, read, write, _deepseek_keys, required=NO_BIAS, names={count: ROUTED})
+        kind: form(title, "mla", name, table, read, write, DEEPSEEK_KEYS, required=NO_BIAS, names={count: ROUTED})
         for kind, form, title, name, table, read, write, count in (
             ("deepseek_v2", Decoder, "DeepSeek-V2", "DeepseekV2ForCausalLM", *V2, "num_experts"),
             ("deepseek_v3", Predicting, "DeepSeek-V3", "DeepseekV3ForCausalLM", *V3, "num_local_experts"),

@@ -66,7 +66,11 @@ PROJECTION = key("input.projection", "embeddings.patch_embeddings.projection", l
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoder(Architecture):
-    """An encoder that classifies images."""
+    """An encoder that classifies images.
+
+    The pipelines of transformers make every image RGB, so a model of one channel is written as the model of three that
+    reads their mean.
+    """
 
     kind: str = "encoder"
     reads: str = "patches"
@@ -74,6 +78,7 @@ class ImageEncoder(Architecture):
     auto_class: str = "AutoModelForImageClassification"
     processor: str | None = "ViTImageProcessor"
     of = " for image classification"
+    reordered = "the patches have three channels, whose mean is read"
 
     def with_tensors(
         self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
@@ -84,6 +89,16 @@ class ImageEncoder(Architecture):
         if (folder / PREPROCESSOR).is_file():
             return ()
         return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read without mean and deviation",)
+
+    def order(self, model: ConfigView) -> ConfigView:
+        image = model["input"]
+        if image["channels"] != 1:
+            return model
+        return {**model, "input": {**image, "channels": 3, "mean": [*image["mean"]] * 3, "std": [*image["std"]] * 3}}
+
+    def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
+        """Return ``weights`` for patches [channels, rows, columns] of three channels."""
+        return {**weights, "input.projection.weight": weights["input.projection.weight"].repeat(1, 3) / 3}
 
     def differences(self, model: ConfigView) -> list[str]:
         if model["input"]["resize"] == "bicubic" or not model["input"]["positions"]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kinformer.interop.architecture import Decoder, decoder_of
+from torch import Tensor
+
+from kinformer.interop.architecture import Decoder, Tensors, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import FULL, WINDOW, At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import JsonObject
 
@@ -85,6 +88,11 @@ GEMMA3 = GEMMA2.changed(
     max_position_embeddings=131072,
     attn_logit_softcapping=None,
     final_logit_softcapping=None,
+)
+
+GRANITE = LLAMA.changed(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0)
+GRANITE_HYBRID = GRANITE.changed(
+    num_local_experts=8, shared_intermediate_size=1024, position_embedding_type=None, layer_types=None
 )
 
 
@@ -179,6 +187,48 @@ def _qwen2(full: Settings) -> ConfigData:
 
 def _qwen3(full: Settings) -> ConfigData:
     return like_llama(full, _kinds(full), normed=True)
+
+
+def _granite(full: Settings, **options: Any) -> ConfigData:
+    model = like_llama(full, **options)
+    for layer in model["layers"]:
+        layer["mixer"]["score"] = {"kind": "scaled_dot", "scale": full.positive("attention_multiplier")}
+    if model["head"]["tied"]:  # the table is multiplied, which the output matrix is not
+        model["head"]["scale"] = 1 / (full.positive("embedding_multiplier") * full.positive("logits_scaling"))
+    return model
+
+
+def _granite_hybrid(full: Settings) -> ConfigData:
+    names = {"attention": FULL, "mamba": LINEAR}  # in older files
+    kinds = full["layer_types"] if isinstance(full["layer_types"], list) else []
+    full.changed(layer_types=[names.get(kind, kind) for kind in kinds]).layer_types(FULL)
+    full = full.changed(intermediate_size=full["shared_intermediate_size"])
+    if full["position_embedding_type"] is None:
+        return _granite(full, positions={FULL: {"kind": "none"}})
+    full.choice("position_embedding_type", "rope")
+    return _granite(full)
+
+
+class Granite(Decoder):
+    """Granite, whose multipliers of embeddings, sublayers and logits become a part of the weights."""
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        weights, full = (
+            super().read_tensors(tensors, model, folder, config),
+            self.complete(config or {}, folder / CONFIG),
+        )
+        factors = {
+            "input.embedding": full.positive("embedding_multiplier"),
+            "head.output": 1 / full.positive("logits_scaling"),
+            "mixer.out": full.positive("residual_multiplier"),
+            "feed_forward.down": full.positive("residual_multiplier"),
+        }
+        for name, weight in weights.items():
+            factor = next((one for end, one in factors.items() if name.rpartition(".")[0].endswith(end)), 1.0)
+            weights[name] = weight if factor == 1 else weight * factor
+        return weights
 
 
 def _kinds(full: Settings) -> list[str]:
@@ -372,6 +422,7 @@ def _write_qwen2(model: ConfigView) -> JsonObject:
 
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
 """The keys of a feed-forward whose gate and other rows are one product."""
+SHARED = key("feed_forward.gate_up", "shared_mlp.input_linear"), key("feed_forward.down", "shared_mlp.output_linear")
 PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
 PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
@@ -383,6 +434,16 @@ ARCHITECTURES = {
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
+    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys, exported=False),
+    "granitemoehybrid": Granite(
+        title="Granite 4",
+        member="rope",
+        defaults=GRANITE_HYBRID,
+        read=_granite_hybrid,
+        keys=partial(keys, feed_forward=lambda _: SHARED),
+        required={"num_local_experts": 0, "mlp_bias": False},
+        exported=False,
+    ),
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),
     **{
         kind: Decoder(title, "rope", "", table, read, None, keys, exported=False, required={"mlp_bias": False})

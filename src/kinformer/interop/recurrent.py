@@ -18,8 +18,20 @@ from functools import partial
 from pathlib import Path
 from reprlib import repr as excerpt
 
+from torch import Tensor
+
 from kinformer.interop.architecture import Decoder, Tensors, decoder_of
-from kinformer.interop.experts import QWEN_EXPERTS, feed_forward_keys, mixture_of, sparse_layers, write_mixture
+from kinformer.interop.experts import (
+    DEEPSEEK_V3,
+    QWEN_EXPERTS,
+    deepseek,
+    feed_forward_keys,
+    latent_keys,
+    mixture_of,
+    sparse_layers,
+    v3_mixture,
+    write_mixture,
+)
 from kinformer.interop.key_map import (
     DELTA,
     DELTA_FUSED,
@@ -64,6 +76,17 @@ QWEN35 = Table(
     layer_types=None,
     **GATED_DELTA,
 )
+DELTA_RULE: ConfigData = {
+    "kind": "linear",
+    "feature_map": {"kind": "unit"},
+    "rule": "delta",
+    "normaliser": "none",
+    "scale": True,
+    "head_norm": "rms",
+    "gate": True,
+    "bias": False,
+}
+"""The settings of gated delta rules that all architectures share."""
 SHARED_EXPERT = "shared_expert_intermediate_size"
 QWEN3_NEXT = Table(
     QWEN35.changed(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48),
@@ -89,19 +112,7 @@ LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
 
 def delta(full: Settings, eps: float) -> ConfigData:
     """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
-    mixer: ConfigData = {
-        "kind": "linear",
-        "feature_map": {"kind": "unit"},
-        "rule": "delta",
-        "decay": {"kind": "softplus"},
-        "normaliser": "none",
-        "scale": True,
-        "head_norm": "rms",
-        "norm_eps": eps,
-        "gate": True,
-        "bias": False,
-    }
-    GATED_DELTA.fill(mixer, full)
+    mixer = GATED_DELTA.fill(DELTA_RULE | {"decay": {"kind": "softplus"}, "norm_eps": eps}, full)
     heads, key_heads = mixer["num_heads"], mixer["key_heads"]
     if heads % key_heads:
         raise full.error(
@@ -294,6 +305,119 @@ class Hybrid(Decoder):
         if not any(name.startswith(MTP) for name in tensors):
             return ()
         return (f"{MTP}* left out: the parts that predict further tokens here are without attention",)
+
+
+# Kimi Linear, which is read only.
+
+KIMI = Table(DEEPSEEK_V3).changed(
+    vocab_size=163840,
+    hidden_size=2304,
+    intermediate_size=9216,
+    moe_intermediate_size=1024,
+    num_hidden_layers=27,
+    num_attention_heads=32,
+    rms_norm_eps=1e-5,
+    q_lora_rank=None,
+    routed_scaling_factor=2.446,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    linear_head_dim=128,
+    linear_num_heads=32,
+    linear_conv_kernel_dim=4,
+    linear_attn_config=None,
+    mlp_layer_types=None,
+    layer_types=None,
+)
+KIMI_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_local_experts": "n_routed_experts",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+KIMI_SIZES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""The sizes in the table ``linear_attn_config`` to their names elsewhere."""
+
+
+def _kimi(full: Settings) -> ConfigData:
+    inner, depth = full.table("linear_attn_config"), full["num_hidden_layers"]
+    full = full.changed(**{theirs: inner[ours] for ours, theirs in KIMI_SIZES.items() if ours in inner})
+    if full["layer_types"] is not None:
+        kinds = full.layer_types(FULL, LINEAR)
+    else:
+        exact = inner.get("full_attn_layers", range(5, depth + 1, 4))
+        kinds = [FULL if number in exact else LINEAR for number in range(1, depth + 1)]
+    if full["mlp_layer_types"] is not None:
+        dense = list(full["mlp_layer_types"]).count("dense")
+        full = full.changed(first_k_dense_replace=dense)
+        if full["mlp_layer_types"] != ["dense"] * dense + ["sparse"] * (depth - dense):
+            raise full.error("mlp_layer_types must name dense layers, and then sparse ones, one for each layer.")
+    model = deepseek(full, {"kind": "none"}, **v3_mixture(full))
+    width = full.integer("linear_head_dim")
+    mixer = {
+        "kind": "linear",
+        "num_heads": full.integer("linear_num_heads"),
+        "head_dim": width,
+        "convolution": full.several("linear_conv_kernel_dim"),
+        "norm_eps": full.number("rms_norm_eps"),
+        "decay": {"kind": "softplus_channels"},
+        "gate_rank": width,
+        "gate_activation": "sigmoid",
+    }
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        layer["mixer"] = DELTA_RULE | mixer if kind == LINEAR else layer["mixer"]
+    return model
+
+
+class ByHead(Layout):
+    """Their tensor has any shape; ours is [heads], or [heads, width]."""
+
+    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
+        return tensor.reshape(layer["mixer"]["num_heads"], -1).squeeze(1)
+
+
+KIMI_KERNEL = (
+    key("mixer_residual.norm", "input_layernorm"),
+    key("feed_forward_residual.norm", "post_attention_layernorm"),
+    key("mixer.qkv", *(f"self_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
+    key("mixer.convolution", *(f"self_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+    key("mixer.convolution", "self_attn.conv1d", layout=TAPS_JOINED),
+    key("mixer.decay.log_rate", "self_attn.A_log", layout=ByHead(), tensors=("",)),
+    key("mixer.decay.step", "self_attn.dt_bias", layout=ByHead(), tensors=("",)),
+    *(key(f"mixer.decay.{ours}", f"self_attn.f_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
+    *(key(f"mixer.gate.{ours}", f"self_attn.g_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
+    key("mixer.norm", "self_attn.o_norm"),
+    key("mixer.out", "self_attn.o_proj"),
+)
+
+
+def _kimi_keys(layer: ConfigView) -> tuple[Key, ...]:
+    if layer["mixer"]["kind"] == "latent":
+        return latent_keys(layer)
+    return (*KIMI_KERNEL, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts"))
+
+
+class KimiLinear(Decoder):
+    """Kimi Linear, whose files have the names of its authors or of transformers."""
+
+    def read_tensors(
+        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
+    ) -> dict[str, Tensor]:
+        plain = {
+            ".".join(KIMI_PARTS.get(part, part) for part in name.split(".") if part != "forget_gate"): tensor
+            for name, tensor in tensors.items()
+        }
+        return super().read_tensors(plain, model, folder, config)
+
+
+KIMI_PARTS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 # Decoders of flash-linear-attention, which are read only.
@@ -506,6 +630,16 @@ ARCHITECTURES = {
         read=_qwen3_next,
         write=_write_qwen3_next,
         keys=_qwen_keys(linear=FUSED),
+    ),
+    "kimi_linear": KimiLinear(
+        title="Kimi Linear",
+        member="kda",
+        defaults=KIMI,
+        read=_kimi,
+        keys=KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_kimi_keys),
+        required={"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        names=KIMI_NAMES,
+        exported=False,
     ),
     **{
         kind: Decoder(

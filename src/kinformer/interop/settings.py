@@ -232,13 +232,14 @@ def class_names(config: Mapping[str, object], place: Path) -> tuple[str, ...]:
     return tuple(str(names[str(number)]) for number in range(len(names)))
 
 
-def count_classes(full: Settings) -> int:
-    """Return the number of classes, which must be two or more and exclude each other."""
-    if full.get("problem_type") not in (None, "single_label_classification"):
-        raise full.error(
-            f"problem_type is {excerpt(full['problem_type'])}, but only classes that exclude each other, "
-            "'single_label_classification', can be imported."
-        )
+SINGLE_LABEL, MULTI_LABEL = "single_label_classification", "multi_label_classification"
+"""The kinds of classes in the setting ``problem_type``: they exclude each other, or a text may have several."""
+
+
+def count_classes(full: Settings, *kinds: str) -> int:
+    """Return the number of classes, two or more, which exclude each other or are of another of the ``kinds``."""
+    if full.get("problem_type") is not None:
+        full.choice("problem_type", SINGLE_LABEL, *kinds)
     if (count := len(class_names(full, full.place))) < 2:
         raise full.error(
             f"the head has {plural(count, 'class')}, so it predicts a number (regression), which no model here does; "

@@ -20,7 +20,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from math import isfinite, log
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -115,8 +115,13 @@ def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
     if config.protocol is CausalModel:
         return {"head": {"kind": CAUSAL_HEAD, "classes": classes, "bias": False}}
     if config.head.kind == HEAD:
-        return {"head.classes": classes}
+        return {"head.classes": classes, "head.multi_label": False}
     return {"head": {"kind": HEAD, "classes": classes}}
+
+
+def several_labels(config: Any) -> bool:
+    """Return whether a text may have several of the classes."""
+    return bool(getattr(config.head, "multi_label", False))
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
@@ -327,6 +332,10 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
+    if several_labels(model.config):
+        raise KinformerError(
+            f"{run.folder}: its texts may have several classes, which examples with one label do not measure; predict."
+        )
     result, same, examples, train = _examples(subject, settings)
     classes = classes_of(run)
     length = whole_length(run, model)
@@ -405,9 +414,10 @@ class TextClassifier(TextReader):
         with torch.inference_mode():
             logits = class_logits(self.model, tokens, valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
+        shares = logits.sigmoid() if several_labels(self.model.config) else logits.softmax(-1)
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))
-            for (item, _), row in zip(batch, logits.softmax(-1), strict=True)
+            for (item, _), row in zip(batch, shares, strict=True)
         ]
 
 
