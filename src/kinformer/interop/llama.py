@@ -442,6 +442,7 @@ ARCHITECTURES = {
         read=_granite_hybrid,
         keys=partial(keys, feed_forward=lambda _: SHARED),
         required={"num_local_experts": 0, "mlp_bias": False},
+        names={"layers_block_type": "layer_types"},
         exported=False,
     ),
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),
