@@ -54,7 +54,8 @@ class Architecture:
 
     ``title``: the name in messages. ``member``: the member of the family that a folder is imported as.
     ``kind`` and ``reads``: the kinds of our model config and of its input.
-    ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it.
+    ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it. Without a
+    ``model_class`` an architecture is imported only.
     ``defaults``: the table of settings, with the values of missing ones; ``required``: the only values with which our
     model computes the same; ``names``: further names of settings; ``causal``: whether the model is causal.
     ``read`` returns our model config, as data, of complete settings.
@@ -63,7 +64,6 @@ class Architecture:
     ``keys`` maps tensors in both directions; it may depend on our model config.
     A subclass may override the methods in place of these three.
     ``buffers``: the names of tensors beside the weights. ``processor``: the class that prepares images.
-    ``exported``: whether our models are written as this architecture.
     """
 
     title: str
@@ -82,11 +82,15 @@ class Architecture:
     causal: bool = True
     buffers: re.Pattern[str] = BUFFERS
     processor: str | None = None
-    exported: bool = True
     of: ClassVar[str] = " language model"
     """What follows the title in messages about tensors."""
     reordered: ClassVar[str] = ""
     """What :meth:`reorder` changes, for the user."""
+
+    @property
+    def exported(self) -> bool:
+        """Return whether our models are written as this architecture."""
+        return bool(self.model_class)
 
     # From a folder to our model.
 

@@ -51,12 +51,7 @@ T5_TABLE = Table(
     eos_token_id=At(1, "input.eos_token", Settings.count),
 )
 MT5 = T5_TABLE.changed(
-    vocab_size=250112,
-    d_ff=1024,
-    num_layers=8,
-    num_heads=6,
-    feed_forward_proj="gated-gelu",
-    scale_decoder_outputs=False,
+    vocab_size=250112, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu", scale_decoder_outputs=False
 )
 MARIAN_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu_tanh"}
 
@@ -275,7 +270,6 @@ def _marian(full: Settings) -> ConfigData:
 class EncoderDecoder(Architecture):
     """An encoder-decoder, with one key map for each side."""
 
-    member: str = "vanilla"
     kind: str = "encoder_decoder"
     auto_class: str = "AutoModelForSeq2SeqLM"
     biased: ClassVar[bool] = True
@@ -450,45 +444,28 @@ class Marian(EncoderDecoder):
 READS_FEATURES = re.compile(r".*(embedding|qkv|query|key_value|up)\.weight")
 MAKES_FEATURES = re.compile(r".*(out|down|norm)\.(weight|bias)")
 """The weights whose columns are features of hidden states, and the weights whose rows are."""
+BART_REQUIRED = {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False}
+MBART = BART.changed(decoder_start_token_id=None)
+
+
+def _mt5(full: Settings) -> ConfigData:
+    return _t5(full.changed(scale_decoder_outputs=False))
+
+
+def _umt5(full: Settings) -> ConfigData:
+    # transformers ties the head and scales, whatever the file says
+    return _t5(full.changed(scale_decoder_outputs=True), shared=False)
+
+
+def _mbart(full: Settings) -> ConfigData:
+    return _bart(full, "pre")
+
+
 ARCHITECTURES = {
-    "marian": Marian(
-        title="Marian",
-        model_class="MarianMTModel",
-        defaults=MARIAN,
-        required=MARIAN_REQUIRED,
-        names=SIDE_NAMES,
-        read=_marian,
-    ),
-    "t5": T5(title="T5", defaults=T5_TABLE, names=T5_NAMES, exported=False, read=_t5),
-    "mt5": T5(
-        title="mT5",
-        defaults=MT5,
-        names=T5_NAMES,
-        exported=False,
-        read=lambda full: _t5(full.changed(scale_decoder_outputs=False)),
-    ),
-    "umt5": Umt5(
-        title="UMT5",
-        defaults=MT5,
-        names=T5_NAMES,
-        exported=False,
-        # transformers ties the head and scales, whatever the file says
-        read=lambda full: _t5(full.changed(scale_decoder_outputs=True), shared=False),
-    ),
-    "bart": Bart(
-        title="BART",
-        defaults=BART,
-        required={"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False},
-        names=SIDE_NAMES,
-        exported=False,
-        read=_bart,
-    ),
-    "mbart": Bart(
-        title="mBART",
-        defaults=BART.changed(decoder_start_token_id=None),
-        required={"tie_word_embeddings": True},
-        names=SIDE_NAMES,
-        exported=False,
-        read=lambda full: _bart(full, "pre"),
-    ),
+    "marian": Marian("Marian", "vanilla", "MarianMTModel", MARIAN, _marian, required=MARIAN_REQUIRED, names=SIDE_NAMES),
+    "t5": T5("T5", "vanilla", "", T5_TABLE, _t5, names=T5_NAMES),
+    "mt5": T5("mT5", "vanilla", "", MT5, _mt5, names=T5_NAMES),
+    "umt5": Umt5("UMT5", "vanilla", "", MT5, _umt5, names=T5_NAMES),
+    "bart": Bart("BART", "vanilla", "", BART, _bart, required=BART_REQUIRED, names=SIDE_NAMES),
+    "mbart": Bart("mBART", "vanilla", "", MBART, _mbart, required={"tie_word_embeddings": True}, names=SIDE_NAMES),
 }

@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -584,63 +585,37 @@ class ModernBert(Architecture):
         return () if any(name.startswith(("head.", "decoder.")) for name in tensors) else (NEW_HEAD,)
 
 
-ENDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+ROBERTA = TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+LONGFORMER = TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+BIG_BIRD = TEXT.changed(
+    vocab_size=50358,
+    hidden_act="gelu_new",
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    sep_token_id=66,
+    attention_type="block_sparse",
+    use_bias=True,
+    block_size=64,
+    num_random_blocks=3,
+)
+LIKE_ROBERTA: dict[str, Any] = {
+    "language": LM_HEAD,
+    "classifier": CLASSIFIER,
+    "shifted": True,
+    "tokens": {"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
+}
+OF_BERT: dict[str, Any] = {"prefix": "bert.", "language": CLS, "classifier": POOLED, "activated": ("masked_language",)}
+OF_BIG_BIRD = OF_BERT | {
+    "classifier": CLASSIFIER,
+    "activated": ("masked_language", "classification"),
+    "tokens": {"eos_token": "sep_token_id"},
+}
 ARCHITECTURES = {
-    "bert": TextEncoder(
-        title="BERT",
-        member="bert",
-        model_class="Bert",
-        prefix="bert.",
-        language=CLS,
-        classifier=POOLED,
-        defaults=TEXT.changed(pad_token_id=0),
-        activated=("masked_language",),
-    ),
-    "roberta": TextEncoder(
-        title="RoBERTa",
-        member="bert",
-        model_class="Roberta",
-        prefix="roberta.",
-        language=LM_HEAD,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2),
-        shifted=True,
-        tokens=ENDS,
-    ),
+    "bert": TextEncoder("BERT", "bert", "Bert", TEXT.changed(pad_token_id=0), **OF_BERT),
+    "roberta": TextEncoder("RoBERTa", "bert", "Roberta", ROBERTA, prefix="roberta.", **LIKE_ROBERTA),
     "longformer": Longformer(
-        title="Longformer",
-        member="longformer",
-        model_class="Longformer",
-        prefix="longformer.",
-        language=LM_HEAD,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2),
-        shifted=True,
-        first_is_global=True,
-        tokens=ENDS,
+        "Longformer", "longformer", "Longformer", LONGFORMER, prefix="longformer.", first_is_global=True, **LIKE_ROBERTA
     ),
-    "big_bird": BigBird(
-        title="Big Bird",
-        member="big-bird",
-        model_class="BigBird",
-        prefix="bert.",
-        language=CLS,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(
-            vocab_size=50358,
-            hidden_act="gelu_new",
-            max_position_embeddings=4096,
-            pad_token_id=0,
-            sep_token_id=66,
-            attention_type="block_sparse",
-            use_bias=True,
-            block_size=64,
-            num_random_blocks=3,
-        ),
-        activated=("masked_language", "classification"),
-        tokens={"eos_token": "sep_token_id"},
-    ),
-    "modernbert": ModernBert(
-        "ModernBERT", "bert", "", MODERN, _modern, None, MODERN_KEYS, required=MODERN_REQUIRED, exported=False
-    ),
+    "big_bird": BigBird("Big Bird", "big-bird", "BigBird", BIG_BIRD, **OF_BIG_BIRD),
+    "modernbert": ModernBert("ModernBERT", "bert", "", MODERN, _modern, None, MODERN_KEYS, required=MODERN_REQUIRED),
 }

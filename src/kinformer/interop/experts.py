@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,13 +133,13 @@ def sparse_layers(full: Settings) -> list[bool]:
 QWEN_EXPERTS = Table(
     num_experts=At(128, "num_experts", experts_in),
     num_experts_per_tok=At(8, "topk"),
-    moe_intermediate_size=At(768, "hidden_dim"),
+    moe_intermediate_size=At(None, "hidden_dim"),
     norm_topk_prob=At(False, "normalise"),
     router_aux_loss_coef=At(0.001, "balance"),
 )
 """The settings of one mixture in Qwen's models."""
 MIXTRAL_EXPERTS = Table(
-    intermediate_size=At(14336, "hidden_dim"),
+    intermediate_size=At(None, "hidden_dim"),
     num_local_experts=At(8, "num_experts", experts_in),
     num_experts_per_tok=At(2, "topk"),
     router_aux_loss_coef=At(0.001, "balance"),
@@ -146,23 +147,14 @@ MIXTRAL_EXPERTS = Table(
 MIXTRAL = MISTRAL.changed(
     rms_norm_eps=1e-5, sliding_window=None, router_jitter_noise=0.0, rope_theta=1e6, **MIXTRAL_EXPERTS
 )
-QWEN_MOE = QWEN.changed(
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    num_key_value_heads=4,
-    decoder_sparse_step=1,
-    mlp_only_layers=None,
-    **QWEN_EXPERTS,
-)
+QWEN_MOE = QWEN.changed(num_key_value_heads=4, decoder_sparse_step=1, mlp_only_layers=None, **QWEN_EXPERTS)
 
 
 def _mixtral_keys(model: ConfigView) -> KeyMap:
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
     names = "w1", "w3", "w2"
     return keys(
-        model,
-        feed_forward=lambda mixture: (*expert_keys(mixture["num_experts"], "block_sparse_moe", names), in_memory),
+        model, feed_forward=lambda mixture: (*expert_keys(mixture["num_experts"], "block_sparse_moe", names), in_memory)
     )
 
 
@@ -235,11 +227,11 @@ DEEPSEEK = Table(
 DEEPSEEK_EXPERTS = Table(
     n_routed_experts=At(64, "num_experts", experts_in),
     num_experts_per_tok=At(None, "topk", Settings.integer),
-    moe_intermediate_size=At(1407, "hidden_dim"),
+    moe_intermediate_size=At(None, "hidden_dim"),
     routed_scaling_factor=At(1.0, "scale", Settings.positive),
 )
 DEEPSEEK_V2 = Table(
-    DEEPSEEK.changed(vocab_size=102400),
+    DEEPSEEK,
     **DEEPSEEK_EXPERTS,
     first_k_dense_replace=0,
     n_shared_experts=2,
@@ -247,12 +239,6 @@ DEEPSEEK_V2 = Table(
     norm_topk_prob=False,
 )
 DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    num_hidden_layers=61,
-    num_attention_heads=128,
     n_shared_experts=1,
     n_routed_experts=256,
     routed_scaling_factor=2.5,
@@ -261,7 +247,6 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
     num_experts_per_tok=8,
     first_k_dense_replace=3,
     norm_topk_prob=True,
-    max_position_embeddings=4096,
     rope_interleave=True,
 )
 
@@ -413,7 +398,6 @@ GLM = Table(DEEPSEEK_V3).changed(
     n_group=1,
     topk_group=1,
     n_routed_experts=128,
-    moe_intermediate_size=1408,
     use_qk_norm=False,
     partial_rotary_factor=0.5,
 )
@@ -447,41 +431,22 @@ def _further(tensors: Tensors, model: ConfigView) -> list[str]:
     return [name for name in tensors if name.startswith(before)] if f"{before}eh_proj.weight" in tensors else []
 
 
-NO_BIAS, ROUTED = {"attention_bias": False, "mlp_bias": False}, "n_routed_experts"
-V2, V3 = (DEEPSEEK_V2, _deepseek_v2, _write_deepseek_v2), (DEEPSEEK_V3, _deepseek_v3, _write_deepseek_v3)
-GLM_KEYS = partial(keys, feed_forward=partial(feed_forward_keys, shared="mlp.shared_experts"))
-GLM_REQUIRED, GLM_NAMES = {"mlp_bias": False}, {"num_local_experts": ROUTED}
+MIXTRAL_PARTS = MIXTRAL, _mixtral, _write_mixtral, _mixtral_keys
+MIXTRAL_SETTINGS: dict[str, Any] = {
+    "required": {"router_jitter_noise": 0.0, "layer_types": None},
+    "names": {"num_experts": "num_local_experts"},
+}
+QWEN_PARTS = QWEN_MOE, _qwen3_moe, _write_qwen3_moe, partial(keys, feed_forward=feed_forward_keys)
+QWEN_SETTINGS: dict[str, Any] = {"required": {"layer_types": None}, "names": {"num_local_experts": "num_experts"}}
+V2 = DEEPSEEK_V2, _deepseek_v2, _write_deepseek_v2, DEEPSEEK_KEYS
+V3 = DEEPSEEK_V3, _deepseek_v3, _write_deepseek_v3, DEEPSEEK_KEYS
+NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+V2_NAMES, V3_NAMES = {"num_experts": "n_routed_experts"}, {"num_local_experts": "n_routed_experts"}
+GLM_PARTS = GLM, _glm, None, partial(keys, feed_forward=partial(feed_forward_keys, shared="mlp.shared_experts"))
 ARCHITECTURES = {
-    "mixtral": Decoder(
-        title="Mixtral",
-        member="mixtral",
-        model_class="MixtralForCausalLM",
-        defaults=MIXTRAL,
-        read=_mixtral,
-        write=_write_mixtral,
-        keys=_mixtral_keys,
-        required={"router_jitter_noise": 0.0, "layer_types": None},
-        names={"num_experts": "num_local_experts"},
-    ),
-    "qwen3_moe": Decoder(
-        title="Qwen3-MoE",
-        member="mixtral",
-        model_class="Qwen3MoeForCausalLM",
-        defaults=QWEN_MOE,
-        read=_qwen3_moe,
-        write=_write_qwen3_moe,
-        keys=partial(keys, feed_forward=feed_forward_keys),
-        required={"layer_types": None},
-        names={"num_local_experts": "num_experts"},
-    ),
-    **{
-        kind: form(title, "mla", name, table, read, write, DEEPSEEK_KEYS, required=NO_BIAS, names={count: ROUTED})
-        for kind, form, title, name, table, read, write, count in (
-            ("deepseek_v2", Decoder, "DeepSeek-V2", "DeepseekV2ForCausalLM", *V2, "num_experts"),
-            ("deepseek_v3", Predicting, "DeepSeek-V3", "DeepseekV3ForCausalLM", *V3, "num_local_experts"),
-        )
-    },
-    "glm4_moe": Predicting(
-        "GLM-4.5", "mixtral", "", GLM, _glm, None, GLM_KEYS, required=GLM_REQUIRED, names=GLM_NAMES, exported=False
-    ),
+    "mixtral": Decoder("Mixtral", "mixtral", "MixtralForCausalLM", *MIXTRAL_PARTS, **MIXTRAL_SETTINGS),
+    "qwen3_moe": Decoder("Qwen3-MoE", "mixtral", "Qwen3MoeForCausalLM", *QWEN_PARTS, **QWEN_SETTINGS),
+    "deepseek_v2": Decoder("DeepSeek-V2", "mla", "DeepseekV2ForCausalLM", *V2, required=NO_BIAS, names=V2_NAMES),
+    "deepseek_v3": Predicting("DeepSeek-V3", "mla", "DeepseekV3ForCausalLM", *V3, required=NO_BIAS, names=V3_NAMES),
+    "glm4_moe": Predicting("GLM-4.5", "mixtral", "", *GLM_PARTS, required={"mlp_bias": False}, names=V3_NAMES),
 }

@@ -280,6 +280,10 @@ def _mpt(full: Settings) -> ConfigData:
 # From our model to settings.
 
 
+def _write_gpt2(model: ConfigView) -> JsonObject:
+    return GPT2.written(model) | {"n_ctx": model["position"]["max_length"]}  # read by llama.cpp
+
+
 def _write_neox(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
     position = layer["mixer"]["position"]
@@ -443,68 +447,38 @@ class DecisionTransformer(Architecture):
         return ["its outputs of states and returns are zero, as nothing trained them"]
 
 
+OPT_REQUIRED = {"enable_bias": True, "layer_norm_elementwise_affine": True}
+BLOOM_REQUIRED = {"apply_residual_connection_post_layernorm": False}
+LAYERS_AND_HEADS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+GPT2_NAMES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"} | LAYERS_AND_HEADS
+BLOOM_NAMES = {"n_embed": "hidden_size"} | LAYERS_AND_HEADS
+NO_WIDTH, NO_BIAS = {"head_dim": None}, {"no_bias": True}
+MPT_NAMES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
 ARCHITECTURES = {
     # OPT stands before GPT-2, which its models would be, too. OPT with another activation than ReLU is a GPT-2.
-    "opt": Opt(
-        title="OPT",
-        member="gpt",
-        model_class="OPTForCausalLM",
-        defaults=OPT,
-        read=_opt,
-        write=_write_opt,
-        keys=OPT_KEYS,
-        required={"enable_bias": True, "layer_norm_elementwise_affine": True},
-    ),
+    "opt": Opt("OPT", "gpt", "OPTForCausalLM", OPT, _opt, _write_opt, OPT_KEYS, required=OPT_REQUIRED),
     "gpt2": Decoder(
-        title="GPT-2",
-        member="gpt",
-        model_class="GPT2LMHeadModel",
-        defaults=GPT2,
-        read=_gpt2,
-        write=lambda model: GPT2.written(model) | {"n_ctx": model["position"]["max_length"]},  # read by llama.cpp
-        keys=GPT2_KEYS,
-        required=REQUIRED,
-        names={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-        },
+        "GPT-2", "gpt", "GPT2LMHeadModel", GPT2, _gpt2, _write_gpt2, GPT2_KEYS, required=REQUIRED, names=GPT2_NAMES
     ),
     "gpt_neox": Decoder(
         "GPT-NeoX", "rope", "GPTNeoXForCausalLM", NEOX, _neox, _write_neox, NEOX_KEYS, required={"head_dim": None}
     ),
     "bloom": Decoder(
-        title="BLOOM",
-        member="alibi",
-        model_class="BloomForCausalLM",
-        defaults=BLOOM,
-        read=_bloom,
-        keys=BLOOM_KEYS,
-        required={"apply_residual_connection_post_layernorm": False},
-        names={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "BLOOM", "alibi", "BloomForCausalLM", BLOOM, _bloom, keys=BLOOM_KEYS, required=BLOOM_REQUIRED, names=BLOOM_NAMES
     ),
     "mpt": Decoder(
-        title="MPT",
-        member="alibi",
-        model_class="MptForCausalLM",
-        defaults=MPT,
-        read=_mpt,
-        write=_write_mpt,
-        keys=MPT_KEYS,
-        required={"no_bias": True},
-        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+        "MPT", "alibi", "MptForCausalLM", MPT, _mpt, _write_mpt, MPT_KEYS, required={"no_bias": True}, names=MPT_NAMES
     ),
     "decision_transformer": DecisionTransformer(
-        title="Decision Transformer",
-        member="decision",
-        model_class="DecisionTransformerModel",
-        defaults=DECISION,
-        read=_decision,
+        "Decision Transformer",
+        "decision",
+        "DecisionTransformerModel",
+        DECISION,
+        _decision,
         keys=DECISION_KEYS,
         auto_class="AutoModel",
         required={**REQUIRED, "action_tanh": True},
-        names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        names=LAYERS_AND_HEADS,
         buffers=MASKS,
     ),
 }

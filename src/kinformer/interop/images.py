@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,10 +215,8 @@ DEIT_KEYS = _keys("deit.", DEIT_TOKENS, key("head.output", "classifier"))
 DISTILLED_KEYS = _keys(
     "deit.", DEIT_TOKENS, key("head.output", "cls_classifier"), key("head.distilled", "distillation_classifier")
 )
-DEIT_HEADS = {
-    "DeiTForImageClassificationWithTeacher": "distilled",
-    "DeiTForImageClassification": "linear_classification",
-}
+DEIT = "DeiTForImageClassification"
+DEIT_HEADS = {f"{DEIT}WithTeacher": "distilled", DEIT: "linear_classification"}
 """DeiT's classes to our heads."""
 
 
@@ -233,6 +232,10 @@ def _encoder(full: Settings, kind: str = "linear_classification", **tokens: obje
     image = patches(full, resize=full.choice("resize_positions", "bicubic", "bilinear"), **tokens)
     head = {"kind": kind, "classes": count_classes(full)}
     return model_of(full, VIT, layer, input=image, embedding_norm=None, head=head)
+
+
+def _deit_keys(model: ConfigView) -> KeyMap:
+    return DISTILLED_KEYS if model["head"]["kind"] == "distilled" else DEIT_KEYS
 
 
 def _deit(full: Settings) -> ConfigData:
@@ -268,8 +271,8 @@ class Vit(ImageEncoder):
         }
 
     def classes(self, model: ConfigView) -> tuple[str, str]:
-        named = {kind: name for name, kind in DEIT_HEADS.items()} if not self.model_class else {}
-        return self.model_class or named[model["head"]["kind"]], self.auto_class
+        taught = "WithTeacher" if model["head"]["kind"] == "distilled" else ""
+        return f"{self.model_class}{taught}", self.auto_class
 
 
 # Swin and Swin V2.
@@ -411,29 +414,15 @@ class Swin(ImageEncoder):
         }
 
 
+NO_WIDTH = {"head_dim": None}
+SWIN_SETTINGS: dict[str, Any] = {
+    "required": {"use_absolute_embeddings": False},
+    "names": {"num_attention_heads": "num_heads"},
+    "buffers": SWIN_BUFFERS,
+}
 ARCHITECTURES = {
-    "vit": Vit("ViT", "vit", "ViTForImageClassification", VIT, _encoder, None, VIT_KEYS, required={"head_dim": None}),
-    "deit": Vit(
-        title="DeiT",
-        member="deit",
-        defaults=VIT,
-        read=_deit,
-        keys=lambda model: DISTILLED_KEYS if model["head"]["kind"] == "distilled" else DEIT_KEYS,
-        required={"head_dim": None},
-        processor="DeiTImageProcessor",
-    ),
-    **{
-        kind: Swin(
-            title=title,
-            member="swin",
-            model_class=f"{name}ForImageClassification",
-            defaults=SWIN,
-            read=_swin,
-            keys=_swin_keys,
-            required={"use_absolute_embeddings": False},
-            names={"num_attention_heads": "num_heads"},
-            buffers=SWIN_BUFFERS,
-        )
-        for kind, title, name in (("swin", "Swin", "Swin"), ("swinv2", "Swin V2", "Swinv2"))
-    },
+    "vit": Vit("ViT", "vit", "ViTForImageClassification", VIT, _encoder, None, VIT_KEYS, required=NO_WIDTH),
+    "deit": Vit("DeiT", "deit", DEIT, VIT, _deit, None, _deit_keys, required=NO_WIDTH, processor="DeiTImageProcessor"),
+    "swin": Swin("Swin", "swin", "SwinForImageClassification", SWIN, _swin, None, _swin_keys, **SWIN_SETTINGS),
+    "swinv2": Swin("Swin V2", "swin", "Swinv2ForImageClassification", SWIN, _swin, None, _swin_keys, **SWIN_SETTINGS),
 }

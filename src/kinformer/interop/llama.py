@@ -25,11 +25,11 @@ from kinformer.runtime.parsing import JsonObject
 TANH = "gelu_pytorch_tanh"
 """Gemma's activation."""
 LLAMA = Table(
-    vocab_size=At(32000, "input.vocab_size"),
-    hidden_size=At(4096, "dim"),
-    intermediate_size=At(11008, "layers.feed_forward.hidden_dim"),
-    num_hidden_layers=At(32, "depth"),
-    num_attention_heads=At(32, "layers.mixer.num_heads"),
+    vocab_size=At(None, "input.vocab_size"),
+    hidden_size=At(None, "dim"),
+    intermediate_size=At(None, "layers.feed_forward.hidden_dim"),
+    num_hidden_layers=At(None, "depth"),
+    num_attention_heads=At(None, "layers.mixer.num_heads"),
     hidden_act="silu",
     rms_norm_eps=At(1e-6, "layers.norm.eps"),
     max_position_embeddings=2048,
@@ -38,43 +38,14 @@ LLAMA = Table(
     attention_dropout=At(0.0, "layers.mixer.dropout"),
     mlp_bias=False,
 )
-MISTRAL = LLAMA.changed(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096, layer_types=None)
-PHI3 = LLAMA.changed(
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=4096,
-    original_max_position_embeddings=4096,
-    sliding_window=None,
-    resid_pdrop=0.0,
-)
-QWEN = LLAMA.changed(
-    vocab_size=151936,
-    intermediate_size=22016,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
-    layer_types=None,
-)
+MISTRAL = LLAMA.changed(num_key_value_heads=8, sliding_window=4096, layer_types=None)
+PHI3 = LLAMA.changed(rms_norm_eps=1e-5, original_max_position_embeddings=4096, sliding_window=None, resid_pdrop=0.0)
+QWEN = LLAMA.changed(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None)
 SMOLLM3 = QWEN.changed(num_key_value_heads=4, sliding_window=None, no_rope_layers=None, no_rope_layer_interval=4)
-OLMO = LLAMA.changed(rms_norm_eps=1e-5, mlp_bias=False)
-GEMMA = LLAMA.changed(
-    vocab_size=256000,
-    hidden_size=3072,
-    intermediate_size=24576,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    head_dim=256,
-    hidden_act=TANH,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
+OLMO = LLAMA.changed(rms_norm_eps=1e-5)
+OLMO3 = OLMO.changed(sliding_window=4096, layer_types=None)
+GEMMA = LLAMA.changed(head_dim=256, hidden_act=TANH, tie_word_embeddings=True)
 GEMMA2 = GEMMA.changed(
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
     num_key_value_heads=4,
     hidden_activation=TANH,
     query_pre_attn_scalar=256,
@@ -83,12 +54,7 @@ GEMMA2 = GEMMA.changed(
     attn_logit_softcapping=50.0,
     final_logit_softcapping=30.0,
 )
-GEMMA3 = GEMMA2.changed(
-    vocab_size=262208,
-    max_position_embeddings=131072,
-    attn_logit_softcapping=None,
-    final_logit_softcapping=None,
-)
+GEMMA3 = GEMMA2.changed(attn_logit_softcapping=None, final_logit_softcapping=None)
 
 GRANITE = LLAMA.changed(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0)
 GRANITE_HYBRID = GRANITE.changed(
@@ -423,42 +389,28 @@ def _write_qwen2(model: ConfigView) -> JsonObject:
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
 """The keys of a feed-forward whose gate and other rows are one product."""
 SHARED = key("feed_forward.gate_up", "shared_mlp.input_linear"), key("feed_forward.down", "shared_mlp.output_linear")
+SHARED_KEYS = partial(keys, feed_forward=lambda _: SHARED)
+DENSE, GRANITE_NAMES = {"num_local_experts": 0, "mlp_bias": False}, {"layers_block_type": "layer_types"}
 PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
 PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 """Our sublayers to the names that norms behind them have."""
-ONE_WAY = {"use_bidirectional_attention": False}
+PLUS_ONE: dict[str, Any] = {"keys": partial(keys, norm=ONE_PLUS), "required": {"use_bidirectional_attention": False}}
+NO_MLP_BIAS = {"mlp_bias": False}
 ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
     "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
-    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys, exported=False),
+    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys),
     "granitemoehybrid": Granite(
-        title="Granite 4",
-        member="rope",
-        defaults=GRANITE_HYBRID,
-        read=_granite_hybrid,
-        keys=partial(keys, feed_forward=lambda _: SHARED),
-        required={"num_local_experts": 0, "mlp_bias": False},
-        names={"layers_block_type": "layer_types"},
-        exported=False,
+        "Granite 4", "rope", "", GRANITE_HYBRID, _granite_hybrid, None, SHARED_KEYS, required=DENSE, names=GRANITE_NAMES
     ),
-    "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),
-    **{
-        kind: Decoder(title, "rope", "", table, read, None, keys, exported=False, required={"mlp_bias": False})
-        for kind, title, table, read in (
-            ("olmo2", "OLMo 2", OLMO, _olmo2),
-            ("olmo3", "OLMo 3", OLMO.changed(sliding_window=4096, layer_types=None), _olmo3),
-        )
-    },
-    **{
-        kind: Decoder(title, "rope", model_class, table, read, write, partial(keys, norm=ONE_PLUS), required=ONE_WAY)
-        for kind, title, model_class, table, read, write in (
-            ("gemma", "Gemma", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma),
-            ("gemma2", "Gemma 2", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma),
-            ("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma),
-        )
-    },
+    "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys),
+    "olmo2": Decoder("OLMo 2", "rope", "", OLMO, _olmo2, None, keys, required=NO_MLP_BIAS),
+    "olmo3": Decoder("OLMo 3", "rope", "", OLMO3, _olmo3, None, keys, required=NO_MLP_BIAS),
+    "gemma": Decoder("Gemma", "rope", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma, **PLUS_ONE),
+    "gemma2": Decoder("Gemma 2", "rope", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma, **PLUS_ONE),
+    "gemma3_text": Decoder("Gemma 3", "rope", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma, **PLUS_ONE),
 }

@@ -405,10 +405,7 @@ def share_padding(
     reliably; a checkpointed layer needs it again in the backward pass, so it travels with the arguments.
     """
     values: dict[str, Any] = dict(zip(inspect.signature(model.forward).parameters, arguments, strict=False)) | options
-    tokens = next(
-        (values[name] for name in ("input_ids", "inputs_embeds") if values.get(name) is not None),
-        None,
-    )
+    tokens = next((values[name] for name in ("input_ids", "inputs_embeds") if values.get(name) is not None), None)
     if tokens is None:
         return arguments, options  # the model itself raises
     mask, time = values.get("attention_mask"), tokens.shape[1]

@@ -67,9 +67,8 @@ GATED_DELTA = Table(
 )
 """The settings of Gated DeltaNet."""
 QWEN35 = Table(
-    LLAMA.changed(vocab_size=248320, intermediate_size=12288, num_attention_heads=16),
+    LLAMA,
     num_key_value_heads=4,
-    max_position_embeddings=32768,
     head_dim=256,
     partial_rotary_factor=0.25,
     full_attention_interval=4,
@@ -89,20 +88,14 @@ DELTA_RULE: ConfigData = {
 """The settings of gated delta rules that all architectures share."""
 SHARED_EXPERT = "shared_expert_intermediate_size"
 QWEN3_NEXT = Table(
-    QWEN35.changed(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48),
+    QWEN35,
     num_key_value_heads=2,
-    **QWEN_EXPERTS.changed(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True),
+    **QWEN_EXPERTS.changed(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
     shared_expert_intermediate_size=512,
     decoder_sparse_step=1,
     mlp_only_layers=None,
 )
-OLMO = Table(
-    LLAMA.changed(vocab_size=100352, hidden_size=3840, num_attention_heads=30),
-    max_position_embeddings=65536,
-    layer_types=None,
-    linear_conv_kernel_dim=4,
-    linear_allow_neg_eigval=True,
-)
+OLMO = Table(LLAMA, layer_types=None, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True)
 OLMO_NORM_EPS = 1e-5
 """Of the norm of heads behind the delta rule, which no setting of theirs changes."""
 MTP = "mtp."
@@ -310,12 +303,6 @@ class Hybrid(Decoder):
 # Kimi Linear, which is read only.
 
 KIMI = Table(DEEPSEEK_V3).changed(
-    vocab_size=163840,
-    hidden_size=2304,
-    intermediate_size=9216,
-    moe_intermediate_size=1024,
-    num_hidden_layers=27,
-    num_attention_heads=32,
     rms_norm_eps=1e-5,
     q_lora_rank=None,
     routed_scaling_factor=2.446,
@@ -423,9 +410,9 @@ KIMI_PARTS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2
 # Decoders of flash-linear-attention, which are read only.
 
 FLA = Table(
-    vocab_size=At(32000, "input.vocab_size"),
-    hidden_size=At(2048, "dim"),
-    num_hidden_layers=At(24, "depth"),
+    vocab_size=At(None, "input.vocab_size"),
+    hidden_size=At(None, "dim"),
+    num_hidden_layers=At(None, "depth"),
     hidden_ratio=4,
     intermediate_size=None,
     hidden_act="swish",
@@ -438,7 +425,6 @@ FLA = Table(
     num_kv_heads=None,
 )
 GATED_DELTANET = FLA.changed(
-    num_hidden_layers=21,
     num_heads=6,
     num_v_heads=None,
     head_dim=256,
@@ -609,52 +595,27 @@ FLA_KERNEL = (
     *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
 )
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
+OLMO_KEYS = _keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS)
+NEXT = QWEN3_NEXT, _qwen3_next, _write_qwen3_next, _qwen_keys(linear=FUSED)
+KIMI_REQUIRED = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+KIMI_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_kimi_keys)
+DELTA_REQUIRED = SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"}
 ARCHITECTURES = {
     "qwen3_5_text": Hybrid(
         "Qwen3.5", "gated-deltanet", "Qwen3_5ForCausalLM", QWEN35, _qwen, _write_qwen35, _qwen_keys(linear=JOINED)
     ),
     "olmo_hybrid": Hybrid(
-        title="OLMo Hybrid",
-        member="gated-deltanet",
-        model_class="OlmoHybridForCausalLM",
-        defaults=OLMO,
-        read=_olmo,
-        write=_write_olmo,
-        keys=_keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS),
+        "OLMo Hybrid", "gated-deltanet", "OlmoHybridForCausalLM", OLMO, _olmo, _write_olmo, OLMO_KEYS
     ),
-    "qwen3_next": Hybrid(
-        title="Qwen3-Next",
-        member="gated-deltanet",
-        model_class="Qwen3NextForCausalLM",
-        defaults=QWEN3_NEXT,
-        read=_qwen3_next,
-        write=_write_qwen3_next,
-        keys=_qwen_keys(linear=FUSED),
-    ),
+    "qwen3_next": Hybrid("Qwen3-Next", "gated-deltanet", "Qwen3NextForCausalLM", *NEXT),
     "kimi_linear": KimiLinear(
-        title="Kimi Linear",
-        member="kda",
-        defaults=KIMI,
-        read=_kimi,
-        keys=KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_kimi_keys),
-        required={"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
-        names=KIMI_NAMES,
-        exported=False,
+        "Kimi Linear", "kda", "", KIMI, _kimi, keys=KIMI_KEYS, required=KIMI_REQUIRED, names=KIMI_NAMES
     ),
     **{
-        kind: Decoder(
-            title, member, "", defaults, _model(mixer), None, FLA_KEYS, required={**UNUSED, **required}, exported=False
-        )
-        for kind, title, member, defaults, required, mixer in (
+        kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
+        for kind, title, member, table, required, mixer in (
             ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
-            (
-                "delta_net",
-                "DeltaNet",
-                "fast-weights",
-                DELTA_NET,
-                SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"},
-                _delta_net,
-            ),
+            ("delta_net", "DeltaNet", "fast-weights", DELTA_NET, DELTA_REQUIRED, _delta_net),
             ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
             ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
         )

@@ -197,6 +197,7 @@ _BY_TYPE: dict[type, Callable[[Settings, str], object]] = {
     bool: Settings.switch,
     int: Settings.integer,
     float: Settings.number,
+    type(None): Settings.integer,  # a size, which every file names
 }
 
 
