@@ -33,7 +33,6 @@ An architecture that does not read such a setting is imported with this value on
 """
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """The activations of transformers to ours."""
-ACTIVATION_NAMES = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
 """The ranges of whole numbers that old checkpoints hold among the weights."""
 MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
@@ -129,16 +128,7 @@ class Architecture:
         Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
         """
         weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
-        if not model["head"].get("tied"):
-            return weights
-        output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
-        table = weights.get("input.embedding.weight")
-        if output is not None and table is not None and not torch.equal(output, table):
-            raise KinformerError(
-                f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
-                "tie_word_embeddings to false there if the two were trained separately."
-            )
-        return weights
+        return without_tied_output(weights, folder) if model["head"].get("tied") else weights
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         """Return notes for the user on tensors that the import left out or added."""
@@ -182,6 +172,17 @@ class Architecture:
         """Return the key map of our ``model``."""
         assert self.keys is not None
         return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
+
+
+def without_tied_output(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return ``weights`` without the output matrix, which must be the embedding where there is one."""
+    output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
+    if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
+        raise KinformerError(
+            f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
+            "tie_word_embeddings to false there if the two were trained separately."
+        )
+    return weights
 
 
 def _slopes(model: ConfigView) -> dict[str, Tensor]:

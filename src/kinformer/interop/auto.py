@@ -148,9 +148,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         super().save_pretrained(save_directory, *arguments, **options)
         write_code(Path(save_directory), self.use)
 
-    def _shows_layers(self, requested: bool | None) -> bool:
-        """Return whether a call shows hidden states: as ``requested``, or else as the config says."""
-        return bool(self.config.output_hidden_states if requested is None else requested)
+    def _shows(self, name: str, requested: bool | None) -> bool:
+        """Return whether a call shows the outputs ``name``: as ``requested``, or else as the config says."""
+        return bool(getattr(self.config, name) if requested is None else requested)
 
     @contextmanager
     def _costs(self) -> Iterator[dict[str, Tensor]]:
@@ -297,10 +297,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
     ) -> Iterator[Callable[[int], tuple[Tensor, ...] | None]]:
         """Let a call within the context keep the inputs of its mixers, if it asks for attention weights. The returned
         function gives each mixer's weights [batch, heads, queries, keys] of the last ``time`` tokens (0: of all)."""
-        shows = options.get("output_attentions")
         calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
         hooks = ExitStack()
-        if self.config.output_attentions if shows is None else shows:
+        if self._shows("output_attentions", options.get("output_attentions")):
             if past:
                 raise KinformerError("output_attentions: a cache holds no weights; give whole texts, use_cache=False.")
             for layer in self.model.stack.layers:
@@ -636,7 +635,7 @@ class KinformerForCausalLM(ContinuingModel):
         """
         tokens, before = require_ids(input_ids, options, inputs_embeds), cache_in(options)
         cache, ids = self._cache_to_fill(before, use_cache), input_ids is not None
-        valid, shows = valid_of(attention_mask, tokens), self._shows_layers(output_hidden_states)
+        valid, shows = valid_of(attention_mask, tokens), self._shows("output_hidden_states", output_hidden_states)
         state = self._state_in(before, cache, labels, not ids or shows or isinstance(logits_to_keep, Tensor))
         layers: list[Tensor] | None = [] if shows else None
         with (
@@ -786,7 +785,7 @@ class TextEncoder(KinformerModel):
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
         valid, states = valid_of(attention_mask, tokens), None
-        shows = self._shows_layers(output_hidden_states)
+        shows = self._shows("output_hidden_states", output_hidden_states)
         with (
             self._costs() as costs,
             self._vectors(inputs_embeds, valid),

@@ -14,6 +14,7 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors
-from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
+from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, ConfigData, ConfigView, Key, KeyMap, behind, key
 from kinformer.interop.settings import CONFIG, DEPTH, At, Settings, Table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
@@ -366,7 +367,7 @@ class Bart(EncoderDecoder):
             side,
             key("embedding_norm", f"{side}.layernorm_embedding"),
             key("norm", f"{side}.layer_norm"),
-            key("position.table", f"{side}.embed_positions.weight", layout=Behind(2), tensors=("",)),
+            key("position.table", f"{side}.embed_positions.weight", layout=behind(2), tensors=("",)),
         )
 
 
@@ -448,24 +449,24 @@ BART_REQUIRED = {"tie_word_embeddings": True, "normalize_before": False, "add_fi
 MBART = BART.changed(decoder_start_token_id=None)
 
 
-def _mt5(full: Settings) -> ConfigData:
-    return _t5(full.changed(scale_decoder_outputs=False))
-
-
 def _umt5(full: Settings) -> ConfigData:
     # transformers ties the head and scales, whatever the file says
     return _t5(full.changed(scale_decoder_outputs=True), shared=False)
 
 
-def _mbart(full: Settings) -> ConfigData:
-    return _bart(full, "pre")
-
-
 ARCHITECTURES = {
     "marian": Marian("Marian", "vanilla", "MarianMTModel", MARIAN, _marian, required=MARIAN_REQUIRED, names=SIDE_NAMES),
     "t5": T5("T5", "vanilla", "", T5_TABLE, _t5, names=T5_NAMES),
-    "mt5": T5("mT5", "vanilla", "", MT5, _mt5, names=T5_NAMES),
+    "mt5": T5("mT5", "vanilla", "", MT5, lambda full: _t5(full.changed(scale_decoder_outputs=False)), names=T5_NAMES),
     "umt5": Umt5("UMT5", "vanilla", "", MT5, _umt5, names=T5_NAMES),
     "bart": Bart("BART", "vanilla", "", BART, _bart, required=BART_REQUIRED, names=SIDE_NAMES),
-    "mbart": Bart("mBART", "vanilla", "", MBART, _mbart, required={"tie_word_embeddings": True}, names=SIDE_NAMES),
+    "mbart": Bart(
+        "mBART",
+        "vanilla",
+        "",
+        MBART,
+        partial(_bart, residual="pre"),
+        required={"tie_word_embeddings": True},
+        names=SIDE_NAMES,
+    ),
 }

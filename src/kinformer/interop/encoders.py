@@ -25,9 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, ends_of, model_of
-from kinformer.interop.key_map import QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
+from kinformer.interop.architecture import (
+    ACTIVATIONS,
+    Architecture,
+    Padding,
+    Tensors,
+    ends_of,
+    model_of,
+    without_tied_output,
+)
+from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, behind, key
 from kinformer.interop.settings import (
+    COMMON,
     CONFIG,
     FULL,
     MULTI_LABEL,
@@ -135,14 +144,7 @@ def _with_language_head(
         if tied and not torch.equal(bias, weights.get("head.bias", bias)):
             raise KinformerError(f"{folder}: the head's two biases differ, but config.json ties them.")
         weights["head.bias"] = bias
-    if tied:
-        output = weights.pop("head.output.weight", None)
-        if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
-            raise KinformerError(
-                f"{folder}: the head's output matrix differs from the embedding, but config.json ties them; "
-                "set tie_word_embeddings to false there if the two were trained separately."
-            )
-    return weights
+    return without_tied_output(weights, folder) if tied else weights
 
 
 NEW_HEAD = "it does not have a head, so the masked-language head is a new one; hidden states do not change"
@@ -349,7 +351,7 @@ class TextEncoder(Architecture):
 
     def _keys(self, model: ConfigView, full: Settings) -> KeyMap:
         """Return the key map of our ``model`` with these settings."""
-        position = key("position.table", POSITIONS, layout=Behind(self._skipped(full)), tensors=("",))
+        position = key("position.table", POSITIONS, layout=behind(self._skipped(full)), tensors=("",))
         kind = model["head"]["kind"]
         return KeyMap(
             model=(*EMBEDDINGS, position, *self._head_keys(kind)),
@@ -464,11 +466,7 @@ class BigBird(TextEncoder):
 # ModernBERT.
 
 MODERN = Table(
-    vocab_size=At(50368, "input.vocab_size"),
-    hidden_size=At(768, "dim"),
-    intermediate_size=At(1152, "layers.feed_forward.hidden_dim"),
-    num_hidden_layers=At(22, "depth"),
-    num_attention_heads=At(12, "layers.mixer.num_heads"),
+    COMMON,
     hidden_activation=At("gelu", "layers.feed_forward.activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}),
     norm_eps=At(1e-5, "layers.norm.eps head.eps"),
     attention_bias=At(False, "layers.mixer.bias layers.mixer.projection.bias"),

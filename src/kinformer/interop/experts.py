@@ -20,6 +20,7 @@ from torch import Tensor
 from kinformer.interop.architecture import Decoder, Tensors, decoder_of
 from kinformer.interop.key_map import (
     GATED,
+    TRANSPOSED,
     Blocks,
     ConfigData,
     ConfigView,
@@ -65,23 +66,13 @@ class ByExpert(Layout):
         return [part.contiguous() for tensor in tensors for expert in tensor.mT for part in expert.chunk(self.parts)]
 
 
-class OfAllExperts(Layout):
-    """Their tensor is [experts, out, in], ours [experts, in, out]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.mT.contiguous()
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.mT.contiguous()
-
-
 def _shared(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The gate (``g``) of the shared expert's first product, and the rows that it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
     return 1, {"g": width, "u": width}
 
 
-ALL, SHARED = OfAllExperts(), Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
+SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -95,8 +86,8 @@ def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[K
         key("feed_forward.router", f"{inside}.gate", tensors=("weight",)),
         key("feed_forward.gate_up", *first, layout=ByExpert(2), tensors=("",)),
         key("feed_forward.down", *second, layout=ByExpert(1), tensors=("",)),
-        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=ALL, tensors=("",)),
-        key("feed_forward.down", "mlp.experts.down_proj", layout=ALL, tensors=("",)),
+        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=TRANSPOSED, tensors=("",)),
+        key("feed_forward.down", "mlp.experts.down_proj", layout=TRANSPOSED, tensors=("",)),
     )
 
 

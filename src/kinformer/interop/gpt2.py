@@ -24,25 +24,22 @@ from kinformer.interop.key_map import (
     QKV,
     SAME,
     TRANSPOSED,
-    Behind,
     ConfigData,
     ConfigView,
     Key,
     KeyMap,
     Layout,
+    behind,
     ends_of_model,
     key,
 )
-from kinformer.interop.settings import At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import COMMON, At, Settings, Table, rope, rope_parameters, sizes
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
 GPT2 = Table(
-    vocab_size=At(50257, "input.vocab_size"),
+    sizes("vocab_size", "n_embd", "n_layer", "n_head"),
     n_positions=At(1024, "position.max_length"),
-    n_embd=At(768, "dim"),
-    n_layer=At(12, "depth"),
-    n_head=At(12, "layers.mixer.num_heads"),
     n_inner=At(None, "layers.feed_forward.hidden_dim", Settings.integer),
     activation_function=At("gelu_new", "layers.feed_forward.activation", ACTIVATIONS),
     resid_pdrop=At(0.1, "layers.dropout"),
@@ -59,11 +56,7 @@ DECISION = Table(
     max_ep_len=At(4096, "input.timesteps"),
 )
 NEOX = Table(
-    vocab_size=At(50432, "input.vocab_size"),
-    hidden_size=At(6144, "dim"),
-    num_hidden_layers=At(44, "depth"),
-    num_attention_heads=At(64, "layers.mixer.num_heads"),
-    intermediate_size=At(24576, "layers.feed_forward.hidden_dim"),
+    COMMON,
     hidden_act=At("gelu", "layers.feed_forward.activation", ACTIVATIONS),
     attention_dropout=At(0.0, "layers.mixer.dropout"),
     hidden_dropout=At(0.0, "layers.dropout dropout"),
@@ -76,11 +69,7 @@ NEOX = Table(
     rotary_pct=0.25,
 )
 OPT = Table(
-    vocab_size=At(50272, "input.vocab_size"),
-    hidden_size=At(768, "dim"),
-    num_hidden_layers=At(12, "depth"),
-    num_attention_heads=At(12, "layers.mixer.num_heads"),
-    ffn_dim=At(3072, "layers.feed_forward.hidden_dim"),
+    sizes("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"),
     max_position_embeddings=At(2048, "position.max_length"),
     activation_function=At("relu", "layers.feed_forward.activation", ACTIVATIONS),
     dropout=At(0.1, "layers.dropout dropout"),
@@ -90,10 +79,7 @@ OPT = Table(
     _remove_final_layer_norm=False,
 )
 BLOOM = Table(
-    vocab_size=At(250880, "input.vocab_size"),
-    hidden_size=At(64, "dim"),
-    n_layer=At(2, "depth"),
-    n_head=At(8, "layers.mixer.num_heads"),
+    sizes("vocab_size", "hidden_size", "n_layer", "n_head"),
     layer_norm_epsilon=At(1e-5, "layers.norm.eps"),
     hidden_dropout=At(0.0, "layers.dropout"),
     attention_dropout=At(0.0, "layers.mixer.dropout"),
@@ -102,10 +88,7 @@ BLOOM = Table(
     pretraining_tp=1,
 )
 MPT = Table(
-    vocab_size=At(50368, "input.vocab_size"),
-    d_model=At(2048, "dim"),
-    n_layers=At(24, "depth"),
-    n_heads=At(16, "layers.mixer.num_heads"),
+    sizes("vocab_size", "d_model", "n_layers", "n_heads"),
     expansion_ratio=4,
     resid_pdrop=At(0.0, "layers.dropout"),
     emb_pdrop=At(0.0, "dropout"),
@@ -168,7 +151,7 @@ NEOX_KEYS = KeyMap(
 OPT_KEYS = KeyMap(
     model=(
         *ends_of_model("embed_tokens", "final_layer_norm"),
-        key("position.table", "embed_positions.weight", layout=Behind(2), tensors=("",)),
+        key("position.table", "embed_positions.weight", layout=behind(2), tensors=("",)),
     ),
     layer=_layer_keys(
         "self_attn_layer_norm",

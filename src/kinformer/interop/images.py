@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, model_of
 from kinformer.interop.encoders import ENCODER, PRODUCTS
-from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, key
+from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, OneByOne, key
 from kinformer.interop.settings import PREPROCESSOR, At, Settings, Table, count_classes, labels, read_table
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import JsonObject
@@ -39,29 +39,17 @@ class LeadingTokens(Layout):
         return [row[None] for row in tensor.split(1)]
 
 
-class LeadingTable(Layout):
-    """Their table is [1, rows, dim]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor[0]
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor[None]
+def _to_kernel(tensor: Tensor, layer: ConfigView) -> Tensor:
+    patches = layer["input"]
+    shape = (patches["channels"], patches["patch"], patches["patch"])
+    return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
 
 
-class Kernel(Layout):
-    """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of these]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.flatten(1) if tensor.dim() == 4 else tensor
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        patches = layer["input"]
-        shape = (patches["channels"], patches["patch"], patches["patch"])
-        return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
-
-
-TOKENS, TABLE, KERNEL = LeadingTokens(), LeadingTable(), Kernel()
+TOKENS = LeadingTokens()
+TABLE = OneByOne(lambda tensor, _: tensor[0], lambda tensor, _: tensor[None])
+"""Their table is [1, rows, dim]."""
+KERNEL = OneByOne(lambda tensor, _: tensor.flatten(1) if tensor.dim() == 4 else tensor, _to_kernel)
+"""Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of these]."""
 PROJECTION = key("input.projection", "embeddings.patch_embeddings.projection", layout=KERNEL)
 
 
@@ -119,10 +107,10 @@ def patches(full: Settings, **settings: object) -> ConfigData:
 
 def _pair(full: Settings, name: str) -> list[int]:
     value = full.get(name)
-    values = value if isinstance(value, list) else [value, value]
+    values = full.changed(**{name: value if isinstance(value, list) else [value, value]}).integers(name)
     if len(values) != 2:
         raise full.error(f"{name} is {value!r}, but must be one whole number, or rows and columns.")
-    return [full.changed(**{name: item}).integer(name) for item in values]
+    return values
 
 
 def write_patches(model: ConfigView) -> JsonObject:
@@ -332,7 +320,7 @@ def _swin(full: Settings) -> ConfigData:
     second = full["model_type"] == "swinv2"
     if any(full.get("pretrained_window_sizes") or ()):
         raise full.error("pretrained_window_sizes are not 0; biases of one window only can be imported.")
-    depths, heads = (_whole_numbers(full, name) for name in ("depths", "num_heads"))
+    depths, heads = full.integers("depths"), full.integers("num_heads")
     if len(depths) != len(heads):
         raise full.error(f"depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
     if full.number("layer_norm_eps") != 1e-5:
@@ -366,13 +354,6 @@ def _swin(full: Settings) -> ConfigData:
         for index in range(depth)
     ]
     return model
-
-
-def _whole_numbers(full: Settings, name: str) -> list[int]:
-    values = full[name]
-    if not isinstance(values, list) or not values:
-        raise full.error(f"{name} is {values!r}, but must be a list of whole numbers.")
-    return [full.changed(**{name: value}).integer(name) for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)

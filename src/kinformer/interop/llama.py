@@ -9,7 +9,7 @@ has norms behind sublayers alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,14 @@ from torch import Tensor
 
 from kinformer.interop.architecture import Decoder, Tensors, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import COMMON, CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
 """Gemma's activation."""
 LLAMA = Table(
-    vocab_size=At(None, "input.vocab_size"),
-    hidden_size=At(None, "dim"),
-    intermediate_size=At(None, "layers.feed_forward.hidden_dim"),
-    num_hidden_layers=At(None, "depth"),
-    num_attention_heads=At(None, "layers.mixer.num_heads"),
+    COMMON,
     hidden_act="silu",
     rms_norm_eps=At(1e-6, "layers.norm.eps"),
     max_position_embeddings=2048,
@@ -316,7 +312,7 @@ def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData
 # From our model to settings.
 
 
-def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObject:
+def write_llama(model: ConfigView, *, left_out: Collection[str] = (), **added: object) -> JsonObject:
     """Return the settings of a LLaMA-like model, without the ``left_out`` settings and with the ``added`` ones."""
     layers, mixer = model["layers"], model["layers"][0]["mixer"]
     projection = mixer["projection"].get("inner", mixer["projection"])
@@ -337,19 +333,15 @@ def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObjec
 
 def write_qwen(model: ConfigView, *left_out: str) -> JsonObject:
     """Return the settings of Qwen3 without the ``left_out`` settings."""
-    settings = write_llama(model, "mlp_bias", *left_out)
+    settings = write_llama(model, left_out=("mlp_bias", *left_out))
     return settings | {"use_sliding_window": settings["sliding_window"] is not None, "max_window_layers": 0}
-
-
-def _write_gemma(model: ConfigView) -> JsonObject:
-    return write_llama(model, "mlp_bias", "layer_types", "sliding_window", hidden_act=TANH)
 
 
 def _write_later_gemma(model: ConfigView) -> JsonObject:
     layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
     scalar = score["scale"] ** -2
     scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
-    settings = write_llama(model, "mlp_bias", "hidden_act", hidden_activation=TANH)
+    settings = write_llama(model, left_out=("mlp_bias", "hidden_act"), hidden_activation=TANH)
     settings |= {
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": score.get("cap"),
@@ -365,25 +357,16 @@ def _write_later_gemma(model: ConfigView) -> JsonObject:
     }
 
 
-def _write_llama(model: ConfigView) -> JsonObject:
-    return write_llama(model, "layer_types", "sliding_window")
-
-
-def write_mistral(model: ConfigView) -> JsonObject:
-    """Return the settings of Mistral."""
-    return write_llama(model, "mlp_bias", "attention_bias", "layer_types")
+write_mistral = partial(write_llama, left_out=("mlp_bias", "attention_bias", "layer_types"))
 
 
 def _write_phi3(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
     position = layer["mixer"]["position"]
-    settings = write_llama(model, "mlp_bias", "attention_bias", "layer_types", "head_dim", resid_pdrop=layer["dropout"])
+    left_out = ("mlp_bias", "attention_bias", "layer_types", "head_dim")
+    settings = write_llama(model, left_out=left_out, resid_pdrop=layer["dropout"])
     settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
     return settings | {"original_max_position_embeddings": position["original_length"] or 4096}
-
-
-def _write_qwen2(model: ConfigView) -> JsonObject:
-    return write_qwen(model, "attention_bias")
 
 
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
@@ -397,11 +380,16 @@ BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 """Our sublayers to the names that norms behind them have."""
 PLUS_ONE: dict[str, Any] = {"keys": partial(keys, norm=ONE_PLUS), "required": {"use_bidirectional_attention": False}}
 NO_MLP_BIAS = {"mlp_bias": False}
+WINDOWS = ("layer_types", "sliding_window")
+WRITE_LLAMA = partial(write_llama, left_out=WINDOWS)
+WRITE_GEMMA = partial(write_llama, left_out=("mlp_bias", *WINDOWS), hidden_act=TANH)
 ARCHITECTURES = {
-    "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
+    "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, WRITE_LLAMA, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
-    "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
+    "qwen2": Decoder(
+        "Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, lambda model: write_qwen(model, "attention_bias"), keys
+    ),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
     "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys),
     "granitemoehybrid": Granite(
@@ -410,7 +398,7 @@ ARCHITECTURES = {
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys),
     "olmo2": Decoder("OLMo 2", "rope", "", OLMO, _olmo2, None, keys, required=NO_MLP_BIAS),
     "olmo3": Decoder("OLMo 3", "rope", "", OLMO3, _olmo3, None, keys, required=NO_MLP_BIAS),
-    "gemma": Decoder("Gemma", "rope", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma, **PLUS_ONE),
+    "gemma": Decoder("Gemma", "rope", "GemmaForCausalLM", GEMMA, _gemma, WRITE_GEMMA, **PLUS_ONE),
     "gemma2": Decoder("Gemma 2", "rope", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma, **PLUS_ONE),
     "gemma3_text": Decoder("Gemma 3", "rope", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma, **PLUS_ONE),
 }

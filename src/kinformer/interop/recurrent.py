@@ -49,11 +49,12 @@ from kinformer.interop.key_map import (
     Key,
     KeyMap,
     Layout,
+    OneByOne,
     ends_of_model,
     key,
 )
 from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
-from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table
+from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -75,17 +76,9 @@ QWEN35 = Table(
     layer_types=None,
     **GATED_DELTA,
 )
-DELTA_RULE: ConfigData = {
-    "kind": "linear",
-    "feature_map": {"kind": "unit"},
-    "rule": "delta",
-    "normaliser": "none",
-    "scale": True,
-    "head_norm": "rms",
-    "gate": True,
-    "bias": False,
-}
-"""The settings of gated delta rules that all architectures share."""
+KERNEL: ConfigData = {"kind": "linear", "normaliser": "none", "scale": True, "head_norm": "rms", "bias": False}
+"""The settings of kernel attention that all architectures share."""
+DELTA_RULE: ConfigData = KERNEL | {"feature_map": {"kind": "unit"}, "rule": "delta", "gate": True}
 SHARED_EXPERT = "shared_expert_intermediate_size"
 QWEN3_NEXT = Table(
     QWEN35,
@@ -264,7 +257,7 @@ def _write_hybrid(model: ConfigView) -> JsonObject:
         raise KeyError("softmax" if linear else "linear")
     mixer = {**linear[0], "key_heads": linear[0]["key_heads"] or linear[0]["num_heads"]}
     return {
-        **write_llama({**model, "layers": softmax}, "mlp_bias", "sliding_window"),
+        **write_llama({**model, "layers": softmax}, left_out=("mlp_bias", "sliding_window")),
         **GATED_DELTA.written(mixer),
         "num_hidden_layers": len(model["layers"]),
         "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
@@ -363,21 +356,16 @@ def _kimi(full: Settings) -> ConfigData:
     return model
 
 
-class ByHead(Layout):
-    """Their tensor has any shape; ours is [heads], or [heads, width]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.reshape(layer["mixer"]["num_heads"], -1).squeeze(1)
-
-
+BY_HEADS = OneByOne(lambda tensor, layer: tensor.reshape(layer["mixer"]["num_heads"], -1).squeeze(1))
+"""Their tensor has any shape; ours is [heads], or [heads, width]."""
 KIMI_KERNEL = (
     key("mixer_residual.norm", "input_layernorm"),
     key("feed_forward_residual.norm", "post_attention_layernorm"),
     key("mixer.qkv", *(f"self_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
     key("mixer.convolution", *(f"self_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
     key("mixer.convolution", "self_attn.conv1d", layout=TAPS_JOINED),
-    key("mixer.decay.log_rate", "self_attn.A_log", layout=ByHead(), tensors=("",)),
-    key("mixer.decay.step", "self_attn.dt_bias", layout=ByHead(), tensors=("",)),
+    key("mixer.decay.log_rate", "self_attn.A_log", layout=BY_HEADS, tensors=("",)),
+    key("mixer.decay.step", "self_attn.dt_bias", layout=BY_HEADS, tensors=("",)),
     *(key(f"mixer.decay.{ours}", f"self_attn.f_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
     *(key(f"mixer.gate.{ours}", f"self_attn.g_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
     key("mixer.norm", "self_attn.o_norm"),
@@ -410,9 +398,7 @@ KIMI_PARTS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2
 # Decoders of flash-linear-attention, which are read only.
 
 FLA = Table(
-    vocab_size=At(None, "input.vocab_size"),
-    hidden_size=At(None, "dim"),
-    num_hidden_layers=At(None, "depth"),
+    sizes("vocab_size", "hidden_size", "num_hidden_layers"),
     hidden_ratio=4,
     intermediate_size=None,
     hidden_act="swish",
@@ -446,18 +432,8 @@ SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 
 def _mixer(full: Settings, gate: str, **more: object) -> ConfigData:
     """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
-    heads = full.integer("num_heads")
-    mixer = {
-        "kind": "linear",
-        "num_heads": heads,
-        "normaliser": "none",
-        "scale": True,
-        "head_norm": "rms",
-        "norm_eps": full.number("norm_eps"),
-        "gate": full.switch(gate),
-        "bias": False,
-    }
-    return mixer | more
+    norm_eps = full.number("norm_eps")
+    return KERNEL | {"num_heads": full.integer("num_heads"), "norm_eps": norm_eps, "gate": full.switch(gate)} | more
 
 
 def _widths(full: Settings) -> dict[str, int]:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from math import isfinite, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -117,11 +117,6 @@ def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
     if config.head.kind == HEAD:
         return {"head.classes": classes, "head.multi_label": False}
     return {"head": {"kind": HEAD, "classes": classes}}
-
-
-def several_labels(config: Any) -> bool:
-    """Return whether a text may have several of the classes."""
-    return bool(getattr(config.head, "multi_label", False))
 
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
@@ -332,7 +327,7 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    if several_labels(model.config):
+    if getattr(model.config.head, "multi_label", False):
         raise KinformerError(
             f"{run.folder}: its texts may have several classes, which examples with one label do not measure; predict."
         )
@@ -414,7 +409,8 @@ class TextClassifier(TextReader):
         with torch.inference_mode():
             logits = class_logits(self.model, tokens, valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
-        shares = logits.sigmoid() if several_labels(self.model.config) else logits.softmax(-1)
+        several = getattr(self.model.config.head, "multi_label", False)
+        shares = logits.sigmoid() if several else logits.softmax(-1)
         return [
             _predicted(item, most_probable(row, self.names, self.top_k))
             for (item, _), row in zip(batch, shares, strict=True)
