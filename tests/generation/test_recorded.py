@@ -36,6 +36,7 @@ from .conftest import tiny
 IN_PYTHON = {
     "sparse-transformer": "its pattern is looked up by position",
     "reformer": "its state grows by whole leaves",
+    "path": "its state grows by whole leaves",
     "tensorized": "its state grows by whole leaves",
     "universal": "tokens halt early",
     "depth-adaptive": "tokens leave early",

@@ -19,7 +19,7 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, Pages, Registry, entry_p
 
 _ATTENTION = (
     "softmax", "segment_memory", "compressive", "sinkhorn", "chosen_blocks", "latent", "linear", "recurrent", "buckets",
-    "memorizing", "tensorized", "cross",
+    "memorizing", "tensorized", "cross", "path",
 )  # fmt: skip
 _ENCODERS = ("bidirectional", "encoders", "buckets", "recurrent", "tensorized", "sinkhorn", "convolutions", "windows")
 PAGES: Mapping[str, tuple[str, ...]] = {

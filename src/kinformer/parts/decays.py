@@ -282,6 +282,22 @@ class ScoredConfig(Protocol):
     def decay(self) -> DecayConfig | None: ...
 
 
+def build_head_decay(config: DecayConfig, dim: int, num_heads: int, head_dim: int) -> Decay:
+    """Return a decay with one number a head, which can be added to scores."""
+    decay = config.build(dim, num_heads, head_dim)
+    if decay.by_channel:
+        raise KinformerError(
+            f"the decay {config.kind!r} has a number for every feature, but a score has one for its head; use sigmoid "
+            "with coupled = false, softplus or fixed."
+        )
+    if decay.coupled:
+        raise KinformerError(
+            f"the decay {config.kind!r} is coupled: a key enters a state by it, but softmax attention does not have "
+            "this state; set coupled = false."
+        )
+    return decay
+
+
 def build_score_decay(
     config: ScoredConfig, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
 ) -> Decay | None:
@@ -289,18 +305,8 @@ def build_score_decay(
     scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens have spans."""
     if config.decay is None:
         return None
-    kind, relative = config.decay.kind, position.relative(0, 1)
-    decay = config.decay.build(dim, config.num_heads, head_dim)
-    if decay.by_channel:
-        raise KinformerError(
-            f"the decay {kind!r} has a number for every feature, but a score has one for its head; use sigmoid with "
-            "coupled = false, softplus or fixed."
-        )
-    if decay.coupled:
-        raise KinformerError(
-            f"the decay {kind!r} is coupled: a key enters a state by it, but softmax attention does not have this "
-            "state; set coupled = false."
-        )
+    relative = position.relative(0, 1)
+    decay = build_head_decay(config.decay, dim, config.num_heads, head_dim)
     if score.form != "dot":
         raise KinformerError(
             f"the score {config.score.kind!r} is not a product of a query and a key, to which a decay is added; use "
