@@ -19,6 +19,9 @@ from kinformer.runtime.parsing import JsonObject
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Tensors by their names, ours or those in a folder."""
+Weights: TypeAlias = dict[str, Tensor]
+ConfigFile: TypeAlias = Mapping[str, object] | None
+"""The settings of a ``config.json``."""
 EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
 CAUSAL: Mapping[str, object] = {
     "is_causal": True,
@@ -114,15 +117,11 @@ class Architecture:
         assert self.read is not None
         return self.read(self.complete(config, place))
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` config with the settings that follow from ``tensors`` and other files in ``folder``."""
         return model
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         """Return the weights of our ``model``; ``config``: the ``config.json``.
 
         Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.

@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, ConfigFile, Padding, Tensors, Weights
 from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, ConfigData, ConfigView, Key, KeyMap, behind, key
 from kinformer.interop.settings import CONFIG, DEPTH, At, Settings, Table
 from kinformer.runtime.errors import KinformerError
@@ -284,9 +284,7 @@ class EncoderDecoder(Architecture):
         """Return a tensor's name within its side's key map."""
         return name
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "decoder": {}}
         tables: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -342,9 +340,7 @@ class T5(EncoderDecoder):
         """Return ``name``; the table of all layers stands in the first layer there, and outside the layers here."""
         return re.sub(r"block\.0\.layer\.0\.SelfAttention\.(relative_attention_bias\.weight)$", r"\1", name)
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         tables = [tensors[name] for name in (SHARED, SOURCE, TARGET) if name in tensors]
         output = tensors.get(OUTPUT)
         if output is not None and not any(torch.equal(output, table) for table in tables):
@@ -383,9 +379,7 @@ class Marian(EncoderDecoder):
     def side_keys(self, data: ConfigView, side: str) -> KeyMap:
         return _side_keys(side, left_out=rf"{side}\.embed_positions\.weight")
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` with a bias in its head only where the bias is not zero."""
         bias = tensors.get(BIAS)
         return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}

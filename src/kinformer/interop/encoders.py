@@ -28,8 +28,10 @@ from torch import Tensor
 from kinformer.interop.architecture import (
     ACTIVATIONS,
     Architecture,
+    ConfigFile,
     Padding,
     Tensors,
+    Weights,
     ends_of,
     model_of,
     without_tied_output,
@@ -212,9 +214,7 @@ class TextEncoder(Architecture):
         model = TEXT.fill(model, full)
         return model | {"layers": [layer | {"mixer": mixer | special} for special in self.mixers(full)]}
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` with its head, its special tokens and its types.
 
         One type whose vector is zero stands for no types, as in RoBERTa.
@@ -267,9 +267,7 @@ class TextEncoder(Architecture):
             count = full.count("global_tokens")
         return {"head": head, "global_tokens": count}
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         assert config is not None
         tensors, kind = _plainly(tensors), model["head"]["kind"]
         if not model["input"]["types"]:
@@ -548,9 +546,7 @@ class ModernBert(Architecture):
     kind: str = "encoder"
     causal: bool = False
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model``, with a head for classes of texts where the ``tensors`` have one."""
         if "classifier.weight" not in tensors:
             return model
@@ -573,9 +569,7 @@ class ModernBert(Architecture):
         }
         return {**model, "head": head}
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         weights = super().read_tensors(tensors, model, folder, config)
         return weights | new_head(model) if self.notes(tensors, model, folder) else weights
 

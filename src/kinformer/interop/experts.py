@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import Decoder, Tensors, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.key_map import (
     GATED,
     TRANSPOSED,
@@ -404,9 +404,7 @@ def _glm(full: Settings) -> ConfigData:
 class Predicting(Decoder):
     """A decoder whose files may hold one more layer, which predicts a further token and which no model here has."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         further = _further(tensors, model)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in further}
         return super().read_tensors(tensors, model, folder, config)

@@ -11,14 +11,23 @@ the norm of the input here; its outputs of states and returns are left out, as n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, MASKS, Architecture, Decoder, Padding, Tensors, decoder_of
+from kinformer.interop.architecture import (
+    ACTIVATIONS,
+    MASKS,
+    Architecture,
+    ConfigFile,
+    Decoder,
+    Padding,
+    Tensors,
+    Weights,
+    decoder_of,
+)
 from kinformer.interop.key_map import (
     BY_HEAD,
     QKV,
@@ -300,9 +309,7 @@ class Opt(Decoder):
     """OPT. Vectors of tokens may be narrower than the model, as in OPT-350m. The products that widen and narrow them
     become a part of the embedding and a part of the output matrix, which are not tied here."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         by_name = {name.split("decoder.")[-1]: name for name in tensors}
         if any(name in by_name for name in PROJECTIONS):
             if missing := [name for name in (*PROJECTIONS, TABLE) if name not in by_name]:
@@ -368,9 +375,7 @@ class DecisionTransformer(Architecture):
     of = ""
     reordered = "the normalisation of returns and states is part of its products, so that it takes plain values"
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         others = {name: tensor for name, tensor in tensors.items() if name != POSITIONS}
         weights = super().read_tensors(others, model, folder, config)
         bias, table = weights.get("input.norm.bias"), tensors.get(POSITIONS)

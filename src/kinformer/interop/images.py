@@ -12,7 +12,7 @@ refuses grids of patches below the window that the weights do not fit; ours take
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, model_of
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, ConfigFile, Padding, Tensors, Weights, model_of
 from kinformer.interop.encoders import ENCODER, PRODUCTS
 from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, OneByOne, key
 from kinformer.interop.settings import PREPROCESSOR, At, Settings, Table, count_classes, labels, read_table
@@ -69,9 +69,7 @@ class ImageEncoder(Architecture):
     of = " for image classification"
     reordered = "the patches have three channels, whose mean is read"
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         return {**model, "input": model["input"] | _normalisation(folder, model["input"]["channels"])}
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
@@ -239,9 +237,7 @@ def _deit(full: Settings) -> ConfigData:
 class Vit(ImageEncoder):
     """An encoder of images with a class token: ViT, or DeiT, which also has a distillation token."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         weights = super().read_tensors(tensors, model, folder, config)
         if not {"input.tokens", "input.positions"} <= weights.keys():
             raise KinformerError(
@@ -360,9 +356,7 @@ def _swin(full: Settings) -> ConfigData:
 class Swin(ImageEncoder):
     """Swin, whose layers are numbered in each stage, and here through all stages."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         depths, flat = model["stack"]["depths"], {}
         for name, tensor in tensors.items():
             block = re.fullmatch(r"((?:swin|swinv2)\.|)encoder\.layers\.([0-9]{1,5})\.blocks\.([0-9]{1,5})\.(.+)", name)

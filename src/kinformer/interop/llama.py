@@ -14,9 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from kinformer.interop.architecture import Decoder, Tensors, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
 from kinformer.interop.settings import COMMON, CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
@@ -174,9 +172,7 @@ def _granite_hybrid(full: Settings) -> ConfigData:
 class Granite(Decoder):
     """Granite, whose multipliers of embeddings, sublayers and logits become a part of the weights."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         weights, full = (
             super().read_tensors(tensors, model, folder, config),
             self.complete(config or {}, folder / CONFIG),

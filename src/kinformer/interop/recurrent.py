@@ -19,9 +19,7 @@ from functools import partial
 from pathlib import Path
 from reprlib import repr as excerpt
 
-from torch import Tensor
-
-from kinformer.interop.architecture import Decoder, Tensors, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.experts import (
     DEEPSEEK_V3,
     QWEN_EXPERTS,
@@ -386,9 +384,7 @@ def _kimi_keys(layer: ConfigView) -> tuple[Key, ...]:
 class KimiLinear(Decoder):
     """Kimi Linear, whose files have the names of its authors or of transformers."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         plain = {
             ".".join(KIMI_PARTS.get(part, part) for part in name.split(".") if part != "forget_gate"): tensor
             for name, tensor in tensors.items()
