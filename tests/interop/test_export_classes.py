@@ -409,7 +409,7 @@ REFUSED = {
     "weights": (
         "linformer",
         {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "output_attentions": True},
-        "the mixer 'linformer' has no probabilities .its keys are summaries, not tokens.",
+        "the mixer 'linformer' does not compute probabilities .its keys are summaries, not tokens.",
     ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
@@ -470,13 +470,15 @@ def test_attention_weights_are_those_of_transformers(name, tmp_path):
         written = {"max_new_tokens": 2, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
         prompt = inputs["input_ids"][:1]
         assert len(pair.ours.generate(prompt, **written, use_cache=False).attentions) == 2
-        with pytest.raises(KinformerError, match="a cache holds no weights; give whole texts, use_cache=False"):
+        with pytest.raises(KinformerError, match="a cache does not hold weights; give whole texts, use_cache=False"):
             pair.ours.generate(prompt, **written)
 
 
 def test_weights_of_a_recurrence_are_refused(pairs):
     pair = pairs("gated-deltanet")
-    with pytest.raises(KinformerError, match="the mixer 'linear' has no probabilities .implied by kernel attention"):
+    with pytest.raises(
+        KinformerError, match="the mixer 'linear' does not compute probabilities .implied by kernel attention"
+    ):
         pair.theirs(**pair.inputs(), output_attentions=True)
 
 

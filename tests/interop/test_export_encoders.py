@@ -152,6 +152,15 @@ def test_the_ends_of_answers_go_in_and_out(model_type, tmp_path, capsys):
         assert_close(mine.end_logits, theirs.end_logits, 1e-5)
 
 
+def test_a_model_of_answers_does_not_fill_masks(tmp_path):
+    run = saved_run("bert", tmp_path / "run", head={"kind": "span"})
+    with pytest.raises(KinformerError, match="lacks a tokenizer, a mask token or a head for masked tokens"):
+        list(kinformer.predict(run, ["a [MASK] text"]))
+    (tmp_path / "text.txt").write_text("a text of some words\n" * 300)
+    with pytest.raises(KinformerError, match="the head 'span' does not predict masked tokens"):
+        kinformer.evaluate(run, data=tmp_path / "text.txt", quiet=True)
+
+
 SEVERAL = {"head": {"kind": "classification", "classes": 3, "multi_label": True}}
 
 

@@ -301,7 +301,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         hooks = ExitStack()
         if self._shows("output_attentions", options.get("output_attentions")):
             if past:
-                raise KinformerError("output_attentions: a cache holds no weights; give whole texts, use_cache=False.")
+                raise KinformerError(
+                    "output_attentions: a cache does not hold weights; give whole texts, use_cache=False."
+                )
             for layer in self.model.stack.layers:
                 mixer = getattr(layer, "mixer", layer)
                 keep = mixer.register_forward_pre_hook(
@@ -327,7 +329,9 @@ def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None
         mixer.train(training)
     if reason:
         kind = getattr(getattr(mixer, "config", None), "kind", type(mixer).__name__)
-        raise KinformerError(f"output_attentions: the mixer {kind!r} has no probabilities ({reason}); leave it out.")
+        raise KinformerError(
+            f"output_attentions: the mixer {kind!r} does not compute probabilities ({reason}); leave it out."
+        )
     weights = read.weights[..., -time:, -time:]  # behind a global input
     if valid is not None:
         rows = left_align(valid)

@@ -65,7 +65,7 @@ def _transpose(tensor: Tensor, layer: ConfigView) -> Tensor:
 
 SAME = OneByOne()
 TRANSPOSED = OneByOne(_transpose, _transpose)
-"""Their products are [in, out], ours [out, in], or those of experts the other way round."""
+"""Their products are [in, out], ours [out, in]; products of experts are the other way round."""
 ONE_PLUS = OneByOne(lambda tensor, _: 1 + tensor, lambda tensor, _: tensor - 1)
 """Their norm multiplies by 1 + w, ours by w."""
 

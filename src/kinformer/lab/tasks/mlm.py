@@ -179,6 +179,8 @@ def masking_of(config: ModelConfig, tokenizer: Tokenizer | None, options: MlmOpt
     mask = mask_token_of(config)
     if mask is None:
         raise KinformerError("this model does not have a mask token; give one, as in `set` input.mask_token=103.")
+    if hasattr(config.head, "classes"):
+        raise KinformerError(f"the head {config.head.kind!r} does not predict masked tokens; use kinformer.load.")
     assert tokenizer is not None
     special = {token for token in (mask, *ends_of(config)) if token is not None}
     usual = ordinary(tokenizer.vocab_size, special)
@@ -576,8 +578,8 @@ class MaskFiller:
     def __init__(self, subject: LoadedRun, mark: str, top_k: int) -> None:
         self.run, self.model, self.mark, self.top_k = subject.run, subject.model, mark, top_k
         tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
-        if tokenizer is None or self.mask is None:
-            raise KinformerError(f"{subject.run.folder}: does not have a tokenizer or a mask token.")
+        if tokenizer is None or self.mask is None or hasattr(subject.model.config.head, "classes"):
+            raise KinformerError(f"{subject.run.folder}: lacks a tokenizer, a mask token or a head for masked tokens.")
         self.tokenizer = tokenizer
         self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
 
