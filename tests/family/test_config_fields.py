@@ -197,6 +197,7 @@ UNSEEN = {
     "form": "the same",
     "balance": "what the trainer adds to the loss",
     "bias_rate": "what the trainer does between its steps",
+    "multi_label": "what probabilities and losses are made of the logits",
     "checkpoint": "what is kept between forward and backward, not what is computed",
     "recompute": "the same",
     "stochastic_depth": "what training drops (tests/stacks/test_stochastic_depth.py)",
