@@ -192,7 +192,7 @@ UNSEEN = {
     ): "the parts of one pattern are told by one config, and the local one is the segment",
     ("patches", "size"): "the size that images are brought to; positions, which would be learned for it, are not",
     ("tiles", "size"): "the same",
-    ("policy_and_value", "policy"): "the head of an answer is the same product as that of two actions",
+    "policy": "the head of an answer is the same product as that of two actions",
     ("tiles", "encoder"): "what is dropped out where it learns is not while it is frozen",
     "impl": "implementations give the same",
     "form": "the same",
