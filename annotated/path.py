@@ -114,9 +114,10 @@ class Attention(nn.Module):
 
 # ## Costs, and when to take it
 #
-# Scores cost about twice the products of plain attention: $Q K^T$ and $Q W^T Z$, and $W K^T$ for the coefficients. A
-# generated token reads and writes every key, where plain attention only reads them. Keys and values of all tokens are
-# stored, as in plain attention; our keys are float32, because each is changed once for every later token.
+# In blocks, earlier keys cost three products where plain attention has two: the scores, the sum of values, and the keys
+# behind the block. The backward pass of the library computes scores again. A generated token reads and writes every
+# key, where plain attention only reads them. Keys and values of all tokens are stored, as in plain attention; our keys
+# are float32, because each is changed once for every later token.
 #
 # With $\beta = 0$ the layer is exact softmax attention without positions.
 #

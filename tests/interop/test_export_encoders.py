@@ -154,7 +154,7 @@ def test_the_ends_of_answers_go_in_and_out(model_type, tmp_path, capsys):
 
 def test_a_model_of_answers_does_not_fill_masks(tmp_path):
     run = saved_run("bert", tmp_path / "run", head={"kind": "span"})
-    with pytest.raises(KinformerError, match="lacks a tokenizer, a mask token or a head for masked tokens"):
+    with pytest.raises(KinformerError, match="lacks a mask token or a head for masked tokens"):
         list(kinformer.predict(run, ["a [MASK] text"]))
     (tmp_path / "text.txt").write_text("a text of some words\n" * 300)
     with pytest.raises(KinformerError, match="the head 'span' does not predict masked tokens"):

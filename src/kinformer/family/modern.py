@@ -129,7 +129,7 @@ PATH = Member(
     exact_limit="with beta 0 it is exact attention without positions",
     parity=("the recurrence of section 3.1, key by key, in float64 (tests/mixers/test_path.py)",),
     use_when="the text decides what lies between two tokens: state tracking, variables that change, code",
-    avoid_when="speed counts: a token changes every key, and scores cost about twice as much as in softmax attention",
+    avoid_when="speed counts: a token changes every key, and the backward pass computes scores again",
     recipes={
         **sizes(_PATH),
         "fox": Recipe(256, 4, 4, _PATH, _PATH_FOX),

@@ -3,13 +3,15 @@
     H_s = I - beta_s w_s w_s^T,        score_ij = q_i^T H_i H_(i-1) ... H_(j+1) k_j
 
 (Yang et al. 2025, arXiv 2505.16381, section 3.1). :func:`reference` multiplies every earlier key by H_i for every token
-i: k_j <- H_i k_j. :func:`householder_attention` takes blocks of tokens, with the product of a block in its WY form
-(section 3.3). With W, K, Q, beta of a block, N = [keys before the block; K], and A = tril(W W^T, -1),
+i: k_j <- H_i k_j. :func:`householder_attention` takes blocks of tokens. The product of a block
+has a WY form (section 3.3): with W, K, Q and beta of a block, the keys N before it, and
 
-    Z = (I + diag(beta) A)^-1 diag(beta) M,      M_rj = w_r . N_j where r stands behind j, otherwise 0
-    scores = Q N^T - tril(Q W^T) Z,              N <- N - Z^T W
+    T = (I + diag(beta) tril(W W^T, -1))^-1 diag(beta),    G = tril(Q W^T) T,    M = tril(W K^T, -1)
 
-so that the keys N behind the block have passed through the matrices of all tokens up to its end.
+    scores with N: (Q - G W) N^T      with K: tril(Q K^T) - G M
+    keys after the block: N (I - W^T T^T W),  K - M^T T^T W
+
+so that keys before the block cost three products with N, where plain attention has two.
 """
 
 from __future__ import annotations
@@ -82,21 +84,28 @@ def _block(tokens: Tokens, keys: Tensor, v: Tensor, sums: Tensor | None) -> tupl
     """Return the outputs of one block, and the keys up to its end in the dtype of ``keys``."""
     dtype = keys.dtype
     q, k, w, beta = (leaf.to(dtype) for leaf in tokens[:-1])
-    before, time = keys.shape[2], k.shape[2]
-    keys = torch.cat([keys, k], dim=2)
-    q = q.unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, group, time, width]
+    before, time, width = keys.shape[2], *k.shape[2:]
+    q = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, time, width]
     beta = beta.unsqueeze(-1)
-    # The row of a token r and the column of a key j: r must stand behind j.
-    erased = (w @ keys.mT).tril(before - 1)
-    system = torch.eye(time, dtype=dtype, device=keys.device) + beta * (w @ w.mT).tril(-1)
-    z = torch.linalg.solve_triangular(system, beta * erased, upper=False, unitriangular=True)
-    scores = q @ keys.mT.unsqueeze(2) - (q @ w.mT.unsqueeze(2)).tril() @ z.unsqueeze(2)
+    identity = torch.eye(max(time, width), dtype=dtype, device=k.device)
+    system = identity[:time, :time] + beta * (w @ w.mT).tril(-1)
+    t = torch.linalg.solve_triangular(system, beta * identity[:time, :time], upper=False, unitriangular=True)
+    g = (q @ w.mT.unsqueeze(2)).tril() @ t.unsqueeze(2)
+    m, tw = (w @ k.mT).tril(-1), t.mT @ w
+
+    scores = q @ k.mT.unsqueeze(2) - g @ m.unsqueeze(2)
+    if before:
+        scores = torch.cat([(q - g @ w.unsqueeze(2)) @ keys.mT.unsqueeze(2), scores], dim=-1)
     if sums is not None:
         fading = sums[:, :, before:] - sums.mT  # in float64: sums grow with the text, their differences do not
-        scores = scores + fading.to(dtype).unflatten(1, (keys.shape[1], -1))
-    place = torch.arange(before + time, device=keys.device)
+        scores = scores + fading.to(dtype).unflatten(1, (k.shape[1], -1))
+    place = torch.arange(before + time, device=k.device)
     distance = place[before:, None] - place
     visible = (distance >= 0) & (distance <= tokens.positions[..., None])
     weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
     y = weights.to(v.dtype) @ v.unsqueeze(2)
-    return y.flatten(1, 2), keys - z.mT @ w
+    if 2 * time < width:
+        keys = keys - (keys @ w.mT) @ tw
+    else:
+        keys = keys @ (identity[:width, :width] - w.mT @ tw)
+    return y.flatten(1, 2), torch.cat([keys, k - m.mT @ tw], dim=2)

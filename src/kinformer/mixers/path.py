@@ -77,9 +77,6 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         decay: DecayConfig | None = None
         bias: bool = True  # of the output projection
 
-        def build(self, dim: int) -> PathAttention:
-            return PathAttention(self, dim)
-
     growth = "linear"
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -153,6 +150,4 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         return unit_vectors(w), recent
 
 
-PARTS = {
-    "PathAttention": PathAttention.Config,
-}
+PARTS = {"PathAttention": PathAttention.Config}

@@ -35,12 +35,12 @@ from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions, TraceOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
-from kinformer.models.encoder_decoder import EncoderDecoder
+from kinformer.models.encoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Universal
 
 Mixer: TypeAlias = CausalMixer | EncoderMixer
 
@@ -195,14 +195,14 @@ def _read(run: Run, stack: Stack, ids: Tensor, options: TraceOptions, hidden: Re
     taps = result[-1]
     require_finite(all(bool(tap.isfinite().all()) for tap in taps))
     calls = [call for call in records.calls if stack.order[call.use] + 1 in layers]
-    steps = torch.stack([item[0].cpu() for item in records.running]).sum(0) if records.running else None
+    running = [item[0].cpu() for item in records.running]
     return Reading(
         ids=ids[0].cpu(),
         tokens=tuple(labels(run, run.config, ids[0].tolist())),
         hidden_states=tuple(tap[0].float().cpu() for tap in taps),
         attention=tuple(_attention(stack, call, options.heads, prefix) for call in calls),
         exits=records.exits[0] if records.exits else None,
-        steps=steps,
+        steps=torch.stack(running).sum(0) if running else None,
     )
 
 
@@ -291,15 +291,12 @@ def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[in
     valid = [str(number) for number in range(1, highest + 1)]
     for part in parts:
         if part not in valid:
-            raise KinformerError(
-                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
-            )
+            raise KinformerError(f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some.")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
-    """Return the buckets of the heads ``index``, -1 for heads without buckets; heads with buckets are the last
-    heads."""
+    """Return the buckets of the heads ``index``; only the last heads have buckets, and the others get -1."""
     if buckets is None:
         return None
     return torch.cat([buckets.new_full((heads - len(buckets), *buckets.shape[1:]), -1), buckets])[index]
@@ -365,9 +362,8 @@ def write(traced: Trace, path: Path) -> None:
         page = _page(traced)
         write_atomic(path, lambda target: target.write_text(page, encoding="utf-8"))
         return
-    arrays: dict[str, Any] = {
-        name: value for reading in readings(traced) for name, value in _arrays(reading, reading is not traced)
-    }
+    parts = [(reading, "encoder, " if reading is not traced else "") for reading in readings(traced)]
+    arrays: dict[str, Any] = {name: value for reading, before in parts for name, value in _arrays(reading, before)}
 
     def save(target: Path) -> None:
         with target.open("wb") as file:
@@ -381,9 +377,8 @@ def readings(traced: Trace) -> list[Reading]:
     return [traced] if traced.source is None else [traced.source, traced]
 
 
-def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(reading: Reading, before: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of a reading by name, as in "layer 1/weights"."""
-    before = "encoder, " if of_source else ""
     for name in ("ids", "exits", "steps"):
         if (value := getattr(reading, name)) is not None:
             yield before + name, value.numpy()
@@ -396,10 +391,8 @@ def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray
 
 
 def _page(traced: Trace) -> str:
-    """Return the page, whose data are ``readings`` (name, tokens, exits, steps) and ``places`` (see ``_place``).
-
-    Tokens may come from untrusted text, so the page escapes tokens.
-    """
+    """Return the page, whose data are ``readings`` (name, tokens, exits, steps) and ``places`` (see ``_place``). Tokens
+    may come from untrusted text, so the page escapes tokens."""
     if find_spec("jinja2") is None:
         raise KinformerError("pages need jinja2, which is not installed; pip install 'kinformer[plot]' gets it.")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -407,10 +400,9 @@ def _page(traced: Trace) -> str:
 
     several = readings(traced)
     names = ["Text"] if len(several) == 1 else ["Source", "Target"]
+    pairs = zip(names, several, strict=True)
     data = {
-        "readings": [
-            {"name": name} | _plain(item, "tokens", "exits", "steps") for name, item in zip(names, several, strict=True)
-        ],
+        "readings": [{"name": name} | _plain(item, "tokens", "exits", "steps") for name, item in pairs],
         "places": [_place(item, number) for number, reading in enumerate(several) for item in reading.attention],
     }
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
@@ -423,10 +415,7 @@ def _page(traced: Trace) -> str:
 
 
 def _place(item: AttentionTrace, reading: int) -> dict[str, object]:
-    """Return the data of one mixer for the page.
-
-    The weights are int16 [heads, queries, count] in steps of ``unit``, deflated, in base64.
-    """
+    """Return the data of one mixer for the page: weights as int16 in steps of ``unit``, deflated, in base64."""
     facts = _plain(item, "place", "mixer", "heads", "note", "keys", "implied")
     facts |= {"reading": reading} | _plain(item, "buckets", "spans")
     if item.weights is None:
@@ -448,8 +437,7 @@ def _plain(item: Reading | AttentionTrace, *names: str) -> dict[str, object]:
 
 
 def facts_of(traced: Trace) -> dict[str, object]:
-    """Return a trace without its tensors as JSON-ready data: tokens, exits, steps, and the mean distance and the
-    perplexity of each head."""
+    """Return a trace without its tensors as JSON-ready data, with the mean distance and the perplexity of each head."""
     facts: dict[str, object] = {"title": traced.title}
     for name, reading in zip(("source", "text") if traced.source else ("text",), readings(traced), strict=True):
         attention = [_facts(item) for item in reading.attention]
@@ -489,8 +477,7 @@ def _listed(values: Tensor) -> str:
 
 
 def mean_distance(weights: Tensor) -> Tensor:
-    """Return the mean distance in tokens from a query to its keys, [heads], weighted by the magnitudes of ``weights``
-    [heads, queries, keys]."""
+    """Return the mean distance in tokens from a query to its keys, [heads], weighted by the size of the weights."""
     _, queries, keys = weights.shape
     away = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().to(weights.dtype)
     size = weights.abs()
@@ -498,11 +485,9 @@ def mean_distance(weights: Tensor) -> Tensor:
 
 
 def perplexity(weights: Tensor) -> Tensor:
-    """Return the mean effective number of keys of a head's queries, [heads].
-
-    A row of ``weights`` [heads, queries, keys] is scaled so that its magnitudes sum to 1. Its effective number of keys
-    is 2 to the power of its entropy in bits.
-    """
+    """Return the mean effective number of keys of a head's queries, [heads]. A row of ``weights`` [heads, queries,
+    keys] is scaled so that its magnitudes sum to 1. Its effective number of keys is 2 to the power of its entropy in
+    bits."""
     size = weights.abs()
     total = size.sum(-1, keepdim=True)
     shares = size / total.clamp_min(1e-12)
