@@ -176,8 +176,8 @@ class SpanHead(HeadConfig):
     kind = "span"
     classes: ClassVar[int] = 2
 
-    def build(self, dim: int, input: Input) -> TokenClassificationHead:
-        return TokenClassificationHead(TokenClassificationHead.Config(classes=self.classes), dim)
+    def build(self, dim: int, input: Input) -> LinearHead:
+        return LinearHead(dim, self.classes)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
