@@ -30,6 +30,12 @@ HYBRID = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
 KINDS: dict[str, tuple[str, dict]] = {
     "gpt2": (
         "GPT2",
@@ -137,6 +143,20 @@ KINDS: dict[str, tuple[str, dict]] = {
         {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
         | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5},
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 4}
+        | {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_hidden_layers": 3}
+        | {"n_group": 4, "topk_group": 2, "linear_head_dim": 8, "linear_num_heads": 2, "initializer_range": 0.1}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "granite": ("Granite", MULTIPLIED | {"attention_bias": True, "tie_word_embeddings": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        MULTIPLIED
+        | {"num_local_experts": 0, "shared_intermediate_size": 24, "layer_types": ["full_attention"] * 3}
+        | {"position_embedding_type": "rope", "rope_parameters": ROPE, "mamba_n_heads": 8},
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
@@ -173,9 +193,11 @@ UNKNOWN = {
 MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5Text": "Qwen3_5ForCausalLM"}
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
-EXPERTS = ("mixtral", "glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
+EXPERTS = ("mixtral", "glm4_moe", "kimi_linear", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
+GRANITES = ("granite", "granitemoehybrid")
 IMPORTED_ONLY = (
     *EXPERTS,
+    *GRANITES,
     "phi3",
     "smollm3",
     "olmo2",

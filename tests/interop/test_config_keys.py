@@ -36,6 +36,11 @@ INERT = {
     "encoder_stride out_features out_indices problem_type num_mtp_layers",
 }
 """Keys that cannot change the outputs of what is imported, by their reason."""
+MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), "a part of weights")
+MAMBA = (
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
+    "mamba_conv_bias mamba_proj_bias time_step_limit"
+)
 UNREAD = {
     "deepseek_v2": {"head_dim": "transformers overwrites it"},
     **dict.fromkeys(
@@ -44,10 +49,17 @@ UNREAD = {
     ),
     "mt5": {"tie_word_embeddings": "whether the tables differ tells"},
     "umt5": {"tie_word_embeddings": "transformers overwrites it"},
+    "kimi_linear": {"head_dim": "transformers overwrites it"},
+    "granite": MULTIPLIERS,
+    "granitemoehybrid": MULTIPLIERS
+    | dict.fromkeys(("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"), "experts are refused")
+    | dict.fromkeys(("layers_block_type", "num_hidden_layers"), "layer_types is refused where it differs")
+    | dict.fromkeys(MAMBA.split(), "layers of Mamba-2 are refused"),
     "decision_transformer": {"vocab_size": "no ids are read", "max_position_embeddings": "one row is read"},
     "gpt_neox": {"rope_theta": "transformers reads rotary_emb_base"},
     **dict.fromkeys(("swin", "swinv2"), {"num_hidden_layers": "transformers overwrites it"}),
 }
+DENSE = {"layer_types": ["full_attention"] * 32, "num_local_experts": 0}
 BASES = {
     "qwen2": [{"use_sliding_window": True, "num_hidden_layers": 40}],
     "smollm3": [{"use_sliding_window": True, "sliding_window": 4}],
@@ -60,6 +72,8 @@ BASES = {
     ],
     "deepseek_v3": [{"n_group": 1}, {"n_group": 4, "topk_group": 2}, {"n_group": 1, "num_key_value_heads": None}],
     "bloom": [{"pretraining_tp": 2}, {"slow_but_exact": True}],
+    "granitemoehybrid": [DENSE | {"position_embedding_type": "rope"}, DENSE],
+    "kimi_linear": [{}, {"num_expert_group": 4, "topk_group": 2}, {"num_key_value_heads": None}],
     "mbart": [{"decoder_start_token_id": 5}],
     "marian": [{}, {"share_encoder_decoder_embeddings": False}],
     "deit": [{"architectures": ["DeiTForImageClassification"]}],

@@ -322,7 +322,10 @@ def test_tensors_are_refused(more, message, folder):
     [
         ({"id2label": {"0": "LABEL_0"}}, "the head has 1 class, so it predicts a number"),
         ({"num_labels": 1}, "the head has 1 class, so it predicts a number"),
-        ({"problem_type": "multi_label_classification"}, "only classes that exclude each other"),
+        (
+            {"problem_type": "regression"},
+            "problem_type is .regression., but only single_label_classification, multi_label",
+        ),
     ],
 )
 def test_a_head_that_does_not_choose_a_class_is_refused(settings, message, folder):

@@ -9,11 +9,13 @@ import sys
 import pytest
 import torch
 import transformers
+from transformers import BertForQuestionAnswering, GPT2LMHeadModel
 
 import kinformer
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
 from kinformer.generation.beam import Search, beam_search
+from kinformer.interop import auto
 from kinformer.interop.auto import CACHE
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.run import open_run
@@ -380,13 +382,13 @@ def test_the_command_says_what_it_will_be_and_writes_a_card(name, pairs, tmp_pat
 
 
 def test_a_class_of_another_use_refuses_the_folder(pairs):
-    from kinformer.interop import auto
-
     config = auto.KinformerConfig.from_pretrained(pairs("linformer").done.folder)
     with pytest.raises(KinformerError, match="no CausalLM; load it by AutoModelForMaskedLM"):
         auto.KinformerForCausalLM(config)
     for one in auto.CLASSES:
-        assert one.__name__ == f"KinformerFor{one.use}" and "labels" in inspect.signature(one.forward).parameters
+        assert one.__name__ == f"KinformerFor{one.use}" and {"labels", "start_positions"} & {
+            *inspect.signature(one.forward).parameters
+        }
 
 
 @pytest.mark.parametrize(("member", "use"), {"decision": "steps"}.items())
@@ -407,7 +409,7 @@ REFUSED = {
     "weights": (
         "linformer",
         {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "output_attentions": True},
-        "are not computed",
+        "the mixer 'linformer' does not compute probabilities .its keys are summaries, not tokens.",
     ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
@@ -424,6 +426,60 @@ REFUSED = {
 def test_calls_that_cannot_be_are_one_sentence(name, inputs, message, pairs):
     with pytest.raises(KinformerError, match=message):
         pairs(name).theirs(**inputs)
+
+
+class AsOurs:
+    """A model of transformers with eager attention, and the same model in our class for other compositions."""
+
+    def __init__(self, theirs, folder, use):
+        theirs.eval().save_pretrained(folder / "theirs")
+        run = kinformer.import_checkpoint(folder / "theirs", folder / "run").run
+        self.theirs, config = theirs, auto.KinformerConfig(to_dict(run.config), run.member)
+        self.ours = getattr(auto, f"KinformerFor{use}")(config).eval()
+        self.ours.model.load_state_dict(kinformer.load(run.folder).state_dict())
+
+
+ATTENDED = {
+    "gpt2": ("CausalLM", GPT2LMHeadModel, {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 30}),
+    "bert": (
+        "QuestionAnswering", BertForQuestionAnswering,
+        {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+@torch.no_grad()
+def test_attention_weights_are_those_of_transformers(name, tmp_path):
+    use, model, sizes = ATTENDED[name]
+    torch.manual_seed(0)
+    config = model.config_class(vocab_size=61, attn_implementation="eager", initializer_range=0.3, **sizes)
+    pair = AsOurs(model(config), tmp_path, use)
+    valid = torch.arange(9) < torch.tensor([9, 5])[:, None]
+    inputs = {"input_ids": torch.randint(1, 61, (2, 9)), "attention_mask": valid.long(), "output_attentions": True}
+    ours, theirs = (one(**inputs).attentions for one in (pair.ours, pair.theirs))
+    both = valid[:, None, :, None] & valid[:, None, None]
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other.masked_fill(~both, 0), 1e-5)
+    assert pair.ours(input_ids=inputs["input_ids"]).attentions is None
+    if use == "CausalLM":
+        left = {"input_ids": inputs["input_ids"].flip(1), "attention_mask": valid.flip(1).long()}
+        moved = pair.ours(**left, output_attentions=True).attentions[0]
+        alone = pair.ours(left["input_ids"][1:, 4:], output_attentions=True).attentions[0]
+        assert_close(moved[1:, :, 4:, 4:], alone, 1e-5)
+        written = {"max_new_tokens": 2, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
+        prompt = inputs["input_ids"][:1]
+        assert len(pair.ours.generate(prompt, **written, use_cache=False).attentions) == 2
+        with pytest.raises(KinformerError, match="a cache does not hold weights; give whole texts, use_cache=False"):
+            pair.ours.generate(prompt, **written)
+
+
+def test_weights_of_a_recurrence_are_refused(pairs):
+    pair = pairs("gated-deltanet")
+    with pytest.raises(
+        KinformerError, match="the mixer 'linear' does not compute probabilities .implied by kernel attention"
+    ):
+        pair.theirs(**pair.inputs(), output_attentions=True)
 
 
 WITH_IDS = ("linformer", "etc of classes", "gated-deltanet")
@@ -513,6 +569,25 @@ def test_a_pipeline_reads_images_for_a_model_of_one_channel(tmp_path):
     pipe = transformers.pipeline("image-classification", model=str(done.folder), trust_remote_code=True, device="cpu")
     answers = pipe(image.effect_noise((40, 30), 80))
     assert len(answers) == 4
+
+
+def test_a_pipeline_reads_colours_for_a_native_model_of_one_channel(tmp_path):
+    """It has three channels there, whose mean it reads, with the normalisation of one."""
+    image = pytest.importorskip("PIL.Image")
+    one = {"input.channels": 1, "input.mean": [0.3], "input.std": [0.4], "head.classes": 4}
+    run = saved_run("vit", tmp_path / "run", **one)
+    done = kinformer.export(run, tmp_path / "exported")
+    assert done.native
+    answers = transformers.pipeline("image-classification", model=str(done.folder), device="cpu", top_k=4)(
+        image.effect_noise((32, 32), 80)
+    )
+    assert len(answers) == 4
+    pixels, model = torch.rand(2, 3, 32, 32), transformers.AutoModelForImageClassification.from_pretrained(done.folder)
+    with torch.no_grad():
+        theirs = model.eval()(pixel_values=(pixels - 0.3) / 0.4).logits
+        assert_close(theirs, kinformer.load(run)(pixels.mean(1, keepdim=True)), 1e-5)
+        kinformer.import_checkpoint(done.folder, tmp_path / "again")
+        assert_close(kinformer.load(tmp_path / "again")(pixels), theirs, 1e-5)
 
 
 SWIGLU = {

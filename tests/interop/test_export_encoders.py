@@ -9,11 +9,13 @@ import transformers
 import kinformer
 from kinformer.core.config import to_dict
 from kinformer.family.build import configure
+from kinformer.interop import auto
 from kinformer.interop.architecture import Padding
 from kinformer.interop.writing import native_form
 from kinformer.lab.data import ByteTokenizer
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.table import task_of
+from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import Peer, assert_close, imported
 from tests.interop.test_export import assert_same_weights, save_run
 from tests.interop.test_images import MEMBERS as OF_PEERS
@@ -91,15 +93,20 @@ def test_members_that_are_architectures(name, tmp_path):
     assert_same_config(run, tmp_path / "again")
 
 
+def add_tokenizer(peer, model_type):
+    """A tokenizer with the padding token, by whose id RoBERTa and Longformer count positions."""
+    if model_type in ("roberta", "longformer"):
+        names = ["<s>", "<pad>", "</s>", "<mask>"]
+        added = [{"id": number, "content": text, "special": True} for number, text in enumerate(names)]
+        tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        (peer.folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 @pytest.mark.parametrize("kind", ["ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"])
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "longformer", "big_bird"])
 def test_an_architecture_of_transformers_leaves_as_it_came(model_type, kind, tmp_path):
     peer = Peer(tmp_path / "peer", model_type, kind)
-    ids = {f"{text}": number for number, text in enumerate(["<s>", "<pad>", "</s>", "<mask>"])}
-    if model_type in ("roberta", "longformer"):
-        added = [{"id": number, "content": text, "special": True} for text, number in ids.items()]
-        tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": {}, "merges": []}}
-        (peer.folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    add_tokenizer(peer, model_type)
     imported(peer.folder, tmp_path / "run")
     done = kinformer.export(tmp_path / "run", tmp_path / "exported")
     assert (done.model_type, done.model_class) == (model_type, type(peer.model).__name__)
@@ -112,6 +119,68 @@ def test_an_architecture_of_transformers_leaves_as_it_came(model_type, kind, tmp
     kinformer.import_checkpoint(done.folder, tmp_path / "again")
     assert_same_weights(tmp_path / "run", tmp_path / "again")
     assert_same_config(tmp_path / "run", tmp_path / "again")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "longformer"])
+@torch.no_grad()
+def test_the_ends_of_answers_go_in_and_out(model_type, tmp_path, capsys):
+    peer = Peer(tmp_path / "peer", model_type, "ForQuestionAnswering")
+    add_tokenizer(peer, model_type)
+    ours = imported(peer.folder, tmp_path / "run")
+    done = kinformer.export(tmp_path / "run", tmp_path / "exported")
+    assert (done.model_type, done.model_class) == (model_type, type(peer.model).__name__)
+    tokens, valid, types = peer.texts()
+    inputs = {"input_ids": tokens, "attention_mask": valid.long(), "token_type_ids": types}
+    kinds = {}
+    if model_type == "longformer":
+        kinds = {"kinds": (torch.arange(tokens.shape[1]) < 3).long().expand_as(tokens)}
+        inputs["global_attention_mask"] = kinds["kinds"]
+        assert "makes the tokens of a question global" in capsys.readouterr().err
+    want, got = peer.model(**inputs), loaded(done)(**inputs)
+    for number, name in enumerate(("start_logits", "end_logits")):
+        assert_close(got[name][valid], want[name][valid], 1e-6)
+        assert_close(ours(tokens, valid=valid, types=types, **kinds)[..., number][valid], want[name][valid], 1e-5)
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert_same_weights(tmp_path / "run", tmp_path / "again")
+    if model_type == "bert":  # in the class of other compositions, with the loss
+        config = auto.KinformerConfig(to_dict(open_run(tmp_path / "run").config), "bert")
+        model = auto.KinformerForQuestionAnswering(config).eval()
+        model.model.load_state_dict(ours.state_dict())
+        places = {"start_positions": torch.tensor([3, 0, 5]), "end_positions": torch.tensor([9, 2, 6])}
+        mine, theirs = (one(peer.texts((20, 20, 20))[0], **places) for one in (model, peer.model))
+        assert_close(mine.loss, theirs.loss, 1e-5)
+        assert_close(mine.end_logits, theirs.end_logits, 1e-5)
+
+
+def test_a_model_of_answers_does_not_fill_masks(tmp_path):
+    run = saved_run("bert", tmp_path / "run", head={"kind": "span"})
+    with pytest.raises(KinformerError, match="lacks a mask token or a head for masked tokens"):
+        list(kinformer.predict(run, ["a [MASK] text"]))
+    (tmp_path / "text.txt").write_text("a text of some words\n" * 300)
+    with pytest.raises(KinformerError, match="the head 'span' does not predict masked tokens"):
+        kinformer.evaluate(run, data=tmp_path / "text.txt", quiet=True)
+
+
+SEVERAL = {"head": {"kind": "classification", "classes": 3, "multi_label": True}}
+
+
+@pytest.mark.parametrize("changes", [SEVERAL, SEVERAL | {"norm": "rms_norm"}], ids=["native", "with code"])
+def test_texts_of_several_classes_go_out_and_in(changes, tmp_path):
+    run = saved_run("bert", tmp_path / "run", ["cat", "dog", "newt"], **changes)
+    done = kinformer.export(run, tmp_path / "exported")
+    assert done.native == (changes is SEVERAL)
+    place = {"model": str(done.folder), "trust_remote_code": True, "device": "cpu"}
+    (theirs,) = transformers.pipeline("text-classification", top_k=None, **place)(["a text"])
+    kinformer.import_checkpoint(done.folder, tmp_path / "again")
+    assert open_run(tmp_path / "again").config.head.multi_label
+    for folder in (run, tmp_path / "again"):
+        (row,) = kinformer.predict(folder, ["a text"], top_k=3)
+        ours = {one["class"]: one["probability"] for one in row["classes"]}
+        assert ours == pytest.approx({one["label"]: one["score"] for one in theirs}, abs=1e-6)
+    table = tmp_path / "texts.tsv"
+    table.write_text("cat\ta\ndog\tb\n" * 9)
+    with pytest.raises(KinformerError, match="its texts may have several classes, which examples with one label"):
+        kinformer.evaluate(run, data=table, quiet=True)
 
 
 @pytest.mark.parametrize("learned", [False, True])

@@ -43,7 +43,7 @@ def folder(bert, tmp_path):
 def test_any_setting_may_hold_any_value(kind, folder):
     import transformers
 
-    ours = ARCHITECTURES[kind] if kind in ("gated_deltanet", "delta_net", "gla", "retnet") else None
+    ours = ARCHITECTURES[kind] if kind in ("gated_deltanet", "delta_net", "gla", "retnet", "path_attn") else None
     config = ours.defaults.defaults() | ours.required if ours else transformers.AutoConfig.for_model(kind).to_dict()
     config |= {"architectures": ["X"], "model_type": kind}
     for number, name in enumerate(config, start=list(ARCHITECTURES).index(kind)):

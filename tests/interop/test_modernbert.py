@@ -149,7 +149,7 @@ def test_classes_of_texts(pooling, tmp_path):
     assert_close(pair.ours(ids, valid=valid), pair.theirs(ids, attention_mask=valid.long()).logits)
     assert (pair.done.run.task.name, read_checkpoint(pair.folder).classes) == ("classify", ("a", "b", "c"))
     for change, message in (
-        ({"problem_type": "multi_label_classification"}, "problem_type is 'multi_label_classification', but only"),
+        ({"problem_type": "regression"}, "problem_type is 'regression', but only"),
         ({"architectures": ["ModernBertForTokenClassification"]}, "only ModernBertForSequenceClassification can be"),
         ({"id2label": {"0": "a"}}, "the head has 1 class, so it predicts a number"),
         ({"classifier_pooling": "max"}, "classifier_pooling is 'max', but only cls, mean can be imported"),

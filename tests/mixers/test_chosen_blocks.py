@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from kinformer.core.contract import Chunk
-from kinformer.core.probe import NoWeights
+from kinformer.core.probe import NoWeights, weights_of
 from kinformer.kernels.chosen import choice, chunked
-from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.chosen_blocks import ChosenBlocks
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.projections import Convolved, Grouped

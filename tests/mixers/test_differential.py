@@ -8,8 +8,7 @@ from transformers.models.diffllama import DiffLlamaConfig
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
 
 from kinformer.core.contract import Chunk
-from kinformer.core.probe import NoWeights
-from kinformer.lab.runs.trace import weights_of
+from kinformer.core.probe import NoWeights, weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks
 from kinformer.parts.projections import Grouped, MultiHead

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kinformer.core.contract import Chunk
-from kinformer.core.probe import NoWeights
-from kinformer.lab.runs.trace import weights_of
+from kinformer.core.probe import NoWeights, weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks
 from kinformer.parts.projections import Grouped

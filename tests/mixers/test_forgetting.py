@@ -9,9 +9,9 @@ from torch.nn.functional import logsigmoid
 
 from kinformer.core.contract import Chunk
 from kinformer.core.pattern import Band
+from kinformer.core.probe import weights_of
 from kinformer.kernels import attention as decayed
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.lab.runs.trace import weights_of
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.decays import Fixed, LowRank, Sigmoid
 from kinformer.parts.patterns.sequence import Local, Sinks

@@ -7,7 +7,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
-from kinformer.lab.runs.trace import weights_of
+from kinformer.core.probe import weights_of
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local

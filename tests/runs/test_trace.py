@@ -13,10 +13,10 @@ import torch
 import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import EncoderMixer, GridOnly, SequenceContext, SourceMixer
-from kinformer.core.probe import NoWeights, probe, probing
+from kinformer.core.probe import NoWeights, probe, probing, weights_of
 from kinformer.family.build import build
 from kinformer.family.kinds import kinds
-from kinformer.lab.runs.trace import _recording, mean_distance, perplexity, weights_of
+from kinformer.lab.runs.trace import _recording, mean_distance, perplexity
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,7 @@ class ClassificationHead(PoolingHead):
     """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(dropout(activation(dense(pooled)))).
 
     ``pooling`` as of :class:`PoolingHead`. ModernBERT has a ``norm`` behind the activation and no ``bias`` in dense.
+    ``multi_label``: whether a sequence may have several classes, each with the probability sigmoid(logit).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ class ClassificationHead(PoolingHead):
         dropout: float = 0.0
         bias: bool = True
         norm: NormConfig | None = None
+        multi_label: bool = False
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(dim, config.pooling, config.dropout)
@@ -164,6 +166,18 @@ class TokenClassificationHead(LinearHead):
 
         def build(self, dim: int, input: Input) -> TokenClassificationHead:
             return TokenClassificationHead(dim, self.classes, self.bias, self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanHead(HeadConfig):
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, 2] of the first and the last token of an answer
+    (Devlin et al. 2018, section 4.2)."""
+
+    kind = "span"
+    classes: ClassVar[int] = 2
+
+    def build(self, dim: int, input: Input) -> LinearHead:
+        return LinearHead(dim, self.classes)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
@@ -319,4 +333,5 @@ PARTS = {
     "DistilledHead": DistilledHead.Config,
     "PooledHead": PooledHead.Config,
     "TokenClassificationHead": TokenClassificationHead.Config,
+    "SpanHead": SpanHead,
 }

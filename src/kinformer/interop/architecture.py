@@ -19,6 +19,9 @@ from kinformer.runtime.parsing import JsonObject
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Tensors by their names, ours or those in a folder."""
+Weights: TypeAlias = dict[str, Tensor]
+ConfigFile: TypeAlias = Mapping[str, object] | None
+"""The settings of a ``config.json``."""
 EVERYWHERE: Mapping[str, object] = {"per_layer_config": None}
 CAUSAL: Mapping[str, object] = {
     "is_causal": True,
@@ -33,7 +36,6 @@ An architecture that does not read such a setting is imported with this value on
 """
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 """The activations of transformers to ours."""
-ACTIVATION_NAMES = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 BUFFERS = re.compile(r".*embeddings\.(position_ids|token_type_ids)")
 """The ranges of whole numbers that old checkpoints hold among the weights."""
 MASKS = re.compile(r"(.*\.)?attn\.(bias|masked_bias)")
@@ -54,7 +56,8 @@ class Architecture:
 
     ``title``: the name in messages. ``member``: the member of the family that a folder is imported as.
     ``kind`` and ``reads``: the kinds of our model config and of its input.
-    ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it.
+    ``model_class`` and ``auto_class``: the class of transformers, and the class that loads it. Without a
+    ``model_class`` an architecture is imported only.
     ``defaults``: the table of settings, with the values of missing ones; ``required``: the only values with which our
     model computes the same; ``names``: further names of settings; ``causal``: whether the model is causal.
     ``read`` returns our model config, as data, of complete settings.
@@ -63,7 +66,6 @@ class Architecture:
     ``keys`` maps tensors in both directions; it may depend on our model config.
     A subclass may override the methods in place of these three.
     ``buffers``: the names of tensors beside the weights. ``processor``: the class that prepares images.
-    ``exported``: whether our models are written as this architecture.
     """
 
     title: str
@@ -82,11 +84,15 @@ class Architecture:
     causal: bool = True
     buffers: re.Pattern[str] = BUFFERS
     processor: str | None = None
-    exported: bool = True
     of: ClassVar[str] = " language model"
     """What follows the title in messages about tensors."""
     reordered: ClassVar[str] = ""
     """What :meth:`reorder` changes, for the user."""
+
+    @property
+    def exported(self) -> bool:
+        """Return whether our models are written as this architecture."""
+        return bool(self.model_class)
 
     # From a folder to our model.
 
@@ -111,30 +117,17 @@ class Architecture:
         assert self.read is not None
         return self.read(self.complete(config, place))
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` config with the settings that follow from ``tensors`` and other files in ``folder``."""
         return model
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         """Return the weights of our ``model``; ``config``: the ``config.json``.
 
         Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
         """
         weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
-        if not model["head"].get("tied"):
-            return weights
-        output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
-        table = weights.get("input.embedding.weight")
-        if output is not None and table is not None and not torch.equal(output, table):
-            raise KinformerError(
-                f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
-                "tie_word_embeddings to false there if the two were trained separately."
-            )
-        return weights
+        return without_tied_output(weights, folder) if model["head"].get("tied") else weights
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         """Return notes for the user on tensors that the import left out or added."""
@@ -178,6 +171,17 @@ class Architecture:
         """Return the key map of our ``model``."""
         assert self.keys is not None
         return self.keys if isinstance(self.keys, KeyMap) else self.keys(model)
+
+
+def without_tied_output(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return ``weights`` without the output matrix, which must be the embedding where there is one."""
+    output = weights.pop("head.output.weight", weights.pop("head.inner.output.weight", None))
+    if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
+        raise KinformerError(
+            f"{folder}: the output matrix differs from the embedding, but config.json ties them; set "
+            "tie_word_embeddings to false there if the two were trained separately."
+        )
+    return weights
 
 
 def _slopes(model: ConfigView) -> dict[str, Tensor]:

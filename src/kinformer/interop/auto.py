@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ from transformers.modeling_outputs import (
     ImageClassifierOutput,
     MaskedLMOutput,
     ModelOutput,
+    QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -38,11 +39,13 @@ from kinformer.core.config import find, from_dict, to_dict
 from kinformer.core.contract import Chunk, left_align, select_valid
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import PROTOCOLS, CausalModel, modules_of
+from kinformer.core.probe import NoWeights, weights_of_rows
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.core.state import State, map_tensors, nbytes, pop_aux, repeat_rows, select_rows
 from kinformer.inputs.signals import Filterbank, features_of
 from kinformer.inputs.tokens import Lookup
 from kinformer.interop.key_map import ConfigView
+from kinformer.interop.settings import MULTI_LABEL
 from kinformer.interop.writing import auto_class_of, auto_map, use_of, write_code
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError
@@ -54,6 +57,7 @@ __all__ = [
     "KinformerForCausalLM",
     "KinformerForImageClassification",
     "KinformerForMaskedLM",
+    "KinformerForQuestionAnswering",
     "KinformerForSeq2SeqLM",
     "KinformerForSequenceClassification",
     "KinformerForTokenClassification",
@@ -84,6 +88,8 @@ class KinformerConfig(PretrainedConfig):  # type: ignore[misc]
         classes = self.composition.get("head", {}).get("classes")
         if classes is not None and not settings.get("id2label"):
             settings["num_labels"] = classes
+        if self.composition.get("head", {}).get("multi_label"):
+            settings.setdefault("problem_type", MULTI_LABEL)
         settings["is_encoder_decoder"] = self.composition.get("kind") == "encoder_decoder"
         settings["tie_word_embeddings"] = False  # a tied head reads the table of the input; there is one tensor
         settings.setdefault("use_cache", True)
@@ -142,9 +148,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         super().save_pretrained(save_directory, *arguments, **options)
         write_code(Path(save_directory), self.use)
 
-    def _shows_layers(self, requested: bool | None) -> bool:
-        """Return whether a call shows hidden states: as ``requested``, or else as the config says."""
-        return bool(self.config.output_hidden_states if requested is None else requested)
+    def _shows(self, name: str, requested: bool | None) -> bool:
+        """Return whether a call shows the outputs ``name``: as ``requested``, or else as the config says."""
+        return bool(getattr(self.config, name) if requested is None else requested)
 
     @contextmanager
     def _costs(self) -> Iterator[dict[str, Tensor]]:
@@ -285,6 +291,54 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
             if handle is not None:
                 handle.remove()
 
+    @contextmanager
+    def _attended(
+        self, options: Mapping[str, Any], valid: Tensor | None = None, past: bool = False
+    ) -> Iterator[Callable[[int], tuple[Tensor, ...] | None]]:
+        """Let a call within the context keep the inputs of its mixers, if it asks for attention weights. The returned
+        function gives each mixer's weights [batch, heads, queries, keys] of the last ``time`` tokens (0: of all)."""
+        calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
+        hooks = ExitStack()
+        if self._shows("output_attentions", options.get("output_attentions")):
+            if past:
+                raise KinformerError(
+                    "output_attentions: a cache does not hold weights; give whole texts, use_cache=False."
+                )
+            for layer in self.model.stack.layers:
+                mixer = getattr(layer, "mixer", layer)
+                keep = mixer.register_forward_pre_hook(
+                    lambda mixer, inputs, named: calls.append((mixer, (*inputs, *named.values()))), with_kwargs=True
+                )
+                hooks.callback(keep.remove)
+        with hooks:
+            yield lambda time: tuple(attention_of(*call, valid, time) for call in calls) or None
+
+
+def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None, time: int) -> Tensor:
+    """Return the probabilities [batch, heads, queries, keys] of a call of ``mixer``, in the order of the caller.
+
+    Errors: ``KinformerError`` for a mixer that does not compute probabilities of tokens.
+    """
+    training, reason = mixer.training, ""
+    try:
+        read = weights_of_rows(mixer.eval(), inputs)
+        reason = read.implied or ("" if read.keys == "text" else f"its keys are {read.keys}, not tokens")
+    except NoWeights as error:
+        reason = str(error).removesuffix(".")
+    finally:
+        mixer.train(training)
+    if reason:
+        kind = getattr(getattr(mixer, "config", None), "kind", type(mixer).__name__)
+        raise KinformerError(
+            f"output_attentions: the mixer {kind!r} does not compute probabilities ({reason}); leave it out."
+        )
+    weights = read.weights[..., -time:, -time:]  # behind a global input
+    if valid is not None:
+        rows = left_align(valid)
+        for axis in (2, 3):
+            weights = rows.restore(weights.movedim(axis, 1)).movedim(1, axis)
+    return weights
+
 
 def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
     """Return which positions of ``values`` [batch, time] are real, bool, by a mask [batch, tokens so far]; None if all
@@ -302,11 +356,7 @@ def valid_of(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
 
 def require_ids(values: Tensor | None, options: dict[str, object], embeds: Tensor | None = None) -> Tensor:
     """Return ``values``, or ids of the shape of ``embeds`` [batch, time, dim] in their place; refuse a call with
-    neither or both, and scores that no model returns."""
-    if options.get("output_attentions"):
-        raise KinformerError(
-            "output_attentions: the weights of attention are not computed; leave it out, or use kinformer.trace."
-        )
+    neither or both."""
     if options.get("inputs_embeds") is not None:
         raise KinformerError("inputs_embeds: this model reads input_ids alone; leave it out.")
     if (values is None) == (embeds is None):
@@ -454,14 +504,15 @@ class StateCache(Cache):  # type: ignore[misc]
 @dataclass
 class ContinuedOutput(ModelOutput):  # type: ignore[misc]
     """The ``loss`` if there are labels, ``logits`` [batch, time, vocab], the cache as the version calls it, where they
-    are requested the ``hidden_states``, and of a model of a source the encoder's hidden
-    states [batch, length, dim]."""
+    are requested the ``hidden_states`` and ``attentions``, and of a model of a source the encoder's hidden states
+    [batch, length, dim]."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     cache: StateCache | None = None
     past_key_values: StateCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None
 
 
@@ -588,15 +639,23 @@ class KinformerForCausalLM(ContinuingModel):
         """
         tokens, before = require_ids(input_ids, options, inputs_embeds), cache_in(options)
         cache, ids = self._cache_to_fill(before, use_cache), input_ids is not None
-        valid, shows = valid_of(attention_mask, tokens), self._shows_layers(output_hidden_states)
+        valid, shows = valid_of(attention_mask, tokens), self._shows("output_hidden_states", output_hidden_states)
         state = self._state_in(before, cache, labels, not ids or shows or isinstance(logits_to_keep, Tensor))
         layers: list[Tensor] | None = [] if shows else None
-        with self._costs() as costs, self._vectors(inputs_embeds, valid), self._entered(shows, valid) as entered:
+        with (
+            self._costs() as costs,
+            self._vectors(inputs_embeds, valid),
+            self._entered(shows, valid) as entered,
+            self._attended(options, valid, bool(before)) as attended,
+        ):
             logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers, ids)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        states = None if layers is None else (entered(tokens), *layers)
-        return as_output(ContinuedOutput(loss=loss, logits=logits, hidden_states=states, **caches), options)
+        shown = {
+            "hidden_states": None if layers is None else (entered(tokens), *layers),
+            "attentions": attended(tokens.shape[1]),
+        }
+        return as_output(ContinuedOutput(loss=loss, logits=logits, **shown, **caches), options)
 
 
 class SourceReader(nn.Module):
@@ -701,7 +760,7 @@ class TextEncoder(KinformerModel):
     """An encoder of full texts; ``output``: the class of the outputs."""
 
     main_input_name = "input_ids"
-    output: type[ModelOutput]
+    output: Callable[..., ModelOutput]
 
     def forward(
         self,
@@ -730,8 +789,13 @@ class TextEncoder(KinformerModel):
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
         valid, states = valid_of(attention_mask, tokens), None
-        shows = self._shows_layers(output_hidden_states)
-        with self._costs() as costs, self._vectors(inputs_embeds, valid), self._entered(shows, valid) as entered:
+        shows = self._shows("output_hidden_states", output_hidden_states)
+        with (
+            self._costs() as costs,
+            self._vectors(inputs_embeds, valid),
+            self._entered(shows, valid) as entered,
+            self._attended(options, valid) as attended,
+        ):
             if shows:
                 taps = range(len(self.model.stack.order))
                 encoded = self.model.hidden(tokens, valid=valid, **marks, taps=taps)
@@ -741,7 +805,8 @@ class TextEncoder(KinformerModel):
             else:
                 logits = self.model(tokens, valid=valid, **marks)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs)
-        return as_output(self.output(loss=loss, logits=logits, hidden_states=states), options)
+        weights = attended(tokens.shape[1])
+        return as_output(self.output(loss=loss, logits=logits, hidden_states=states, attentions=weights), options)
 
 
 class KinformerForMaskedLM(TextEncoder):
@@ -762,6 +827,44 @@ class KinformerForTokenClassification(TextEncoder):
     use, output = "TokenClassification", TokenClassifierOutput
 
 
+class KinformerForQuestionAnswering(TextEncoder):
+    """An encoder that finds the answer to a question in a text: its first and its last token."""
+
+    use = "QuestionAnswering"
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **options: Any,
+    ) -> ModelOutput | tuple[object, ...]:
+        """Return the logits [batch, time] of both ends of the answer; inputs as of other encoders of texts.
+
+        start_positions, end_positions: the places of the answer [batch] int64.
+        """
+        if start_positions is not None and end_positions is not None:
+            options["labels"] = torch.stack([start_positions, end_positions], -1)
+        return super().forward(input_ids, attention_mask, token_type_ids, **options)
+
+    @staticmethod
+    def output(logits: Tensor, **others: Any) -> ModelOutput:
+        """Return the outputs of ``logits`` [batch, time, 2]."""
+        start, end = logits.unbind(-1)
+        return QuestionAnsweringModelOutput(start_logits=start, end_logits=end, **others)
+
+    def _loss_of(
+        self, logits: Tensor, labels: Tensor | None, positions: int, options: Mapping[str, Any], *costs: Any
+    ) -> Tensor | None:
+        if labels is None:
+            return None
+        loss = self.loss_function(*logits.unbind(-1), *labels.unbind(-1), **scaling(options))
+        return self._with_costs(loss, labels, positions, options, *costs)
+
+
 class KinformerForImageClassification(KinformerModel):
     """An encoder that predicts the class of an image."""
 
@@ -779,7 +882,7 @@ class KinformerForImageClassification(KinformerModel):
         if self.model.config.input.channels == 1 and pixel_values.shape[1] == 3:
             dtype = pixel_values.dtype
             pixel_values = pixel_values.float().mean(1, keepdim=True).to(dtype)
-        with self._costs() as costs:
+        with self._costs() as costs, self._attended(options) as attended:
             logits = self.model(pixel_values)
         heads, loss = logits.unbind(1) if logits.dim() == 3 else (logits,), None
         if labels is not None:
@@ -790,7 +893,7 @@ class KinformerForImageClassification(KinformerModel):
             positions = len(pixel_values) * self.model.input.length(pixel_values)
             loss = self._with_costs(torch.stack(losses).mean(), labels, positions, options, costs)
         logits = logits.mean(1) if logits.dim() == 3 else logits
-        return as_output(ImageClassifierOutput(loss=loss, logits=logits), options)
+        return as_output(ImageClassifierOutput(loss=loss, logits=logits, attentions=attended(0)), options)
 
 
 # Models of sound.
@@ -863,6 +966,7 @@ CLASSES = (
     KinformerForMaskedLM,
     KinformerForSequenceClassification,
     KinformerForTokenClassification,
+    KinformerForQuestionAnswering,
     KinformerForImageClassification,
     KinformerForCTC,
 )

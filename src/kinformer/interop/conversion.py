@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -174,7 +173,10 @@ def _trained(hf_model: PreTrainedModel, trains: str | LoraConfig) -> Iterator[li
     if trains in ("model", "mixers"):
         yield list((hf_model if trains == "model" else patched).parameters())
         return
-    peft = _peft()
+    try:
+        import peft
+    except ImportError as error:
+        raise KinformerError(f"LoRA needs peft ({error}); get it with: pip install 'kinformer[lora]'.") from error
     if trains == "lora":
         inside = {module for module in patched.modules() if isinstance(module, nn.Linear)}
         names = [name for name, module in hf_model.named_modules() if module in inside]
@@ -192,14 +194,6 @@ def _trained(hf_model: PreTrainedModel, trains: str | LoraConfig) -> Iterator[li
         adapted.merge_and_unload()
         for parameter, value in required:
             parameter.requires_grad_(value)
-
-
-def _peft() -> ModuleType:
-    try:
-        import peft
-    except ImportError as error:
-        raise KinformerError(f"LoRA needs peft ({error}); get it with: pip install 'kinformer[lora]'.") from error
-    return peft
 
 
 @torch.no_grad()

@@ -14,14 +14,15 @@ import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors
-from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, ConfigFile, Padding, Tensors, Weights
+from kinformer.interop.key_map import CROSS_KV, GATE_UP, QKV, ConfigData, ConfigView, Key, KeyMap, behind, key
 from kinformer.interop.settings import CONFIG, DEPTH, At, Settings, Table
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
@@ -51,12 +52,7 @@ T5_TABLE = Table(
     eos_token_id=At(1, "input.eos_token", Settings.count),
 )
 MT5 = T5_TABLE.changed(
-    vocab_size=250112,
-    d_ff=1024,
-    num_layers=8,
-    num_heads=6,
-    feed_forward_proj="gated-gelu",
-    scale_decoder_outputs=False,
+    vocab_size=250112, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu", scale_decoder_outputs=False
 )
 MARIAN_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu", "gelu_new": "gelu_tanh"}
 
@@ -275,7 +271,6 @@ def _marian(full: Settings) -> ConfigData:
 class EncoderDecoder(Architecture):
     """An encoder-decoder, with one key map for each side."""
 
-    member: str = "vanilla"
     kind: str = "encoder_decoder"
     auto_class: str = "AutoModelForSeq2SeqLM"
     biased: ClassVar[bool] = True
@@ -289,9 +284,7 @@ class EncoderDecoder(Architecture):
         """Return a tensor's name within its side's key map."""
         return name
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "decoder": {}}
         tables: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -347,9 +340,7 @@ class T5(EncoderDecoder):
         """Return ``name``; the table of all layers stands in the first layer there, and outside the layers here."""
         return re.sub(r"block\.0\.layer\.0\.SelfAttention\.(relative_attention_bias\.weight)$", r"\1", name)
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         tables = [tensors[name] for name in (SHARED, SOURCE, TARGET) if name in tensors]
         output = tensors.get(OUTPUT)
         if output is not None and not any(torch.equal(output, table) for table in tables):
@@ -372,7 +363,7 @@ class Bart(EncoderDecoder):
             side,
             key("embedding_norm", f"{side}.layernorm_embedding"),
             key("norm", f"{side}.layer_norm"),
-            key("position.table", f"{side}.embed_positions.weight", layout=Behind(2), tensors=("",)),
+            key("position.table", f"{side}.embed_positions.weight", layout=behind(2), tensors=("",)),
         )
 
 
@@ -388,9 +379,7 @@ class Marian(EncoderDecoder):
     def side_keys(self, data: ConfigView, side: str) -> KeyMap:
         return _side_keys(side, left_out=rf"{side}\.embed_positions\.weight")
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` with a bias in its head only where the bias is not zero."""
         bias = tensors.get(BIAS)
         return {**model, "head": {**model["head"], "bias": bias is not None and bool(bias.any())}}
@@ -450,45 +439,29 @@ class Marian(EncoderDecoder):
 READS_FEATURES = re.compile(r".*(embedding|qkv|query|key_value|up)\.weight")
 MAKES_FEATURES = re.compile(r".*(out|down|norm)\.(weight|bias)")
 """The weights whose columns are features of hidden states, and the weights whose rows are."""
+BART_REQUIRED = {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False}
+TIED = {"tie_word_embeddings": True}
+MBART = BART.changed(decoder_start_token_id=None)
+
+
+def _umt5(full: Settings) -> ConfigData:
+    # transformers ties the head and scales, whatever the file says
+    return _t5(full.changed(scale_decoder_outputs=True), shared=False)
+
+
 ARCHITECTURES = {
-    "marian": Marian(
-        title="Marian",
-        model_class="MarianMTModel",
-        defaults=MARIAN,
-        required=MARIAN_REQUIRED,
-        names=SIDE_NAMES,
-        read=_marian,
-    ),
-    "t5": T5(title="T5", defaults=T5_TABLE, names=T5_NAMES, exported=False, read=_t5),
-    "mt5": T5(
-        title="mT5",
-        defaults=MT5,
-        names=T5_NAMES,
-        exported=False,
-        read=lambda full: _t5(full.changed(scale_decoder_outputs=False)),
-    ),
-    "umt5": Umt5(
-        title="UMT5",
-        defaults=MT5,
-        names=T5_NAMES,
-        exported=False,
-        # transformers ties the head and scales, whatever the file says
-        read=lambda full: _t5(full.changed(scale_decoder_outputs=True), shared=False),
-    ),
-    "bart": Bart(
-        title="BART",
-        defaults=BART,
-        required={"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False},
-        names=SIDE_NAMES,
-        exported=False,
-        read=_bart,
-    ),
+    "marian": Marian("Marian", "vanilla", "MarianMTModel", MARIAN, _marian, required=MARIAN_REQUIRED, names=SIDE_NAMES),
+    "t5": T5("T5", "vanilla", "", T5_TABLE, _t5, names=T5_NAMES),
+    "mt5": T5("mT5", "vanilla", "", MT5, lambda full: _t5(full.changed(scale_decoder_outputs=False)), names=T5_NAMES),
+    "umt5": Umt5("UMT5", "vanilla", "", MT5, _umt5, names=T5_NAMES),
+    "bart": Bart("BART", "vanilla", "", BART, _bart, required=BART_REQUIRED, names=SIDE_NAMES),
     "mbart": Bart(
-        title="mBART",
-        defaults=BART.changed(decoder_start_token_id=None),
+        "mBART",
+        "vanilla",
+        "",
+        MBART,
+        partial(_bart, residual="pre"),
         required={"tie_word_embeddings": True},
         names=SIDE_NAMES,
-        exported=False,
-        read=lambda full: _bart(full, "pre"),
     ),
 }

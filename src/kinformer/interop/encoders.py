@@ -20,15 +20,28 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, ends_of, model_of
-from kinformer.interop.key_map import QKV, Behind, ConfigData, ConfigView, Key, KeyMap, key
+from kinformer.interop.architecture import (
+    ACTIVATIONS,
+    Architecture,
+    ConfigFile,
+    Padding,
+    Tensors,
+    Weights,
+    ends_of,
+    model_of,
+    without_tied_output,
+)
+from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, behind, key
 from kinformer.interop.settings import (
+    COMMON,
     CONFIG,
     FULL,
+    MULTI_LABEL,
     WINDOW,
     At,
     Settings,
@@ -73,6 +86,8 @@ CLS = _language("cls.predictions.transform.dense", "cls.predictions.transform.La
 LM_HEAD = _language("lm_head.dense", "lm_head.layer_norm", "lm_head")
 POOLED = (key("head.dense", "pooler.dense"), key("head.output", "classifier"))
 CLASSIFIER = (key("head.dense", "classifier.dense"), key("head.output", "classifier.out_proj"))
+SPAN = "qa_outputs.weight"
+"""The product of the head for question answering."""
 
 
 def _plainly(tensors: Tensors) -> dict[str, Tensor]:
@@ -114,6 +129,7 @@ HEAD_CLASSES = {
     "masked_language": "MaskedLM",
     "classification": "SequenceClassification",
     "token_classification": "TokenClassification",
+    "span": "QuestionAnswering",
 }
 """Our kinds of heads to the ends of the names of classes."""
 
@@ -130,14 +146,7 @@ def _with_language_head(
         if tied and not torch.equal(bias, weights.get("head.bias", bias)):
             raise KinformerError(f"{folder}: the head's two biases differ, but config.json ties them.")
         weights["head.bias"] = bias
-    if tied:
-        output = weights.pop("head.output.weight", None)
-        if output is not None and not torch.equal(output, weights.get("input.embedding.weight", output)):
-            raise KinformerError(
-                f"{folder}: the head's output matrix differs from the embedding, but config.json ties them; "
-                "set tie_word_embeddings to false there if the two were trained separately."
-            )
-    return weights
+    return without_tied_output(weights, folder) if tied else weights
 
 
 NEW_HEAD = "it does not have a head, so the masked-language head is a new one; hidden states do not change"
@@ -205,9 +214,7 @@ class TextEncoder(Architecture):
         model = TEXT.fill(model, full)
         return model | {"layers": [layer | {"mixer": mixer | special} for special in self.mixers(full)]}
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model`` with its head, its special tokens and its types.
 
         One type whose vector is zero stands for no types, as in RoBERTa.
@@ -229,18 +236,23 @@ class TextEncoder(Architecture):
         full = self.complete(config, place)
         architectures = " ".join(map(str, full.get("architectures") or ()))
         activation = full.named("hidden_act", ACTIVATIONS)
-        if any(name.startswith("qa_") for name in names):
-            raise full.error("the head is one for question answering, which no model here has.")
-        if "classifier.weight" in names or "classifier.out_proj.weight" in names:
+        if SPAN in names and not _has_language_head(names):
+            head: ConfigData = {"kind": "span"}
+        elif any(name.startswith("qa_") for name in names):
+            raise full.error("the head for question answering is not a product alone, or not the only head.")
+        elif "classifier.weight" in names or "classifier.out_proj.weight" in names:
             kind = "token_classification" if "TokenClassification" in architectures else "classification"
             if kind == "classification" and "classifier.weight" in names and "SequenceCl" not in architectures:
                 raise full.error(
                     f"the head is a classifier, but architectures ({architectures or 'none'}) does not say "
                     "ForSequenceClassification or ForTokenClassification, which alone can be imported."
                 )
-            count = count_classes(full) if kind == "classification" else len(class_names(full, place))
+            of_texts = kind == "classification"
+            count = count_classes(full, MULTI_LABEL) if of_texts else len(class_names(full, place))
             dropout = "hidden_dropout_prob" if full.get("classifier_dropout") is None else "classifier_dropout"
-            head: ConfigData = {"kind": kind, "classes": count, "dropout": full.number(dropout)}
+            head = {"kind": kind, "classes": count, "dropout": full.number(dropout)}
+            if of_texts:
+                head["multi_label"] = full.get("problem_type") == MULTI_LABEL
             if kind in self.activated:
                 head["activation"] = activation
         else:
@@ -250,14 +262,12 @@ class TextEncoder(Architecture):
             tied = not _has_language_head(names) or bool(full.get("tie_word_embeddings", True))
             tanh_gelu = like_layers and activation == "gelu_tanh"
             head = {"kind": kind, "tied": tied, "eps": full.number("layer_norm_eps"), "tanh_gelu": tanh_gelu}
-        count = int(self.first_is_global and kind == "classification")
+        count = int(self.first_is_global and head["kind"] == "classification")
         if "global_tokens" in full:  # which our exports alone have
             count = full.count("global_tokens")
         return {"head": head, "global_tokens": count}
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         assert config is not None
         tensors, kind = _plainly(tensors), model["head"]["kind"]
         if not model["input"]["types"]:
@@ -290,13 +300,15 @@ class TextEncoder(Architecture):
         }
         if "classes" in head:
             settings |= labels(head["classes"]) | {"classifier_dropout": head["dropout"]}
+        if head.get("multi_label"):
+            settings["problem_type"] = MULTI_LABEL
         settings |= self.write_mixers(model)
         return {**settings, **ends_of(model), "architectures": [self.classes(model)[0]]}
 
     def reread(self, settings: JsonObject, model: ConfigView) -> ConfigData:
         (name,), place = settings["architectures"], Path(CONFIG)
         kind = next(kind for kind, end in HEAD_CLASSES.items() if name.endswith(f"For{end}"))
-        head = "lm_head.dense.weight" if kind == "masked_language" else "classifier.weight"
+        head = {"masked_language": "lm_head.dense.weight", "span": SPAN}.get(kind, "classifier.weight")
         read = self.read_config(settings, place) | self.head(settings, place, [head])
         if settings["type_vocab_size"] == 1 and not model["input"]["types"]:
             read["input"]["types"] = 0  # the vector of the only type is written as zero
@@ -323,7 +335,7 @@ class TextEncoder(Architecture):
 
     def _head_keys(self, kind: str) -> tuple[Key, ...]:
         """Return the keys of the head ``kind``."""
-        per_token = (key("head.output", "classifier"),)
+        per_token = (key("head.output", "qa_outputs" if kind == "span" else "classifier"),)
         return {"masked_language": self.language, "classification": self.classifier}.get(kind, per_token)
 
     def _left_out(self, kind: str) -> re.Pattern[str]:
@@ -337,7 +349,7 @@ class TextEncoder(Architecture):
 
     def _keys(self, model: ConfigView, full: Settings) -> KeyMap:
         """Return the key map of our ``model`` with these settings."""
-        position = key("position.table", POSITIONS, layout=Behind(self._skipped(full)), tensors=("",))
+        position = key("position.table", POSITIONS, layout=behind(self._skipped(full)), tensors=("",))
         kind = model["head"]["kind"]
         return KeyMap(
             model=(*EMBEDDINGS, position, *self._head_keys(kind)),
@@ -366,11 +378,22 @@ class Longformer(TextEncoder):
         usual = model["global_tokens"] == (model["head"]["kind"] == "classification")
         return windows if usual else windows | {"global_tokens": model["global_tokens"]}
 
+    def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
+        notes = super().notes(tensors, model, folder)
+        return (*notes, QUESTION) if model["head"]["kind"] == "span" else notes
+
     def differences(self, model: ConfigView) -> list[str]:
         notes = super().differences(model)
+        if model["head"]["kind"] == "span":
+            notes.append(QUESTION)
         if model["global_tokens"] and model["head"]["kind"] != "classification":
             notes.append("give it a global_attention_mask with 1 at the first token, which is global here")
         return notes
+
+
+QUESTION = (
+    "transformers makes the tokens of a question global, up to the first separator; here `kinds` mark global tokens"
+)
 
 
 def _windows(full: Settings) -> list[int]:
@@ -441,11 +464,7 @@ class BigBird(TextEncoder):
 # ModernBERT.
 
 MODERN = Table(
-    vocab_size=At(50368, "input.vocab_size"),
-    hidden_size=At(768, "dim"),
-    intermediate_size=At(1152, "layers.feed_forward.hidden_dim"),
-    num_hidden_layers=At(22, "depth"),
-    num_attention_heads=At(12, "layers.mixer.num_heads"),
+    COMMON,
     hidden_activation=At("gelu", "layers.feed_forward.activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}),
     norm_eps=At(1e-5, "layers.norm.eps head.eps"),
     attention_bias=At(False, "layers.mixer.bias layers.mixer.projection.bias"),
@@ -527,9 +546,7 @@ class ModernBert(Architecture):
     kind: str = "encoder"
     causal: bool = False
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         """Return our ``model``, with a head for classes of texts where the ``tensors`` have one."""
         if "classifier.weight" not in tensors:
             return model
@@ -542,7 +559,8 @@ class ModernBert(Architecture):
         norm = {"kind": "layer_norm", "bias": False, "eps": full.number("norm_eps")}
         head = {
             "kind": "classification",
-            "classes": count_classes(full),
+            "classes": count_classes(full, MULTI_LABEL),
+            "multi_label": full.get("problem_type") == MULTI_LABEL,
             "pooling": full.named("classifier_pooling", {"cls": "first", "mean": "mean"}),
             "activation": "gelu",
             "dropout": full.number("classifier_dropout"),
@@ -551,9 +569,7 @@ class ModernBert(Architecture):
         }
         return {**model, "head": head}
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         weights = super().read_tensors(tensors, model, folder, config)
         return weights | new_head(model) if self.notes(tensors, model, folder) else weights
 
@@ -561,63 +577,37 @@ class ModernBert(Architecture):
         return () if any(name.startswith(("head.", "decoder.")) for name in tensors) else (NEW_HEAD,)
 
 
-ENDS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+ROBERTA = TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+LONGFORMER = TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2)
+BIG_BIRD = TEXT.changed(
+    vocab_size=50358,
+    hidden_act="gelu_new",
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    sep_token_id=66,
+    attention_type="block_sparse",
+    use_bias=True,
+    block_size=64,
+    num_random_blocks=3,
+)
+LIKE_ROBERTA: dict[str, Any] = {
+    "language": LM_HEAD,
+    "classifier": CLASSIFIER,
+    "shifted": True,
+    "tokens": {"bos_token": "bos_token_id", "eos_token": "eos_token_id"},
+}
+OF_BERT: dict[str, Any] = {"prefix": "bert.", "language": CLS, "classifier": POOLED, "activated": ("masked_language",)}
+OF_BIG_BIRD = OF_BERT | {
+    "classifier": CLASSIFIER,
+    "activated": ("masked_language", "classification"),
+    "tokens": {"eos_token": "sep_token_id"},
+}
 ARCHITECTURES = {
-    "bert": TextEncoder(
-        title="BERT",
-        member="bert",
-        model_class="Bert",
-        prefix="bert.",
-        language=CLS,
-        classifier=POOLED,
-        defaults=TEXT.changed(pad_token_id=0),
-        activated=("masked_language",),
-    ),
-    "roberta": TextEncoder(
-        title="RoBERTa",
-        member="bert",
-        model_class="Roberta",
-        prefix="roberta.",
-        language=LM_HEAD,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(vocab_size=50265, pad_token_id=1, bos_token_id=0, eos_token_id=2),
-        shifted=True,
-        tokens=ENDS,
-    ),
+    "bert": TextEncoder("BERT", "bert", "Bert", TEXT.changed(pad_token_id=0), **OF_BERT),
+    "roberta": TextEncoder("RoBERTa", "bert", "Roberta", ROBERTA, prefix="roberta.", **LIKE_ROBERTA),
     "longformer": Longformer(
-        title="Longformer",
-        member="longformer",
-        model_class="Longformer",
-        prefix="longformer.",
-        language=LM_HEAD,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(attention_window=512, pad_token_id=1, bos_token_id=0, eos_token_id=2),
-        shifted=True,
-        first_is_global=True,
-        tokens=ENDS,
+        "Longformer", "longformer", "Longformer", LONGFORMER, prefix="longformer.", first_is_global=True, **LIKE_ROBERTA
     ),
-    "big_bird": BigBird(
-        title="Big Bird",
-        member="big-bird",
-        model_class="BigBird",
-        prefix="bert.",
-        language=CLS,
-        classifier=CLASSIFIER,
-        defaults=TEXT.changed(
-            vocab_size=50358,
-            hidden_act="gelu_new",
-            max_position_embeddings=4096,
-            pad_token_id=0,
-            sep_token_id=66,
-            attention_type="block_sparse",
-            use_bias=True,
-            block_size=64,
-            num_random_blocks=3,
-        ),
-        activated=("masked_language", "classification"),
-        tokens={"eos_token": "sep_token_id"},
-    ),
-    "modernbert": ModernBert(
-        "ModernBERT", "bert", "", MODERN, _modern, None, MODERN_KEYS, required=MODERN_REQUIRED, exported=False
-    ),
+    "big_bird": BigBird("Big Bird", "big-bird", "BigBird", BIG_BIRD, **OF_BIG_BIRD),
+    "modernbert": ModernBert("ModernBERT", "bert", "", MODERN, _modern, None, MODERN_KEYS, required=MODERN_REQUIRED),
 }

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import Decoder, Tensors, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.key_map import (
     GATED,
+    TRANSPOSED,
     Blocks,
     ConfigData,
     ConfigView,
@@ -64,23 +66,13 @@ class ByExpert(Layout):
         return [part.contiguous() for tensor in tensors for expert in tensor.mT for part in expert.chunk(self.parts)]
 
 
-class OfAllExperts(Layout):
-    """Their tensor is [experts, out, in], ours [experts, in, out]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.mT.contiguous()
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.mT.contiguous()
-
-
 def _shared(layer: ConfigView) -> tuple[int, dict[str, int]]:
     """The gate (``g``) of the shared expert's first product, and the rows that it multiplies (``u``)."""
     width = layer["feed_forward"]["shared_dim"]
     return 1, {"g": width, "u": width}
 
 
-ALL, SHARED = OfAllExperts(), Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
+SHARED = Blocks((Product("g"), Product("u")), (Product("gu"),), _shared)
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -94,8 +86,8 @@ def expert_keys(count: int, inside: str, names: tuple[str, str, str]) -> tuple[K
         key("feed_forward.router", f"{inside}.gate", tensors=("weight",)),
         key("feed_forward.gate_up", *first, layout=ByExpert(2), tensors=("",)),
         key("feed_forward.down", *second, layout=ByExpert(1), tensors=("",)),
-        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=ALL, tensors=("",)),
-        key("feed_forward.down", "mlp.experts.down_proj", layout=ALL, tensors=("",)),
+        key("feed_forward.gate_up", "mlp.experts.gate_up_proj", layout=TRANSPOSED, tensors=("",)),
+        key("feed_forward.down", "mlp.experts.down_proj", layout=TRANSPOSED, tensors=("",)),
     )
 
 
@@ -132,13 +124,13 @@ def sparse_layers(full: Settings) -> list[bool]:
 QWEN_EXPERTS = Table(
     num_experts=At(128, "num_experts", experts_in),
     num_experts_per_tok=At(8, "topk"),
-    moe_intermediate_size=At(768, "hidden_dim"),
+    moe_intermediate_size=At(None, "hidden_dim"),
     norm_topk_prob=At(False, "normalise"),
     router_aux_loss_coef=At(0.001, "balance"),
 )
 """The settings of one mixture in Qwen's models."""
 MIXTRAL_EXPERTS = Table(
-    intermediate_size=At(14336, "hidden_dim"),
+    intermediate_size=At(None, "hidden_dim"),
     num_local_experts=At(8, "num_experts", experts_in),
     num_experts_per_tok=At(2, "topk"),
     router_aux_loss_coef=At(0.001, "balance"),
@@ -146,23 +138,14 @@ MIXTRAL_EXPERTS = Table(
 MIXTRAL = MISTRAL.changed(
     rms_norm_eps=1e-5, sliding_window=None, router_jitter_noise=0.0, rope_theta=1e6, **MIXTRAL_EXPERTS
 )
-QWEN_MOE = QWEN.changed(
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=24,
-    num_key_value_heads=4,
-    decoder_sparse_step=1,
-    mlp_only_layers=None,
-    **QWEN_EXPERTS,
-)
+QWEN_MOE = QWEN.changed(num_key_value_heads=4, decoder_sparse_step=1, mlp_only_layers=None, **QWEN_EXPERTS)
 
 
 def _mixtral_keys(model: ConfigView) -> KeyMap:
     in_memory = key("feed_forward.router", "mlp.gate", tensors=("weight",))
     names = "w1", "w3", "w2"
     return keys(
-        model,
-        feed_forward=lambda mixture: (*expert_keys(mixture["num_experts"], "block_sparse_moe", names), in_memory),
+        model, feed_forward=lambda mixture: (*expert_keys(mixture["num_experts"], "block_sparse_moe", names), in_memory)
     )
 
 
@@ -235,11 +218,11 @@ DEEPSEEK = Table(
 DEEPSEEK_EXPERTS = Table(
     n_routed_experts=At(64, "num_experts", experts_in),
     num_experts_per_tok=At(None, "topk", Settings.integer),
-    moe_intermediate_size=At(1407, "hidden_dim"),
+    moe_intermediate_size=At(None, "hidden_dim"),
     routed_scaling_factor=At(1.0, "scale", Settings.positive),
 )
 DEEPSEEK_V2 = Table(
-    DEEPSEEK.changed(vocab_size=102400),
+    DEEPSEEK,
     **DEEPSEEK_EXPERTS,
     first_k_dense_replace=0,
     n_shared_experts=2,
@@ -247,12 +230,6 @@ DEEPSEEK_V2 = Table(
     norm_topk_prob=False,
 )
 DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
-    vocab_size=129280,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    num_hidden_layers=61,
-    num_attention_heads=128,
     n_shared_experts=1,
     n_routed_experts=256,
     routed_scaling_factor=2.5,
@@ -261,16 +238,17 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
     num_experts_per_tok=8,
     first_k_dense_replace=3,
     norm_topk_prob=True,
-    max_position_embeddings=4096,
     rope_interleave=True,
 )
 
 
 GROUPED = "group_limited_greedy"
+LAYOUTS = ("half", "interleaved")
 
 
-def _deepseek_keys(model: ConfigView) -> KeyMap:
-    ranked = model["layers"][0]["mixer"].get("query_latent_dim") is not None
+def latent_keys(layer: ConfigView) -> tuple[Key, ...]:
+    """Return the keys of a layer with latent attention."""
+    ranked = layer["mixer"].get("query_latent_dim") is not None
     queries = {
         "mixer.query_down": "self_attn.q_a_proj",
         "mixer.query_norm": "self_attn.q_a_layernorm",
@@ -285,21 +263,22 @@ def _deepseek_keys(model: ConfigView) -> KeyMap:
         "mixer_residual.norm": "input_layernorm",
         "feed_forward_residual.norm": "post_attention_layernorm",
     }
-    attention = tuple(key(ours, theirs) for ours, theirs in names.items())
-    return KeyMap(
-        model=ends_of_model("embed_tokens", "norm"),
-        layer=lambda layer: (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts")),
-    )
+    attention = (key(ours, theirs) for ours, theirs in names.items())
+    return (*attention, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts"))
 
 
-def _deepseek(full: Settings, **mixture: object) -> ConfigData:
-    """Return the model config, as data, of a DeepSeek; ``mixture``: further settings of a mixture."""
+DEEPSEEK_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=latent_keys)
+
+
+def deepseek(full: Settings, position: ConfigView | None = None, **mixture: object) -> ConfigData:
+    """Return the model config, as data, of a DeepSeek; ``position``: in place of the rotary one; ``mixture``: further
+    settings of a mixture."""
     full.choice("hidden_act", "silu")
     if full.get("num_key_value_heads") is not None:
         full.require({"num_key_value_heads": full.integer("num_attention_heads")})
     mixer = {
         "kind": "latent",
-        "position": rope(full) | {"layout": "interleaved" if full.get("rope_interleave", True) else "half"},
+        "position": position or rope(full) | {"layout": LAYOUTS[bool(full.get("rope_interleave", True))]},
         "score": {"kind": "scaled_dot", "scale": _scale(full)},
     }
     layer = {
@@ -323,7 +302,7 @@ def _with_mixtures(model: ConfigData, full: Settings, mixture: Mapping[str, obje
     return model
 
 
-def _v3_mixture(full: Settings) -> ConfigData:
+def v3_mixture(full: Settings) -> ConfigData:
     """Return the settings of a mixture with scores by a sigmoid."""
     mixture = {"router": "sigmoid", "normalise": full.switch("norm_topk_prob"), "bias_rate": 0.001}
     return mixture if full["n_group"] is None else mixture | {"groups": full.integer("n_group")}
@@ -340,13 +319,13 @@ def _scale(full: Settings) -> float | None:
 
 def _deepseek_v2(full: Settings) -> ConfigData:
     grouped = full.choice("topk_method", "greedy", GROUPED) == GROUPED
-    return _deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
+    return deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
 
 
 def _deepseek_v3(full: Settings) -> ConfigData:
     if full.get("head_dim") is not None:
         full.require({"head_dim": full["qk_rope_head_dim"]})
-    return _deepseek(full, **_v3_mixture(full))
+    return deepseek(full, **v3_mixture(full))
 
 
 def _rope_parameters(mixer: ConfigView) -> JsonObject:
@@ -410,7 +389,6 @@ GLM = Table(DEEPSEEK_V3).changed(
     n_group=1,
     topk_group=1,
     n_routed_experts=128,
-    moe_intermediate_size=1408,
     use_qk_norm=False,
     partial_rotary_factor=0.5,
 )
@@ -419,16 +397,14 @@ GLM = Table(DEEPSEEK_V3).changed(
 def _glm(full: Settings) -> ConfigData:
     biases, positions = (full.switch("attention_bias"), False), {FULL: rope(full, partial=True)}
     model = like_llama(full, biases=biases, normed=full.switch("use_qk_norm"), positions=positions)
-    return _with_mixtures(model, full, _v3_mixture(full))
+    return _with_mixtures(model, full, v3_mixture(full))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicting(Decoder):
     """A decoder whose files may hold one more layer, which predicts a further token and which no model here has."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         further = _further(tensors, model)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in further}
         return super().read_tensors(tensors, model, folder, config)
@@ -444,41 +420,22 @@ def _further(tensors: Tensors, model: ConfigView) -> list[str]:
     return [name for name in tensors if name.startswith(before)] if f"{before}eh_proj.weight" in tensors else []
 
 
-NO_BIAS, ROUTED = {"attention_bias": False, "mlp_bias": False}, "n_routed_experts"
-V2, V3 = (DEEPSEEK_V2, _deepseek_v2, _write_deepseek_v2), (DEEPSEEK_V3, _deepseek_v3, _write_deepseek_v3)
-GLM_KEYS = partial(keys, feed_forward=partial(feed_forward_keys, shared="mlp.shared_experts"))
-GLM_REQUIRED, GLM_NAMES = {"mlp_bias": False}, {"num_local_experts": ROUTED}
+MIXTRAL_PARTS = MIXTRAL, _mixtral, _write_mixtral, _mixtral_keys
+MIXTRAL_SETTINGS: dict[str, Any] = {
+    "required": {"router_jitter_noise": 0.0, "layer_types": None},
+    "names": {"num_experts": "num_local_experts"},
+}
+QWEN_PARTS = QWEN_MOE, _qwen3_moe, _write_qwen3_moe, partial(keys, feed_forward=feed_forward_keys)
+QWEN_SETTINGS: dict[str, Any] = {"required": {"layer_types": None}, "names": {"num_local_experts": "num_experts"}}
+V2 = DEEPSEEK_V2, _deepseek_v2, _write_deepseek_v2, DEEPSEEK_KEYS
+V3 = DEEPSEEK_V3, _deepseek_v3, _write_deepseek_v3, DEEPSEEK_KEYS
+NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+V2_NAMES, V3_NAMES = {"num_experts": "n_routed_experts"}, {"num_local_experts": "n_routed_experts"}
+GLM_PARTS = GLM, _glm, None, partial(keys, feed_forward=partial(feed_forward_keys, shared="mlp.shared_experts"))
 ARCHITECTURES = {
-    "mixtral": Decoder(
-        title="Mixtral",
-        member="mixtral",
-        model_class="MixtralForCausalLM",
-        defaults=MIXTRAL,
-        read=_mixtral,
-        write=_write_mixtral,
-        keys=_mixtral_keys,
-        required={"router_jitter_noise": 0.0, "layer_types": None},
-        names={"num_experts": "num_local_experts"},
-    ),
-    "qwen3_moe": Decoder(
-        title="Qwen3-MoE",
-        member="mixtral",
-        model_class="Qwen3MoeForCausalLM",
-        defaults=QWEN_MOE,
-        read=_qwen3_moe,
-        write=_write_qwen3_moe,
-        keys=partial(keys, feed_forward=feed_forward_keys),
-        required={"layer_types": None},
-        names={"num_local_experts": "num_experts"},
-    ),
-    **{
-        kind: form(title, "mla", name, table, read, write, _deepseek_keys, required=NO_BIAS, names={count: ROUTED})
-        for kind, form, title, name, table, read, write, count in (
-            ("deepseek_v2", Decoder, "DeepSeek-V2", "DeepseekV2ForCausalLM", *V2, "num_experts"),
-            ("deepseek_v3", Predicting, "DeepSeek-V3", "DeepseekV3ForCausalLM", *V3, "num_local_experts"),
-        )
-    },
-    "glm4_moe": Predicting(
-        "GLM-4.5", "mixtral", "", GLM, _glm, None, GLM_KEYS, required=GLM_REQUIRED, names=GLM_NAMES, exported=False
-    ),
+    "mixtral": Decoder("Mixtral", "mixtral", "MixtralForCausalLM", *MIXTRAL_PARTS, **MIXTRAL_SETTINGS),
+    "qwen3_moe": Decoder("Qwen3-MoE", "mixtral", "Qwen3MoeForCausalLM", *QWEN_PARTS, **QWEN_SETTINGS),
+    "deepseek_v2": Decoder("DeepSeek-V2", "mla", "DeepseekV2ForCausalLM", *V2, required=NO_BIAS, names=V2_NAMES),
+    "deepseek_v3": Predicting("DeepSeek-V3", "mla", "DeepseekV3ForCausalLM", *V3, required=NO_BIAS, names=V3_NAMES),
+    "glm4_moe": Predicting("GLM-4.5", "mixtral", "", *GLM_PARTS, required={"mlp_bias": False}, names=V3_NAMES),
 }

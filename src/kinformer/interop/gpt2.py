@@ -11,38 +11,44 @@ the norm of the input here; its outputs of states and returns are left out, as n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, MASKS, Architecture, Decoder, Padding, Tensors, decoder_of
+from kinformer.interop.architecture import (
+    ACTIVATIONS,
+    MASKS,
+    Architecture,
+    ConfigFile,
+    Decoder,
+    Padding,
+    Tensors,
+    Weights,
+    decoder_of,
+)
 from kinformer.interop.key_map import (
     BY_HEAD,
     QKV,
     SAME,
     TRANSPOSED,
-    Behind,
     ConfigData,
     ConfigView,
     Key,
     KeyMap,
     Layout,
+    behind,
     ends_of_model,
     key,
 )
-from kinformer.interop.settings import At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import COMMON, At, Settings, Table, rope, rope_parameters, sizes
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.parsing import JsonObject
 
 GPT2 = Table(
-    vocab_size=At(50257, "input.vocab_size"),
+    sizes("vocab_size", "n_embd", "n_layer", "n_head"),
     n_positions=At(1024, "position.max_length"),
-    n_embd=At(768, "dim"),
-    n_layer=At(12, "depth"),
-    n_head=At(12, "layers.mixer.num_heads"),
     n_inner=At(None, "layers.feed_forward.hidden_dim", Settings.integer),
     activation_function=At("gelu_new", "layers.feed_forward.activation", ACTIVATIONS),
     resid_pdrop=At(0.1, "layers.dropout"),
@@ -59,11 +65,7 @@ DECISION = Table(
     max_ep_len=At(4096, "input.timesteps"),
 )
 NEOX = Table(
-    vocab_size=At(50432, "input.vocab_size"),
-    hidden_size=At(6144, "dim"),
-    num_hidden_layers=At(44, "depth"),
-    num_attention_heads=At(64, "layers.mixer.num_heads"),
-    intermediate_size=At(24576, "layers.feed_forward.hidden_dim"),
+    COMMON,
     hidden_act=At("gelu", "layers.feed_forward.activation", ACTIVATIONS),
     attention_dropout=At(0.0, "layers.mixer.dropout"),
     hidden_dropout=At(0.0, "layers.dropout dropout"),
@@ -76,11 +78,7 @@ NEOX = Table(
     rotary_pct=0.25,
 )
 OPT = Table(
-    vocab_size=At(50272, "input.vocab_size"),
-    hidden_size=At(768, "dim"),
-    num_hidden_layers=At(12, "depth"),
-    num_attention_heads=At(12, "layers.mixer.num_heads"),
-    ffn_dim=At(3072, "layers.feed_forward.hidden_dim"),
+    sizes("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim"),
     max_position_embeddings=At(2048, "position.max_length"),
     activation_function=At("relu", "layers.feed_forward.activation", ACTIVATIONS),
     dropout=At(0.1, "layers.dropout dropout"),
@@ -90,10 +88,7 @@ OPT = Table(
     _remove_final_layer_norm=False,
 )
 BLOOM = Table(
-    vocab_size=At(250880, "input.vocab_size"),
-    hidden_size=At(64, "dim"),
-    n_layer=At(2, "depth"),
-    n_head=At(8, "layers.mixer.num_heads"),
+    sizes("vocab_size", "hidden_size", "n_layer", "n_head"),
     layer_norm_epsilon=At(1e-5, "layers.norm.eps"),
     hidden_dropout=At(0.0, "layers.dropout"),
     attention_dropout=At(0.0, "layers.mixer.dropout"),
@@ -102,10 +97,7 @@ BLOOM = Table(
     pretraining_tp=1,
 )
 MPT = Table(
-    vocab_size=At(50368, "input.vocab_size"),
-    d_model=At(2048, "dim"),
-    n_layers=At(24, "depth"),
-    n_heads=At(16, "layers.mixer.num_heads"),
+    sizes("vocab_size", "d_model", "n_layers", "n_heads"),
     expansion_ratio=4,
     resid_pdrop=At(0.0, "layers.dropout"),
     emb_pdrop=At(0.0, "dropout"),
@@ -168,7 +160,7 @@ NEOX_KEYS = KeyMap(
 OPT_KEYS = KeyMap(
     model=(
         *ends_of_model("embed_tokens", "final_layer_norm"),
-        key("position.table", "embed_positions.weight", layout=Behind(2), tensors=("",)),
+        key("position.table", "embed_positions.weight", layout=behind(2), tensors=("",)),
     ),
     layer=_layer_keys(
         "self_attn_layer_norm",
@@ -280,6 +272,10 @@ def _mpt(full: Settings) -> ConfigData:
 # From our model to settings.
 
 
+def _write_gpt2(model: ConfigView) -> JsonObject:
+    return GPT2.written(model) | {"n_ctx": model["position"]["max_length"]}  # read by llama.cpp
+
+
 def _write_neox(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
     position = layer["mixer"]["position"]
@@ -313,9 +309,7 @@ class Opt(Decoder):
     """OPT. Vectors of tokens may be narrower than the model, as in OPT-350m. The products that widen and narrow them
     become a part of the embedding and a part of the output matrix, which are not tied here."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         by_name = {name.split("decoder.")[-1]: name for name in tensors}
         if any(name in by_name for name in PROJECTIONS):
             if missing := [name for name in (*PROJECTIONS, TABLE) if name not in by_name]:
@@ -381,9 +375,7 @@ class DecisionTransformer(Architecture):
     of = ""
     reordered = "the normalisation of returns and states is part of its products, so that it takes plain values"
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         others = {name: tensor for name, tensor in tensors.items() if name != POSITIONS}
         weights = super().read_tensors(others, model, folder, config)
         bias, table = weights.get("input.norm.bias"), tensors.get(POSITIONS)
@@ -443,68 +435,38 @@ class DecisionTransformer(Architecture):
         return ["its outputs of states and returns are zero, as nothing trained them"]
 
 
+OPT_REQUIRED = {"enable_bias": True, "layer_norm_elementwise_affine": True}
+BLOOM_REQUIRED = {"apply_residual_connection_post_layernorm": False}
+LAYERS_AND_HEADS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+GPT2_NAMES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"} | LAYERS_AND_HEADS
+BLOOM_NAMES = {"n_embed": "hidden_size"} | LAYERS_AND_HEADS
+NO_WIDTH, NO_BIAS = {"head_dim": None}, {"no_bias": True}
+MPT_NAMES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
 ARCHITECTURES = {
     # OPT stands before GPT-2, which its models would be, too. OPT with another activation than ReLU is a GPT-2.
-    "opt": Opt(
-        title="OPT",
-        member="gpt",
-        model_class="OPTForCausalLM",
-        defaults=OPT,
-        read=_opt,
-        write=_write_opt,
-        keys=OPT_KEYS,
-        required={"enable_bias": True, "layer_norm_elementwise_affine": True},
-    ),
+    "opt": Opt("OPT", "gpt", "OPTForCausalLM", OPT, _opt, _write_opt, OPT_KEYS, required=OPT_REQUIRED),
     "gpt2": Decoder(
-        title="GPT-2",
-        member="gpt",
-        model_class="GPT2LMHeadModel",
-        defaults=GPT2,
-        read=_gpt2,
-        write=lambda model: GPT2.written(model) | {"n_ctx": model["position"]["max_length"]},  # read by llama.cpp
-        keys=GPT2_KEYS,
-        required=REQUIRED,
-        names={
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
-        },
+        "GPT-2", "gpt", "GPT2LMHeadModel", GPT2, _gpt2, _write_gpt2, GPT2_KEYS, required=REQUIRED, names=GPT2_NAMES
     ),
     "gpt_neox": Decoder(
         "GPT-NeoX", "rope", "GPTNeoXForCausalLM", NEOX, _neox, _write_neox, NEOX_KEYS, required={"head_dim": None}
     ),
     "bloom": Decoder(
-        title="BLOOM",
-        member="alibi",
-        model_class="BloomForCausalLM",
-        defaults=BLOOM,
-        read=_bloom,
-        keys=BLOOM_KEYS,
-        required={"apply_residual_connection_post_layernorm": False},
-        names={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "BLOOM", "alibi", "BloomForCausalLM", BLOOM, _bloom, keys=BLOOM_KEYS, required=BLOOM_REQUIRED, names=BLOOM_NAMES
     ),
     "mpt": Decoder(
-        title="MPT",
-        member="alibi",
-        model_class="MptForCausalLM",
-        defaults=MPT,
-        read=_mpt,
-        write=_write_mpt,
-        keys=MPT_KEYS,
-        required={"no_bias": True},
-        names={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
+        "MPT", "alibi", "MptForCausalLM", MPT, _mpt, _write_mpt, MPT_KEYS, required={"no_bias": True}, names=MPT_NAMES
     ),
     "decision_transformer": DecisionTransformer(
-        title="Decision Transformer",
-        member="decision",
-        model_class="DecisionTransformerModel",
-        defaults=DECISION,
-        read=_decision,
+        "Decision Transformer",
+        "decision",
+        "DecisionTransformerModel",
+        DECISION,
+        _decision,
         keys=DECISION_KEYS,
         auto_class="AutoModel",
         required={**REQUIRED, "action_tanh": True},
-        names={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        names=LAYERS_AND_HEADS,
         buffers=MASKS,
     ),
 }

@@ -315,7 +315,7 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
             program._guards_code = []  # conditions on open sizes, which a graph of ONNX cannot hold
             written = torch.onnx.export(
                 program, (), input_names=inputs, output_names=outputs, dynamo=True, verbose=False,
-                opset_version=CONVERTED,
+                opset_version=CONVERTED
             )  # fmt: skip
     except Exception as error:
         raise KinformerError(

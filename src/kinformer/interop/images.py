@@ -12,16 +12,17 @@ refuses grids of patches below the window that the weights do not fit; ours take
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ACTIVATIONS, Architecture, Padding, Tensors, model_of
+from kinformer.interop.architecture import ACTIVATIONS, Architecture, ConfigFile, Padding, Tensors, Weights, model_of
 from kinformer.interop.encoders import ENCODER, PRODUCTS
-from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, key
+from kinformer.interop.key_map import QKV, ConfigData, ConfigView, Key, KeyMap, Layout, OneByOne, key
 from kinformer.interop.settings import PREPROCESSOR, At, Settings, Table, count_classes, labels, read_table
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.parsing import JsonObject
@@ -38,35 +39,27 @@ class LeadingTokens(Layout):
         return [row[None] for row in tensor.split(1)]
 
 
-class LeadingTable(Layout):
-    """Their table is [1, rows, dim]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor[0]
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor[None]
+def _to_kernel(tensor: Tensor, layer: ConfigView) -> Tensor:
+    patches = layer["input"]
+    shape = (patches["channels"], patches["patch"], patches["patch"])
+    return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
 
 
-class Kernel(Layout):
-    """Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of these]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.flatten(1) if tensor.dim() == 4 else tensor
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        patches = layer["input"]
-        shape = (patches["channels"], patches["patch"], patches["patch"])
-        return tensor.unflatten(1, shape) if tensor.dim() == 2 else tensor
-
-
-TOKENS, TABLE, KERNEL = LeadingTokens(), LeadingTable(), Kernel()
+TOKENS = LeadingTokens()
+TABLE = OneByOne(lambda tensor, _: tensor[0], lambda tensor, _: tensor[None])
+"""Their table is [1, rows, dim]."""
+KERNEL = OneByOne(lambda tensor, _: tensor.flatten(1) if tensor.dim() == 4 else tensor, _to_kernel)
+"""Their product of a patch is a convolution's kernel [dim, channels, rows, columns], ours [dim, all of these]."""
 PROJECTION = key("input.projection", "embeddings.patch_embeddings.projection", layout=KERNEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEncoder(Architecture):
-    """An encoder that classifies images."""
+    """An encoder that classifies images.
+
+    The pipelines of transformers make every image RGB, so a model of one channel is written as the model of three that
+    reads their mean.
+    """
 
     kind: str = "encoder"
     reads: str = "patches"
@@ -74,16 +67,25 @@ class ImageEncoder(Architecture):
     auto_class: str = "AutoModelForImageClassification"
     processor: str | None = "ViTImageProcessor"
     of = " for image classification"
+    reordered = "the patches have three channels, whose mean is read"
 
-    def with_tensors(
-        self, model: ConfigData, tensors: Tensors, config: Mapping[str, object], folder: Path
-    ) -> ConfigData:
+    def with_tensors(self, model: ConfigData, tensors: Tensors, config: ConfigView, folder: Path) -> ConfigData:
         return {**model, "input": model["input"] | _normalisation(folder, model["input"]["channels"])}
 
     def notes(self, tensors: Tensors, model: ConfigView, folder: Path) -> tuple[str, ...]:
         if (folder / PREPROCESSOR).is_file():
             return ()
         return (f"it has no {PREPROCESSOR}, so pixels from 0 to 1 are read without mean and deviation",)
+
+    def order(self, model: ConfigView) -> ConfigView:
+        image = model["input"]
+        if image["channels"] != 1:
+            return model
+        return {**model, "input": {**image, "channels": 3, "mean": [*image["mean"]] * 3, "std": [*image["std"]] * 3}}
+
+    def reorder(self, weights: Tensors, model: ConfigView) -> dict[str, Tensor]:
+        """Return ``weights`` for patches [channels, rows, columns] of three channels."""
+        return {**weights, "input.projection.weight": weights["input.projection.weight"].repeat(1, 3) / 3}
 
     def differences(self, model: ConfigView) -> list[str]:
         if model["input"]["resize"] == "bicubic" or not model["input"]["positions"]:
@@ -103,10 +105,10 @@ def patches(full: Settings, **settings: object) -> ConfigData:
 
 def _pair(full: Settings, name: str) -> list[int]:
     value = full.get(name)
-    values = value if isinstance(value, list) else [value, value]
+    values = full.changed(**{name: value if isinstance(value, list) else [value, value]}).integers(name)
     if len(values) != 2:
         raise full.error(f"{name} is {value!r}, but must be one whole number, or rows and columns.")
-    return [full.changed(**{name: item}).integer(name) for item in values]
+    return values
 
 
 def write_patches(model: ConfigView) -> JsonObject:
@@ -199,10 +201,8 @@ DEIT_KEYS = _keys("deit.", DEIT_TOKENS, key("head.output", "classifier"))
 DISTILLED_KEYS = _keys(
     "deit.", DEIT_TOKENS, key("head.output", "cls_classifier"), key("head.distilled", "distillation_classifier")
 )
-DEIT_HEADS = {
-    "DeiTForImageClassificationWithTeacher": "distilled",
-    "DeiTForImageClassification": "linear_classification",
-}
+DEIT = "DeiTForImageClassification"
+DEIT_HEADS = {f"{DEIT}WithTeacher": "distilled", DEIT: "linear_classification"}
 """DeiT's classes to our heads."""
 
 
@@ -220,6 +220,10 @@ def _encoder(full: Settings, kind: str = "linear_classification", **tokens: obje
     return model_of(full, VIT, layer, input=image, embedding_norm=None, head=head)
 
 
+def _deit_keys(model: ConfigView) -> KeyMap:
+    return DISTILLED_KEYS if model["head"]["kind"] == "distilled" else DEIT_KEYS
+
+
 def _deit(full: Settings) -> ConfigData:
     heads = [DEIT_HEADS[name] for name in full.get("architectures") or () if name in DEIT_HEADS]
     if not heads:
@@ -233,9 +237,7 @@ def _deit(full: Settings) -> ConfigData:
 class Vit(ImageEncoder):
     """An encoder of images with a class token: ViT, or DeiT, which also has a distillation token."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         weights = super().read_tensors(tensors, model, folder, config)
         if not {"input.tokens", "input.positions"} <= weights.keys():
             raise KinformerError(
@@ -253,8 +255,8 @@ class Vit(ImageEncoder):
         }
 
     def classes(self, model: ConfigView) -> tuple[str, str]:
-        named = {kind: name for name, kind in DEIT_HEADS.items()} if not self.model_class else {}
-        return self.model_class or named[model["head"]["kind"]], self.auto_class
+        taught = "WithTeacher" if model["head"]["kind"] == "distilled" else ""
+        return f"{self.model_class}{taught}", self.auto_class
 
 
 # Swin and Swin V2.
@@ -314,7 +316,7 @@ def _swin(full: Settings) -> ConfigData:
     second = full["model_type"] == "swinv2"
     if any(full.get("pretrained_window_sizes") or ()):
         raise full.error("pretrained_window_sizes are not 0; biases of one window only can be imported.")
-    depths, heads = (_whole_numbers(full, name) for name in ("depths", "num_heads"))
+    depths, heads = full.integers("depths"), full.integers("num_heads")
     if len(depths) != len(heads):
         raise full.error(f"depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
     if full.number("layer_norm_eps") != 1e-5:
@@ -350,20 +352,11 @@ def _swin(full: Settings) -> ConfigData:
     return model
 
 
-def _whole_numbers(full: Settings, name: str) -> list[int]:
-    values = full[name]
-    if not isinstance(values, list) or not values:
-        raise full.error(f"{name} is {values!r}, but must be a list of whole numbers.")
-    return [full.changed(**{name: value}).integer(name) for value in values]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Swin(ImageEncoder):
     """Swin, whose layers are numbered in each stage, and here through all stages."""
 
-    def read_tensors(
-        self, tensors: Tensors, model: ConfigView, folder: Path, config: Mapping[str, object] | None = None
-    ) -> dict[str, Tensor]:
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
         depths, flat = model["stack"]["depths"], {}
         for name, tensor in tensors.items():
             block = re.fullmatch(r"((?:swin|swinv2)\.|)encoder\.layers\.([0-9]{1,5})\.blocks\.([0-9]{1,5})\.(.+)", name)
@@ -396,29 +389,15 @@ class Swin(ImageEncoder):
         }
 
 
+NO_WIDTH = {"head_dim": None}
+SWIN_SETTINGS: dict[str, Any] = {
+    "required": {"use_absolute_embeddings": False},
+    "names": {"num_attention_heads": "num_heads"},
+    "buffers": SWIN_BUFFERS,
+}
 ARCHITECTURES = {
-    "vit": Vit("ViT", "vit", "ViTForImageClassification", VIT, _encoder, None, VIT_KEYS, required={"head_dim": None}),
-    "deit": Vit(
-        title="DeiT",
-        member="deit",
-        defaults=VIT,
-        read=_deit,
-        keys=lambda model: DISTILLED_KEYS if model["head"]["kind"] == "distilled" else DEIT_KEYS,
-        required={"head_dim": None},
-        processor="DeiTImageProcessor",
-    ),
-    **{
-        kind: Swin(
-            title=title,
-            member="swin",
-            model_class=f"{name}ForImageClassification",
-            defaults=SWIN,
-            read=_swin,
-            keys=_swin_keys,
-            required={"use_absolute_embeddings": False},
-            names={"num_attention_heads": "num_heads"},
-            buffers=SWIN_BUFFERS,
-        )
-        for kind, title, name in (("swin", "Swin", "Swin"), ("swinv2", "Swin V2", "Swinv2"))
-    },
+    "vit": Vit("ViT", "vit", "ViTForImageClassification", VIT, _encoder, None, VIT_KEYS, required=NO_WIDTH),
+    "deit": Vit("DeiT", "deit", DEIT, VIT, _deit, None, _deit_keys, required=NO_WIDTH, processor="DeiTImageProcessor"),
+    "swin": Swin("Swin", "swin", "SwinForImageClassification", SWIN, _swin, None, _swin_keys, **SWIN_SETTINGS),
+    "swinv2": Swin("Swin V2", "swin", "Swinv2ForImageClassification", SWIN, _swin, None, _swin_keys, **SWIN_SETTINGS),
 }

@@ -27,60 +27,54 @@ ConfigView: TypeAlias = Mapping[str, Any]
 
 
 class Layout:
-    """The layout of tensors of ours beside theirs; this one is the same on both sides.
+    """The layout of tensors of ours beside theirs.
 
     ``layer`` is the config, as data, of the layer that the tensors belong to, or of the model; it holds ``dim``.
-    A layout of one tensor on either side says what ``ours`` and ``theirs`` of it is.
     """
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         """Return our tensors of their ``tensors``."""
-        return [self.ours(tensor, layer) for tensor in tensors]
+        raise NotImplementedError
 
     def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         """Return their tensors of our ``tensors``."""
+        raise NotImplementedError
+
+
+def _same(tensor: Tensor, layer: ConfigView) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class OneByOne(Layout):
+    """A layout of one tensor on either side: ``ours`` of theirs, and ``theirs`` of ours, with the layer's config."""
+
+    ours: Callable[[Tensor, ConfigView], Tensor] = _same
+    theirs: Callable[[Tensor, ConfigView], Tensor] = _same
+
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
+        return [self.ours(tensor, layer) for tensor in tensors]
+
+    def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         return [self.theirs(tensor, layer) for tensor in tensors]
 
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        """Return our tensor of their ``tensor``."""
-        return tensor
 
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        """Return their tensor of our ``tensor``."""
-        return tensor
+def _transpose(tensor: Tensor, layer: ConfigView) -> Tensor:
+    return tensor.mT.contiguous() if tensor.dim() > 1 else tensor
 
 
-class Transposed(Layout):
-    """Their products are [in, out], ours [out, in]."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor.mT.contiguous() if tensor.dim() == 2 else tensor
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return self.ours(tensor, layer)
+SAME = OneByOne()
+TRANSPOSED = OneByOne(_transpose, _transpose)
+"""Their products are [in, out], ours [out, in]; products of experts are the other way round."""
+ONE_PLUS = OneByOne(lambda tensor, _: 1 + tensor, lambda tensor, _: tensor - 1)
+"""Their norm multiplies by 1 + w, ours by w."""
 
 
-class OnePlus(Layout):
-    """Their norm multiplies by 1 + w, ours by w."""
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return 1 + tensor
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor - 1
-
-
-class Behind(Layout):
-    """Our table is theirs without its first ``rows``, which belong to no token."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def ours(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return tensor[self.rows :]
-
-    def theirs(self, tensor: Tensor, layer: ConfigView) -> Tensor:
-        return torch.cat([tensor.new_zeros(self.rows, tensor.shape[1]), tensor])
+def behind(rows: int) -> Layout:
+    """Return the layout of a table of theirs whose first ``rows`` belong to no token, and which ours does not have."""
+    return OneByOne(
+        lambda tensor, _: tensor[rows:], lambda tensor, _: torch.cat([tensor.new_zeros(rows, tensor.shape[1]), tensor])
+    )
 
 
 @dataclass(frozen=True)
@@ -201,8 +195,6 @@ def _apart(blocks: str) -> tuple[Product, ...]:
     return tuple(Product(block) for block in blocks)
 
 
-SAME = Layout()
-TRANSPOSED, ONE_PLUS = Transposed(), OnePlus()
 QKV = Blocks(_apart("qkv"), (Product("qkv"),), _softmax)
 BY_HEAD = Blocks((Product("qkv", True),), (Product("qkv"),), _softmax)
 """Theirs is one product, [heads, 3, head_dim]."""

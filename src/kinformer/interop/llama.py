@@ -9,24 +9,21 @@ has norms behind sublayers alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kinformer.interop.architecture import Decoder, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import FULL, WINDOW, At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import COMMON, CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import JsonObject
 
 TANH = "gelu_pytorch_tanh"
 """Gemma's activation."""
 LLAMA = Table(
-    vocab_size=At(32000, "input.vocab_size"),
-    hidden_size=At(4096, "dim"),
-    intermediate_size=At(11008, "layers.feed_forward.hidden_dim"),
-    num_hidden_layers=At(32, "depth"),
-    num_attention_heads=At(32, "layers.mixer.num_heads"),
+    COMMON,
     hidden_act="silu",
     rms_norm_eps=At(1e-6, "layers.norm.eps"),
     max_position_embeddings=2048,
@@ -35,43 +32,14 @@ LLAMA = Table(
     attention_dropout=At(0.0, "layers.mixer.dropout"),
     mlp_bias=False,
 )
-MISTRAL = LLAMA.changed(intermediate_size=14336, num_key_value_heads=8, sliding_window=4096, layer_types=None)
-PHI3 = LLAMA.changed(
-    vocab_size=32064,
-    hidden_size=3072,
-    intermediate_size=8192,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=4096,
-    original_max_position_embeddings=4096,
-    sliding_window=None,
-    resid_pdrop=0.0,
-)
-QWEN = LLAMA.changed(
-    vocab_size=151936,
-    intermediate_size=22016,
-    use_sliding_window=False,
-    sliding_window=4096,
-    max_window_layers=28,
-    layer_types=None,
-)
+MISTRAL = LLAMA.changed(num_key_value_heads=8, sliding_window=4096, layer_types=None)
+PHI3 = LLAMA.changed(rms_norm_eps=1e-5, original_max_position_embeddings=4096, sliding_window=None, resid_pdrop=0.0)
+QWEN = LLAMA.changed(use_sliding_window=False, sliding_window=4096, max_window_layers=28, layer_types=None)
 SMOLLM3 = QWEN.changed(num_key_value_heads=4, sliding_window=None, no_rope_layers=None, no_rope_layer_interval=4)
-OLMO = LLAMA.changed(rms_norm_eps=1e-5, mlp_bias=False)
-GEMMA = LLAMA.changed(
-    vocab_size=256000,
-    hidden_size=3072,
-    intermediate_size=24576,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    head_dim=256,
-    hidden_act=TANH,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
+OLMO = LLAMA.changed(rms_norm_eps=1e-5)
+OLMO3 = OLMO.changed(sliding_window=4096, layer_types=None)
+GEMMA = LLAMA.changed(head_dim=256, hidden_act=TANH, tie_word_embeddings=True)
 GEMMA2 = GEMMA.changed(
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_hidden_layers=26,
-    num_attention_heads=8,
     num_key_value_heads=4,
     hidden_activation=TANH,
     query_pre_attn_scalar=256,
@@ -80,11 +48,11 @@ GEMMA2 = GEMMA.changed(
     attn_logit_softcapping=50.0,
     final_logit_softcapping=30.0,
 )
-GEMMA3 = GEMMA2.changed(
-    vocab_size=262208,
-    max_position_embeddings=131072,
-    attn_logit_softcapping=None,
-    final_logit_softcapping=None,
+GEMMA3 = GEMMA2.changed(attn_logit_softcapping=None, final_logit_softcapping=None)
+
+GRANITE = LLAMA.changed(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0)
+GRANITE_HYBRID = GRANITE.changed(
+    num_local_experts=8, shared_intermediate_size=1024, position_embedding_type=None, layer_types=None
 )
 
 
@@ -179,6 +147,46 @@ def _qwen2(full: Settings) -> ConfigData:
 
 def _qwen3(full: Settings) -> ConfigData:
     return like_llama(full, _kinds(full), normed=True)
+
+
+def _granite(full: Settings, **options: Any) -> ConfigData:
+    model = like_llama(full, **options)
+    for layer in model["layers"]:
+        layer["mixer"]["score"] = {"kind": "scaled_dot", "scale": full.positive("attention_multiplier")}
+    if model["head"]["tied"]:  # the table is multiplied, which the output matrix is not
+        model["head"]["scale"] = 1 / (full.positive("embedding_multiplier") * full.positive("logits_scaling"))
+    return model
+
+
+def _granite_hybrid(full: Settings) -> ConfigData:
+    names = {"attention": FULL, "mamba": LINEAR}  # in older files
+    kinds = full["layer_types"] if isinstance(full["layer_types"], list) else []
+    full.changed(layer_types=[names.get(kind, kind) for kind in kinds]).layer_types(FULL)
+    full = full.changed(intermediate_size=full["shared_intermediate_size"])
+    if full["position_embedding_type"] is None:
+        return _granite(full, positions={FULL: {"kind": "none"}})
+    full.choice("position_embedding_type", "rope")
+    return _granite(full)
+
+
+class Granite(Decoder):
+    """Granite, whose multipliers of embeddings, sublayers and logits become a part of the weights."""
+
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
+        weights, full = (
+            super().read_tensors(tensors, model, folder, config),
+            self.complete(config or {}, folder / CONFIG),
+        )
+        factors = {
+            "input.embedding": full.positive("embedding_multiplier"),
+            "head.output": 1 / full.positive("logits_scaling"),
+            "mixer.out": full.positive("residual_multiplier"),
+            "feed_forward.down": full.positive("residual_multiplier"),
+        }
+        for name, weight in weights.items():
+            factor = next((one for end, one in factors.items() if name.rpartition(".")[0].endswith(end)), 1.0)
+            weights[name] = weight if factor == 1 else weight * factor
+        return weights
 
 
 def _kinds(full: Settings) -> list[str]:
@@ -300,7 +308,7 @@ def attention(full: Settings, dim: int, biases: tuple[bool, bool]) -> ConfigData
 # From our model to settings.
 
 
-def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObject:
+def write_llama(model: ConfigView, *, left_out: Collection[str] = (), **added: object) -> JsonObject:
     """Return the settings of a LLaMA-like model, without the ``left_out`` settings and with the ``added`` ones."""
     layers, mixer = model["layers"], model["layers"][0]["mixer"]
     projection = mixer["projection"].get("inner", mixer["projection"])
@@ -321,19 +329,15 @@ def write_llama(model: ConfigView, *left_out: str, **added: object) -> JsonObjec
 
 def write_qwen(model: ConfigView, *left_out: str) -> JsonObject:
     """Return the settings of Qwen3 without the ``left_out`` settings."""
-    settings = write_llama(model, "mlp_bias", *left_out)
+    settings = write_llama(model, left_out=("mlp_bias", *left_out))
     return settings | {"use_sliding_window": settings["sliding_window"] is not None, "max_window_layers": 0}
-
-
-def _write_gemma(model: ConfigView) -> JsonObject:
-    return write_llama(model, "mlp_bias", "layer_types", "sliding_window", hidden_act=TANH)
 
 
 def _write_later_gemma(model: ConfigView) -> JsonObject:
     layers, score = model["layers"], model["layers"][0]["mixer"]["score"]
     scalar = score["scale"] ** -2
     scalar = round(scalar) if round(scalar) ** -0.5 == score["scale"] else scalar
-    settings = write_llama(model, "mlp_bias", "hidden_act", hidden_activation=TANH)
+    settings = write_llama(model, left_out=("mlp_bias", "hidden_act"), hidden_activation=TANH)
     settings |= {
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": score.get("cap"),
@@ -349,54 +353,48 @@ def _write_later_gemma(model: ConfigView) -> JsonObject:
     }
 
 
-def _write_llama(model: ConfigView) -> JsonObject:
-    return write_llama(model, "layer_types", "sliding_window")
-
-
-def write_mistral(model: ConfigView) -> JsonObject:
-    """Return the settings of Mistral."""
-    return write_llama(model, "mlp_bias", "attention_bias", "layer_types")
+write_mistral = partial(write_llama, left_out=("mlp_bias", "attention_bias", "layer_types"))
 
 
 def _write_phi3(model: ConfigView) -> JsonObject:
     layer = model["layers"][0]
     position = layer["mixer"]["position"]
-    settings = write_llama(model, "mlp_bias", "attention_bias", "layer_types", "head_dim", resid_pdrop=layer["dropout"])
+    left_out = ("mlp_bias", "attention_bias", "layer_types", "head_dim")
+    settings = write_llama(model, left_out=left_out, resid_pdrop=layer["dropout"])
     settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}
     return settings | {"original_max_position_embeddings": position["original_length"] or 4096}
 
 
-def _write_qwen2(model: ConfigView) -> JsonObject:
-    return write_qwen(model, "attention_bias")
-
-
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
 """The keys of a feed-forward whose gate and other rows are one product."""
+SHARED = key("feed_forward.gate_up", "shared_mlp.input_linear"), key("feed_forward.down", "shared_mlp.output_linear")
+SHARED_KEYS = partial(keys, feed_forward=lambda _: SHARED)
+DENSE, GRANITE_NAMES = {"num_local_experts": 0, "mlp_bias": False}, {"layers_block_type": "layer_types"}
 PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
 PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 """Our sublayers to the names that norms behind them have."""
-ONE_WAY = {"use_bidirectional_attention": False}
+PLUS_ONE: dict[str, Any] = {"keys": partial(keys, norm=ONE_PLUS), "required": {"use_bidirectional_attention": False}}
+NO_MLP_BIAS = {"mlp_bias": False}
+WINDOWS = ("layer_types", "sliding_window")
+WRITE_LLAMA = partial(write_llama, left_out=WINDOWS)
+WRITE_GEMMA = partial(write_llama, left_out=("mlp_bias", *WINDOWS), hidden_act=TANH)
 ARCHITECTURES = {
-    "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, _write_llama, keys),
+    "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, WRITE_LLAMA, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
-    "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, _write_qwen2, keys),
+    "qwen2": Decoder(
+        "Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, lambda model: write_qwen(model, "attention_bias"), keys
+    ),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
-    "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys, exported=False),
-    **{
-        kind: Decoder(title, "rope", "", table, read, None, keys, exported=False, required={"mlp_bias": False})
-        for kind, title, table, read in (
-            ("olmo2", "OLMo 2", OLMO, _olmo2),
-            ("olmo3", "OLMo 3", OLMO.changed(sliding_window=4096, layer_types=None), _olmo3),
-        )
-    },
-    **{
-        kind: Decoder(title, "rope", model_class, table, read, write, partial(keys, norm=ONE_PLUS), required=ONE_WAY)
-        for kind, title, model_class, table, read, write in (
-            ("gemma", "Gemma", "GemmaForCausalLM", GEMMA, _gemma, _write_gemma),
-            ("gemma2", "Gemma 2", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma),
-            ("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma),
-        )
-    },
+    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys),
+    "granitemoehybrid": Granite(
+        "Granite 4", "rope", "", GRANITE_HYBRID, _granite_hybrid, None, SHARED_KEYS, required=DENSE, names=GRANITE_NAMES
+    ),
+    "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys),
+    "olmo2": Decoder("OLMo 2", "rope", "", OLMO, _olmo2, None, keys, required=NO_MLP_BIAS),
+    "olmo3": Decoder("OLMo 3", "rope", "", OLMO3, _olmo3, None, keys, required=NO_MLP_BIAS),
+    "gemma": Decoder("Gemma", "rope", "GemmaForCausalLM", GEMMA, _gemma, WRITE_GEMMA, **PLUS_ONE),
+    "gemma2": Decoder("Gemma 2", "rope", "Gemma2ForCausalLM", GEMMA2, _gemma2, _write_later_gemma, **PLUS_ONE),
+    "gemma3_text": Decoder("Gemma 3", "rope", "Gemma3ForCausalLM", GEMMA3, _gemma3, _write_later_gemma, **PLUS_ONE),
 }

@@ -405,10 +405,7 @@ def share_padding(
     reliably; a checkpointed layer needs it again in the backward pass, so it travels with the arguments.
     """
     values: dict[str, Any] = dict(zip(inspect.signature(model.forward).parameters, arguments, strict=False)) | options
-    tokens = next(
-        (values[name] for name in ("input_ids", "inputs_embeds") if values.get(name) is not None),
-        None,
-    )
+    tokens = next((values[name] for name in ("input_ids", "inputs_embeds") if values.get(name) is not None), None)
     if tokens is None:
         return arguments, options  # the model itself raises
     mask, time = values.get("attention_mask"), tokens.shape[1]
@@ -569,17 +566,13 @@ def _model_settings(
             changes["projection"] = _projection(attention)
     else:
         changes["bias"] = bool(biases)
-    if _takes_rope(config):
+    # The model's position goes into a mixer without its own position and decay.
+    position = getattr(getattr(config, "position", None), "kind", None)
+    if position in ("none", "rope") and getattr(config, "decay", None) is None:
         changes["position"] = "position" not in settings and rope_of(model_config) or "none"
     if attention.window is not None and getattr(getattr(config, "pattern", None), "kind", None) == "causal":
         changes["pattern"] = {"kind": "local", "window": attention.window}
     return {name: value for name, value in changes.items() if name in fields and name not in settings}
-
-
-def _takes_rope(config: object) -> bool:
-    """Return whether the model's position goes into a mixer: a mixer without its own position and decay."""
-    position = getattr(getattr(config, "position", None), "kind", None)
-    return position in ("none", "rope") and getattr(config, "decay", None) is None
 
 
 def _projection(attention: Attention) -> ConfigData:

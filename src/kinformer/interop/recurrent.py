@@ -19,8 +19,18 @@ from functools import partial
 from pathlib import Path
 from reprlib import repr as excerpt
 
-from kinformer.interop.architecture import Decoder, Tensors, decoder_of
-from kinformer.interop.experts import QWEN_EXPERTS, feed_forward_keys, mixture_of, sparse_layers, write_mixture
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
+from kinformer.interop.experts import (
+    DEEPSEEK_V3,
+    QWEN_EXPERTS,
+    deepseek,
+    feed_forward_keys,
+    latent_keys,
+    mixture_of,
+    sparse_layers,
+    v3_mixture,
+    write_mixture,
+)
 from kinformer.interop.key_map import (
     DELTA,
     DELTA_FUSED,
@@ -38,6 +48,7 @@ from kinformer.interop.key_map import (
     Key,
     KeyMap,
     Layout,
+    OneByOne,
     Product,
     Taps,
     ends_of_model,
@@ -45,7 +56,7 @@ from kinformer.interop.key_map import (
     key,
 )
 from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
-from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table
+from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -59,31 +70,27 @@ GATED_DELTA = Table(
 )
 """The settings of Gated DeltaNet."""
 QWEN35 = Table(
-    LLAMA.changed(vocab_size=248320, intermediate_size=12288, num_attention_heads=16),
+    LLAMA,
     num_key_value_heads=4,
-    max_position_embeddings=32768,
     head_dim=256,
     partial_rotary_factor=0.25,
     full_attention_interval=4,
     layer_types=None,
     **GATED_DELTA,
 )
+KERNEL: ConfigData = {"kind": "linear", "normaliser": "none", "scale": True, "head_norm": "rms", "bias": False}
+"""The settings of kernel attention that all architectures share."""
+DELTA_RULE: ConfigData = KERNEL | {"feature_map": {"kind": "unit"}, "rule": "delta", "gate": True}
 SHARED_EXPERT = "shared_expert_intermediate_size"
 QWEN3_NEXT = Table(
-    QWEN35.changed(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48),
+    QWEN35,
     num_key_value_heads=2,
-    **QWEN_EXPERTS.changed(num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, norm_topk_prob=True),
+    **QWEN_EXPERTS.changed(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
     shared_expert_intermediate_size=512,
     decoder_sparse_step=1,
     mlp_only_layers=None,
 )
-OLMO = Table(
-    LLAMA.changed(vocab_size=100352, hidden_size=3840, num_attention_heads=30),
-    max_position_embeddings=65536,
-    layer_types=None,
-    linear_conv_kernel_dim=4,
-    linear_allow_neg_eigval=True,
-)
+OLMO = Table(LLAMA, layer_types=None, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True)
 OLMO_NORM_EPS = 1e-5
 """Of the norm of heads behind the delta rule, which no setting of theirs changes."""
 MTP = "mtp."
@@ -93,19 +100,7 @@ LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
 
 def delta(full: Settings, eps: float) -> ConfigData:
     """Return the config, as data, of Gated DeltaNet by the settings ``linear_*``; ``eps``: of the norm of its heads."""
-    mixer: ConfigData = {
-        "kind": "linear",
-        "feature_map": {"kind": "unit"},
-        "rule": "delta",
-        "decay": {"kind": "softplus"},
-        "normaliser": "none",
-        "scale": True,
-        "head_norm": "rms",
-        "norm_eps": eps,
-        "gate": True,
-        "bias": False,
-    }
-    GATED_DELTA.fill(mixer, full)
+    mixer = GATED_DELTA.fill(DELTA_RULE | {"decay": {"kind": "softplus"}, "norm_eps": eps}, full)
     heads, key_heads = mixer["num_heads"], mixer["key_heads"]
     if heads % key_heads:
         raise full.error(
@@ -264,7 +259,7 @@ def _write_hybrid(model: ConfigView) -> JsonObject:
         raise KeyError("softmax" if linear else "linear")
     mixer = {**linear[0], "key_heads": linear[0]["key_heads"] or linear[0]["num_heads"]}
     return {
-        **write_llama({**model, "layers": softmax}, "mlp_bias", "sliding_window"),
+        **write_llama({**model, "layers": softmax}, left_out=("mlp_bias", "sliding_window")),
         **GATED_DELTA.written(mixer),
         "num_hidden_layers": len(model["layers"]),
         "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
@@ -300,12 +295,110 @@ class Hybrid(Decoder):
         return (f"{MTP}* left out: the parts that predict further tokens here are without attention",)
 
 
+# Kimi Linear, which is read only.
+
+KIMI = Table(DEEPSEEK_V3).changed(
+    rms_norm_eps=1e-5,
+    q_lora_rank=None,
+    routed_scaling_factor=2.446,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    linear_head_dim=128,
+    linear_num_heads=32,
+    linear_conv_kernel_dim=4,
+    linear_attn_config=None,
+    mlp_layer_types=None,
+    layer_types=None,
+)
+KIMI_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_local_experts": "n_routed_experts",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+KIMI_SIZES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""The sizes in the table ``linear_attn_config`` to their names elsewhere."""
+
+
+def _kimi(full: Settings) -> ConfigData:
+    inner, depth = full.table("linear_attn_config"), full["num_hidden_layers"]
+    full = full.changed(**{theirs: inner[ours] for ours, theirs in KIMI_SIZES.items() if ours in inner})
+    if full["layer_types"] is not None:
+        kinds = full.layer_types(FULL, LINEAR)
+    else:
+        exact = inner.get("full_attn_layers", range(5, depth + 1, 4))
+        kinds = [FULL if number in exact else LINEAR for number in range(1, depth + 1)]
+    if full["mlp_layer_types"] is not None:
+        dense = list(full["mlp_layer_types"]).count("dense")
+        full = full.changed(first_k_dense_replace=dense)
+        if full["mlp_layer_types"] != ["dense"] * dense + ["sparse"] * (depth - dense):
+            raise full.error("mlp_layer_types must name dense layers, and then sparse ones, one for each layer.")
+    model = deepseek(full, {"kind": "none"}, **v3_mixture(full))
+    width = full.integer("linear_head_dim")
+    mixer = {
+        "kind": "linear",
+        "num_heads": full.integer("linear_num_heads"),
+        "head_dim": width,
+        "convolution": full.several("linear_conv_kernel_dim"),
+        "norm_eps": full.number("rms_norm_eps"),
+        "decay": {"kind": "softplus_channels"},
+        "gate_rank": width,
+        "gate_activation": "sigmoid",
+    }
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        layer["mixer"] = DELTA_RULE | mixer if kind == LINEAR else layer["mixer"]
+    return model
+
+
+BY_HEADS = OneByOne(lambda tensor, layer: tensor.reshape(layer["mixer"]["num_heads"], -1).squeeze(1))
+"""Their tensor has any shape; ours is [heads], or [heads, width]."""
+KIMI_KERNEL = (
+    key("mixer_residual.norm", "input_layernorm"),
+    key("feed_forward_residual.norm", "post_attention_layernorm"),
+    key("mixer.qkv", *(f"self_attn.{one}_proj" for one in "qkvb"), layout=DELTA),
+    key("mixer.convolution", *(f"self_attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
+    key("mixer.convolution", "self_attn.conv1d", layout=TAPS_JOINED),
+    key("mixer.decay.log_rate", "self_attn.A_log", layout=BY_HEADS, tensors=("",)),
+    key("mixer.decay.step", "self_attn.dt_bias", layout=BY_HEADS, tensors=("",)),
+    *(key(f"mixer.decay.{ours}", f"self_attn.f_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
+    *(key(f"mixer.gate.{ours}", f"self_attn.g_{theirs}_proj") for ours, theirs in (("down", "a"), ("up", "b"))),
+    key("mixer.norm", "self_attn.o_norm"),
+    key("mixer.out", "self_attn.o_proj"),
+)
+
+
+def _kimi_keys(layer: ConfigView) -> tuple[Key, ...]:
+    if layer["mixer"]["kind"] == "latent":
+        return latent_keys(layer)
+    return (*KIMI_KERNEL, *feed_forward_keys(layer["feed_forward"], shared="mlp.shared_experts"))
+
+
+class KimiLinear(Decoder):
+    """Kimi Linear, whose files have the names of its authors or of transformers."""
+
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
+        plain = {
+            ".".join(KIMI_PARTS.get(part, part) for part in name.split(".") if part != "forget_gate"): tensor
+            for name, tensor in tensors.items()
+        }
+        return super().read_tensors(plain, model, folder, config)
+
+
+KIMI_PARTS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 # Decoders of flash-linear-attention, which are read only.
 
 FLA = Table(
-    vocab_size=At(32000, "input.vocab_size"),
-    hidden_size=At(2048, "dim"),
-    num_hidden_layers=At(24, "depth"),
+    sizes("vocab_size", "hidden_size", "num_hidden_layers"),
     hidden_ratio=4,
     intermediate_size=None,
     hidden_act="swish",
@@ -318,7 +411,6 @@ FLA = Table(
     num_kv_heads=None,
 )
 GATED_DELTANET = FLA.changed(
-    num_hidden_layers=21,
     num_heads=6,
     num_v_heads=None,
     head_dim=256,
@@ -341,18 +433,8 @@ SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 
 def _mixer(full: Settings, gate: str, **more: object) -> ConfigData:
     """Return the config, as data, of kernel attention; ``gate``: the switch of its gate; ``more``: its own settings."""
-    heads = full.integer("num_heads")
-    mixer = {
-        "kind": "linear",
-        "num_heads": heads,
-        "normaliser": "none",
-        "scale": True,
-        "head_norm": "rms",
-        "norm_eps": full.number("norm_eps"),
-        "gate": full.switch(gate),
-        "bias": False,
-    }
-    return mixer | more
+    norm_eps = full.number("norm_eps")
+    return KERNEL | {"num_heads": full.integer("num_heads"), "norm_eps": norm_eps, "gate": full.switch(gate)} | more
 
 
 def _widths(full: Settings) -> dict[str, int]:
@@ -523,42 +605,27 @@ PATH_KEYS = (
     key("mixer.decay.gate", "attn.g_proj"),
 )
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
+OLMO_KEYS = _keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS)
+NEXT = QWEN3_NEXT, _qwen3_next, _write_qwen3_next, _qwen_keys(linear=FUSED)
+KIMI_REQUIRED = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+KIMI_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_kimi_keys)
+DELTA_REQUIRED = SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"}
 ARCHITECTURES = {
     "qwen3_5_text": Hybrid(
         "Qwen3.5", "gated-deltanet", "Qwen3_5ForCausalLM", QWEN35, _qwen, _write_qwen35, _qwen_keys(linear=JOINED)
     ),
     "olmo_hybrid": Hybrid(
-        title="OLMo Hybrid",
-        member="gated-deltanet",
-        model_class="OlmoHybridForCausalLM",
-        defaults=OLMO,
-        read=_olmo,
-        write=_write_olmo,
-        keys=_keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS),
+        "OLMo Hybrid", "gated-deltanet", "OlmoHybridForCausalLM", OLMO, _olmo, _write_olmo, OLMO_KEYS
     ),
-    "qwen3_next": Hybrid(
-        title="Qwen3-Next",
-        member="gated-deltanet",
-        model_class="Qwen3NextForCausalLM",
-        defaults=QWEN3_NEXT,
-        read=_qwen3_next,
-        write=_write_qwen3_next,
-        keys=_qwen_keys(linear=FUSED),
+    "qwen3_next": Hybrid("Qwen3-Next", "gated-deltanet", "Qwen3NextForCausalLM", *NEXT),
+    "kimi_linear": KimiLinear(
+        "Kimi Linear", "kda", "", KIMI, _kimi, keys=KIMI_KEYS, required=KIMI_REQUIRED, names=KIMI_NAMES
     ),
     **{
-        kind: Decoder(
-            title, member, "", defaults, _model(mixer), None, FLA_KEYS, required={**UNUSED, **required}, exported=False
-        )
-        for kind, title, member, defaults, required, mixer in (
+        kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
+        for kind, title, member, table, required, mixer in (
             ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
-            (
-                "delta_net",
-                "DeltaNet",
-                "fast-weights",
-                DELTA_NET,
-                SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"},
-                _delta_net,
-            ),
+            ("delta_net", "DeltaNet", "fast-weights", DELTA_NET, DELTA_REQUIRED, _delta_net),
             ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
             ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
             ("path_attn", "PaTH attention", "path", PATH, {"elementwise_affine": True}, _path),

@@ -78,10 +78,17 @@ class Settings(dict[str, Any]):
 
     def positive_numbers(self, name: str) -> list[float]:
         """Return a list of finite numbers above 0."""
+        return [self.changed(**{name: value}).positive(name) for value in self._list(name)]
+
+    def integers(self, name: str) -> list[int]:
+        """Return a list of whole numbers above 0."""
+        return [self.changed(**{name: value}).integer(name) for value in self._list(name)]
+
+    def _list(self, name: str) -> list[object]:
         values = self.get(name)
-        if not isinstance(values, list):
-            raise self.error(f"{name} is {excerpt(values)}, but must be a list of numbers above 0.")
-        return [self.changed(**{name: value}).positive(name) for value in values]
+        if not isinstance(values, list) or not values:
+            raise self.error(f"{name} is {excerpt(values)}, but must be a list of numbers.")
+        return values
 
     def switch(self, name: str) -> bool:
         """Return a setting that must be true or false."""
@@ -193,10 +200,20 @@ class Table(dict[str, object]):
         return [(name, one) for name, one in self.items() if isinstance(one, At)]
 
 
+SIZES = ("input.vocab_size", "dim", "depth", "layers.mixer.num_heads", "layers.feed_forward.hidden_dim")
+
+
+def sizes(*names: str) -> Table:
+    """Return the table of the sizes ``names``, in the order of SIZES; every file names them."""
+    return Table({name: At(None, path) for name, path in zip(names, SIZES, strict=False)})
+
+
+COMMON = sizes("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _BY_TYPE: dict[type, Callable[[Settings, str], object]] = {
     bool: Settings.switch,
     int: Settings.integer,
     float: Settings.number,
+    type(None): Settings.integer,  # a size, which every file names
 }
 
 
@@ -232,13 +249,14 @@ def class_names(config: Mapping[str, object], place: Path) -> tuple[str, ...]:
     return tuple(str(names[str(number)]) for number in range(len(names)))
 
 
-def count_classes(full: Settings) -> int:
-    """Return the number of classes, which must be two or more and exclude each other."""
-    if full.get("problem_type") not in (None, "single_label_classification"):
-        raise full.error(
-            f"problem_type is {excerpt(full['problem_type'])}, but only classes that exclude each other, "
-            "'single_label_classification', can be imported."
-        )
+SINGLE_LABEL, MULTI_LABEL = "single_label_classification", "multi_label_classification"
+"""The kinds of classes in the setting ``problem_type``: they exclude each other, or a text may have several."""
+
+
+def count_classes(full: Settings, *kinds: str) -> int:
+    """Return the number of classes, two or more, which exclude each other or are of another of the ``kinds``."""
+    if full.get("problem_type") is not None:
+        full.choice("problem_type", SINGLE_LABEL, *kinds)
     if (count := len(class_names(full, full.place))) < 2:
         raise full.error(
             f"the head has {plural(count, 'class')}, so it predicts a number (regression), which no model here does; "

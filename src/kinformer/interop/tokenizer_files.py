@@ -201,10 +201,7 @@ def write_tokenizer(
     changed = _with_special(data, special)
     text = source.decode("utf-8") if source is not None and changed == data else json.dumps(changed)
     (folder / TOKENIZER).write_text(text, encoding="utf-8")
-    settings: dict[str, object] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     if length is not None:
         settings["model_max_length"] = length
     texts = {number: text for text, number in ids_of(changed).items()}
@@ -245,12 +242,7 @@ def _template(ends: list[tuple[str, int, str]], special: Special) -> dict[str, o
         return [*first, text, *(pieces[role] for role in (special.behind,) if role in pieces)]
 
     tokens = {text: {"id": text, "ids": [number], "tokens": [text]} for _, number, text in ends}
-    return {
-        "type": "TemplateProcessing",
-        "single": around(0),
-        "pair": around(0) + around(1),
-        "special_tokens": tokens,
-    }
+    return {"type": "TemplateProcessing", "single": around(0), "pair": around(0) + around(1), "special_tokens": tokens}
 
 
 def byte_tokenizer() -> dict[str, object]:

@@ -53,7 +53,8 @@ def use_of(config: ModelConfig) -> str | None:
     if not hasattr(model.head, "classes") or not (reads_ids or model.input.whole):
         return None
     if model.head.per_position:
-        return "TokenClassification" if reads_ids else None
+        per_token = "QuestionAnswering" if model.head.kind == "span" else "TokenClassification"
+        return per_token if reads_ids else None
     return "SequenceClassification" if reads_ids else "ImageClassification"
 
 

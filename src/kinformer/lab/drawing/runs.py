@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
 from kinformer.core.parts import Span, TokenSpan
-from kinformer.core.probe import NoWeights, probing
+from kinformer.core.probe import NoWeights, probing, weights_of
 from kinformer.inputs.images import Patches
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import MOST_CELLS, HeatPanel, PatternPanel, numbered
@@ -23,7 +23,7 @@ from kinformer.lab.evaluation.bits import Windows, cut
 from kinformer.lab.evaluation.depths import EarlyExitRecorder, early_exit_stack
 from kinformer.lab.runs.options import TraceOptions
 from kinformer.lab.runs.run import Run, open_run
-from kinformer.lab.runs.trace import trace, weights_of
+from kinformer.lab.runs.trace import trace
 from kinformer.lab.tasks.answers import classes_of
 from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.images import pictures

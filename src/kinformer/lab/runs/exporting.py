@@ -414,6 +414,7 @@ PIPELINES = {
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForImageClassification": "image-classification",
     "AutoModelForSeq2SeqLM": "translation",
     "AutoModelForCTC": "automatic-speech-recognition",

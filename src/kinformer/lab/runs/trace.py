@@ -1,10 +1,8 @@
 """The trace of a trained run on one text: attention weights, hidden states, buckets, spans, exits and steps of every
 token, as tensors, as an interactive page and in words.
 
-The outputs of a head are linear in the values: y_i = sum_j w_ij v_j, plus a part that does not depend on the values.
-If columns of an identity matrix replace the values of a block of tokens, the mixer's own kernels return the columns
-w_ij of these tokens. This holds for every mechanism. The weights of softmax attention are its probabilities. The
-weights of kernel attention are *implied* (Katharopoulos et al. 2020, equation 4; Ali et al. 2024).
+``core.probe`` reads the weights from the mixer's own kernels. The weights of softmax attention are its probabilities.
+The weights of kernel attention are *implied* (Katharopoulos et al. 2020, equation 4; Ali et al. 2024).
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import CausalMixer, Chunk, PartialOutput, ReadsSource
+from kinformer.core.contract import CausalMixer, Chunk, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model import CausalModel, Model, SourceModel, device_of
 from kinformer.core.parts import Span, TokenSpan
-from kinformer.core.probe import NoWeights, probing
+from kinformer.core.probe import Keys, NoWeights, weights_of
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.lab.data.buckets import NO_ENDS, BosEos, lay
 from kinformer.lab.data.tokenizer import prompt_ids
@@ -44,103 +42,7 @@ from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
 from kinformer.stacks.sequential import Universal
 
-Keys = Literal["text", "source", "summaries"]
 Mixer: TypeAlias = CausalMixer | EncoderMixer
-
-
-class Weights(NamedTuple):
-    """The weights of one call of a mixer, in float32 or better: outputs = weights @ values + constant.
-
-    weights: [heads, queries, keys]; values: [heads, keys, width]; outputs: [heads, queries, width].
-    constant: the part of the outputs that does not depend on the values, [heads, queries, width]. It is 0 except for
-        values by distance and compressed memories.
-    buckets: int64 [heads, rounds, tokens], or None. If only some heads have buckets, these are the last heads.
-    keys, implied, lacking: the facts that the mixer gives at the point "values" of ``core.probe``.
-    """
-
-    weights: Tensor
-    values: Tensor
-    outputs: Tensor
-    constant: Tensor
-    buckets: Tensor | None
-    keys: Keys
-    implied: str
-    lacking: str
-
-
-@torch.no_grad()
-def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
-    """Return the weights of the call ``mixer(*inputs)``. One further call gives as many columns as values are wide.
-
-    inputs: a chunk and a state without a past or, of an encoder, x and its context, for one sequence.
-
-    Errors: ``NoWeights``, with the reason, where the mixer has none.
-    """
-    if isinstance(mixer, PartialOutput):
-        inputs = inputs[:2]  # without the mask of outputs: all outputs are read
-    observers = _Observers()
-    outputs = observers.call(mixer, inputs)
-    values = torch.cat([part for _, part in sorted(observers.values.items())], 2)
-    buckets = observers.buckets[0][0].cpu() if observers.buckets else None
-    # With zeros as values, the outputs are the part that does not depend on the values.
-    observers.first = -1
-    constant = observers.call(mixer, inputs)
-    columns = []
-    for observers.first in range(0, values.shape[2], values.shape[3]):
-        column = observers.call(mixer, inputs) - constant
-        columns.append(column[..., : values.shape[2] - observers.first])
-    weights = torch.cat(columns, -1)[0]
-    values = values[0].to(outputs.dtype).repeat_interleave(len(weights) // values.shape[1], 0)
-    facts: dict[str, Any] = {"keys": "text", "implied": "", "lacking": ""} | observers.facts
-    return Weights(weights, values, outputs[0], constant[0], buckets, **facts)
-
-
-class _Observers:
-    """Observers of one mixer, which can replace its values: ``first`` None keeps the values, -1 replaces them by zeros,
-    and any other number by columns of the identity matrix, for the tokens from ``first`` on."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.values: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.buckets: list[Tensor] = []
-        self.facts: dict[str, str] = {}
-
-    def call(self, mixer: nn.Module, inputs: Sequence[object]) -> Tensor:
-        """Return the heads' outputs [1, heads, time, width] of a call."""
-        self.outputs.clear()
-        with probing(values=self._values, outputs=self._outputs, buckets=self._buckets):
-            mixer(*inputs)
-        if not self.values or not self.outputs:
-            kind = type(mixer).__name__
-            raise NoWeights(
-                f"{kind} does not show its values and outputs, which weights need (core/probe.py says how)."
-            )
-        width = next(iter(self.values.values())).shape[3]
-        parts = [y for _, y in sorted(self.outputs.items())]
-        parts = [y if y.dim() == 4 else y.unflatten(-1, (-1, width)).transpose(1, 2) for y in parts]
-        return torch.cat([y.float() if y.dtype.itemsize < 4 else y for y in parts], 2)
-
-    def _values(self, v: Tensor, at: int, **facts: str) -> Tensor:
-        if self.first is None:
-            self.values.setdefault(at, v)
-            self.facts = facts
-            return v
-        columns = torch.zeros_like(v)
-        if self.first >= 0:
-            low = max(self.first, at)
-            high = max(low, min(self.first + v.shape[3], at + v.shape[2]))
-            index = torch.arange(low, high, device=v.device)
-            columns[:, :, index - at, index - self.first] = 1
-        return columns
-
-    def _outputs(self, y: Tensor, at: int) -> Tensor:
-        self.outputs[at] = y
-        return y
-
-    def _buckets(self, buckets: Tensor, at: int) -> Tensor:
-        self.buckets.append(buckets)
-        return buckets
 
 
 def kind_of(mixer: nn.Module) -> str:

@@ -101,7 +101,7 @@ def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
     if config.protocol is CausalModel:
         return {"head": {"kind": CAUSAL_HEAD, "classes": classes, "bias": False}}
     if config.head.kind == HEAD:
-        return {"head.classes": classes}
+        return {"head.classes": classes, "head.multi_label": False}
     return {"head": {"kind": HEAD, "classes": classes}}
 
 
@@ -294,6 +294,10 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
+    if getattr(model.config.head, "multi_label", False):
+        raise KinformerError(
+            f"{run.folder}: its texts may have several classes, which examples with one label do not measure; predict."
+        )
     held, train = _examples(subject, settings)
     classes, length, ends, examples = classes_of(run), whole_length(run, model), ends_of(model.config), held.split
     if cut := held.data.cut(settings.split, length - ends.size):
@@ -370,7 +374,9 @@ class TextClassifier(TextReader):
         with torch.inference_mode():
             logits = class_logits(self.model, tokens, valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
-        rows = (most_probable(row, self.names, self.top_k) for row in logits.softmax(-1))
+        several = getattr(self.model.config.head, "multi_label", False)
+        shares = logits.sigmoid() if several else logits.softmax(-1)
+        rows = (most_probable(row, self.names, self.top_k) for row in shares)
         return [
             Predicted.of(item, f"{spell_classes(classes)}\t{item.text}", classes=classes)
             for (item, _), classes in zip(batch, rows, strict=True)

@@ -174,6 +174,8 @@ def masking_of(config: ModelConfig, tokenizer: Tokenizer | None, options: MlmOpt
     mask = mask_token_of(config)
     if mask is None:
         raise KinformerError("this model does not have a mask token; give one, as in `set` input.mask_token=103.")
+    if hasattr(config.head, "classes"):
+        raise KinformerError(f"the head {config.head.kind!r} does not predict masked tokens; use kinformer.load.")
     assert tokenizer is not None
     special = {token for token in (mask, *ends_of(config)) if token is not None}
     usual = ordinary(tokenizer.vocab_size, special)
@@ -539,8 +541,8 @@ class MaskFiller(TextReader):
         super().__init__(subject.run, subject.model, ends_of(subject.model.config))
         self.run, self.mark, self.top_k, self.tokenizer = subject.run, mark, top_k, tokenizer_of(subject.run)
         mask = mask_token_of(subject.model.config)
-        if mask is None:
-            raise KinformerError(f"{subject.run.folder}: does not have a mask token.")
+        if mask is None or hasattr(subject.model.config.head, "classes"):
+            raise KinformerError(f"{subject.run.folder}: lacks a mask token or a head for masked tokens.")
         self.mask = mask
 
     def encode(self, item: TextItem) -> np.ndarray:
