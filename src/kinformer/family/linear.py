@@ -277,6 +277,41 @@ GATED_DELTANET = Member(
 )
 
 
+# Comba: Gated DeltaNet whose keys read the state before it decays, with feedback to queries.
+
+_COMBA: Settings = {"mixer": _DELTANET["mixer"] | {"rule": "comba", "gate_activation": "sigmoid"}}
+
+COMBA = Member(
+    name="comba",
+    title="Comba",
+    paper="Hu et al. 2025, Improving Bilinear RNNs with Closed-loop Control (arXiv 2506.02475)",
+    year=2025,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "values are as wide as keys but in the recipe paper (the authors': twice as wide)",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        "the share of the state that a key erases is below its beta (flash-linear-attention, which holds the authors' "
+        "code, norms the erasing key again, so that the share is beta there; an import keeps that)",
+        "the correction of queries begins at 0.02 in all recipes, as the authors advise for small models (theirs: 1)",
+    ),
+    exact_limit="no finite limit; without decay, without a correction and with the whole feedback it is the delta rule",
+    parity=(
+        "the recurrence of flash-linear-attention's kernel (tests/mixers/test_rules.py)",
+        "flash-linear-attention's Comba, whole, written down from its formulas (tests/interop/test_fla_formulas.py)",
+    ),
+    use_when="you compare rules with `gated-deltanet`: what the state forgets and what it corrects stand apart here",
+    avoid_when="you train on a GPU: this rule has no Triton kernel",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _COMBA),
+        "small": Recipe(256, 4, 4, _COMBA),
+        "benchmark": Recipe(256, 4, 4, _COMBA, _RELU),
+        "paper": Recipe(2048, 21, 6, _COMBA, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
+    },
+)
+
+
 # Kimi Delta Attention: the gated delta rule with a decay for every channel, and gates of low rank.
 
 
@@ -343,6 +378,44 @@ KDA = Member(
             initialisation={"residual": "plain"},
             vocab_size=163_840,
         ),  # fmt: skip
+    },
+)
+
+
+# Gated DeltaNet-2: Kimi Delta Attention with a gate by channel for what is erased, and another for what is written.
+
+
+def _gdn2(gate_rank: int) -> Settings:
+    """Return the settings of Gated DeltaNet-2; ``gate_rank`` is the width of a head."""
+    return {"mixer": _kda(gate_rank)["mixer"] | {"rule": "gdn2"}}
+
+
+GDN2 = Member(
+    name="gdn2",
+    title="Gated DeltaNet-2",
+    paper="Hatamizadeh et al. 2026, Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention "
+    "(arXiv 2605.22791)",
+    year=2026,
+    axes=("kernel", "recurrence", "projection"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "the low-rank gate of the outputs is without a bias",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        "the recipe paper has the sizes of flash-linear-attention's layer, and as many layers as Gated DeltaNet's",
+    ),
+    exact_limit="no finite limit; where both gates are one number for all channels it is Kimi Delta Attention",
+    parity=(
+        "the naive form of flash-linear-attention (tests/kernels/test_delta_steps.py, tests/mixers/test_rules.py)",
+    ),
+    results=("delta_rules",),
+    use_when="`kda` erases too much where it writes: here each channel has a gate for erasing and one for writing",
+    avoid_when="parameters are few: the two gates have as many weights as keys and values",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _gdn2(16)),
+        "small": Recipe(256, 4, 4, _gdn2(64), hidden_dim=704),
+        "benchmark": Recipe(256, 4, 4, _gdn2(64), _RELU),
+        "paper": Recipe(2048, 24, 16, _gdn2(128), {"mixer.head_dim": 128}),
     },
 )
 
@@ -482,4 +555,6 @@ RWKV7 = Member(
 )
 
 
-MEMBERS = (LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, KDA, GLA, MAMBA2, RWKV7)
+MEMBERS = (
+    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, GLA, MAMBA2, RWKV7,
+)  # fmt: skip

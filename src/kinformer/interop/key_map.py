@@ -83,6 +83,18 @@ class Behind(Layout):
         return torch.cat([tensor.new_zeros(self.rows, tensor.shape[1]), tensor])
 
 
+class ClosedLoop(Layout):
+    """Comba's decay d and correction D in flash-linear-attention, beside our feedback and correction.
+
+    Its kernel norms the erasing key again, so that sigmoid(d) scales the correction alone: our feedback is 1, and our
+    correction D sigmoid(d).
+    """
+
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
+        decay, correction = tensors
+        return [torch.full_like(decay, 40.0), correction * decay.sigmoid()]  # sigmoid(40) is 1 in every dtype
+
+
 @dataclass(frozen=True)
 class Product:
     """A tensor of the rows of several ``blocks``, one letter each.
@@ -202,7 +214,7 @@ def _apart(blocks: str) -> tuple[Product, ...]:
 
 
 SAME = Layout()
-TRANSPOSED, ONE_PLUS = Transposed(), OnePlus()
+TRANSPOSED, ONE_PLUS, CLOSED_LOOP = Transposed(), OnePlus(), ClosedLoop()
 QKV = Blocks(_apart("qkv"), (Product("qkv"),), _softmax)
 BY_HEAD = Blocks((Product("qkv", True),), (Product("qkv"),), _softmax)
 """Theirs is one product, [heads, 3, head_dim]."""

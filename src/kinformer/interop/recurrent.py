@@ -6,8 +6,9 @@ softmax layers turn a quarter of each head by its position and gate the heads' o
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
 of Qwen3-Next may be mixtures of experts.
 
-Gated DeltaNet, DeltaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a gated feed-forward,
-and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with rotary positions.
+Gated DeltaNet, Comba, DeltaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a gated
+feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with rotary
+positions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from reprlib import repr as excerpt
 from kinformer.interop.architecture import Decoder, Tensors, decoder_of
 from kinformer.interop.experts import QWEN_EXPERTS, feed_forward_keys, mixture_of, sparse_layers, write_mixture
 from kinformer.interop.key_map import (
+    CLOSED_LOOP,
     DELTA,
     DELTA_FUSED,
     DELTA_JOINED,
@@ -323,6 +325,9 @@ GATED_DELTANET = FLA.changed(
     allow_neg_eigval=False,
     output_gate_activation="swish",
 )
+COMBA = FLA.changed(
+    num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_output_gate=True
+)
 DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
 GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
 RETNET = FLA.changed(hidden_ratio=2, num_heads=8, expand_v=2.0, use_output_gate=True)
@@ -330,6 +335,7 @@ GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 UNUSED: Mapping[str, object] = {"attnres_block_size": None}
 """Attention over the outputs of layers, which no model here computes."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
+FEEDBACK = {"use_output_correction": True, "use_inner_decay": True}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 """The only values of settings with which the mixers here compute the same."""
 
@@ -393,6 +399,11 @@ def _gated_deltanet(full: Settings) -> ConfigData:
     if mixer["gate"]:
         mixer["gate_activation"] = GATES[full.choice("output_gate_activation", *GATES)]
     return mixer
+
+
+def _comba(full: Settings) -> ConfigData:
+    theirs = full.changed(use_gate=full["use_output_gate"], allow_neg_eigval=False, output_gate_activation="sigmoid")
+    return _gated_deltanet(theirs) | {"rule": "comba"}
 
 
 def _delta_net(full: Settings) -> ConfigData:
@@ -468,7 +479,7 @@ def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
     )
     if layer["mixer"]["kind"] == "softmax":
         return (*common, key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV))
-    delta = layer["mixer"].get("rule") == "delta"
+    delta = layer["mixer"].get("rule") in ("delta", "comba")
     products = (*FLA_PRODUCTS, "attn.b_proj") if delta else FLA_PRODUCTS
     return (*common, *FLA_KERNEL, key("mixer.qkv", *products, layout=DELTA if delta else KERNEL_QKV))
 
@@ -481,6 +492,7 @@ FLA_KERNEL = (
     key("mixer.decay.step", "attn.dt_bias", tensors=("",)),
     key("mixer.decay.down", "attn.gk_proj.0"),
     key("mixer.decay.up", "attn.gk_proj.1"),
+    key(("mixer.rule.feedback", "mixer.rule.correction"), "attn.decay", "attn.D", layout=CLOSED_LOOP, tensors=("",)),
     key("mixer.gate", "attn.g_proj"),
     *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
 )
@@ -513,6 +525,7 @@ ARCHITECTURES = {
         )
         for kind, title, member, defaults, required, mixer in (
             ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
+            ("comba", "Comba", "comba", COMBA, SHORT | FEEDBACK, _comba),
             (
                 "delta_net",
                 "DeltaNet",
