@@ -1,8 +1,6 @@
 """Import of flash-linear-attention's folders that none of its own numbers are at hand for: models written down from the
 formulas of its layers and of its kernels' recurrences, with random weights in the layout of its checkpoints."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -87,7 +85,29 @@ def comba(w, x):
     return o.transpose(1, 2).flatten(2) @ w["o_proj.weight"].T
 
 
-CASES = {"comba": (COMBA, COMBA_SHAPES, comba)}
+MESA = {"model_type": "mesa_net", "num_heads": 2, "head_dim": 8, "use_output_gate": True, "norm_eps": 1e-6}
+MESA_SHAPES = {f"{one}_proj.weight": (16, DIM) for one in "qkvgo"} | {
+    "a_proj.weight": (2, DIM), "a_proj.bias": (2,), "b_proj.weight": (2, DIM), "b_proj.bias": (2,),
+    "lambda_params": (16,), "q_conv1d.weight": (16, 1, 4), "k_conv1d.weight": (16, 1, 4), "o_norm.weight": (8,),
+}  # fmt: skip
+
+
+def mesa(w, x):
+    """MesaNet.forward with naive_mesa_net_exact."""
+    q, k = (l2(heads(short(x @ w[f"{one}_proj.weight"].T, w[f"{one}_conv1d.weight"]), 8)) for one in "qk")
+    v, gate = (heads(x @ w[f"{one}_proj.weight"].T, 8) for one in "vg")
+    beta, g = ((x @ w[f"{one}_proj.weight"].T + w[f"{one}_proj.bias"]).sigmoid().mT for one in "ba")
+    ridge = (functional.softplus(w["lambda_params"]) + 0.25).view(2, 8).diag_embed()
+    h_kk, h_kv, outputs = x.new_zeros(len(x), 2, 8, 8), x.new_zeros(len(x), 2, 8, 8), []
+    for t in range(x.shape[1]):
+        fade, key = g[:, :, t, None, None], (beta[:, :, t, None] * k[:, :, t])[..., None]
+        h_kk, h_kv = h_kk * fade + key * k[:, :, t, None], h_kv * fade + key * v[:, :, t, None]
+        outputs.append((torch.linalg.solve(h_kk + ridge, q[:, :, t])[..., None] * h_kv).sum(-2))
+    o = functional.rms_norm(torch.stack(outputs, 2), (8,), w["o_norm.weight"], eps=1e-6) * functional.silu(gate)
+    return o.transpose(1, 2).flatten(2) @ w["o_proj.weight"].T
+
+
+CASES = {"comba": (COMBA, COMBA_SHAPES, comba), "mesa_net": (MESA, MESA_SHAPES, mesa)}
 
 
 def folder_of(name, place, **changes):
@@ -118,16 +138,11 @@ def test_logits_and_generation(name, tmp_path):
         ("comba", {"use_output_correction": False}, "use_output_correction is False, but only True"),
         ("comba", {"num_v_heads": 3}, "num_v_heads is 3, but must be a multiple of num_heads"),
         ("comba", {"expand_v": 2.0}, "is not what config.json says"),
+        ("mesa_net", {"lambda_lower_bound": 0.1}, "lambda_lower_bound is 0.1, but only 0.25"),
+        ("mesa_net", {"use_short_conv": False}, "use_short_conv is False, but only True"),
     ],
 )
 def test_a_lying_config_is_one_sentence(name, changes, message, tmp_path):
     with pytest.raises(KinformerError, match=message) as refusal:
         kinformer.import_checkpoint(folder_of(name, tmp_path, **changes), tmp_path / "run")
     assert "\n" not in str(refusal.value)
-
-
-def test_the_folders_name_the_member(tmp_path):
-    folder = folder_of("comba", tmp_path)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "comba"
-    kinformer.import_checkpoint(folder, tmp_path / "run")
-    assert kinformer.open_run(tmp_path / "run").config.layers[0].mixer.rule == "comba"

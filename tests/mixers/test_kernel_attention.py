@@ -59,6 +59,10 @@ PUBLISHED = {
         decay=SoftplusChannels.Config(rank=3), normaliser="none", scale=True, convolution=2, head_norm="rms", gate=True,
         gate_rank=3, gate_activation="sigmoid", bias=False,
     ),
+    "mesanet": LinearAttention.Config(
+        num_heads=2, value_dim=3, feature_map=Unit.Config(), rule="mesa", iterations=8, normaliser="none",
+        decay=Sigmoid.Config(coupled=False), convolution=2, head_norm="rms", gate=True, bias=False,
+    ),
     "gated deltaproduct, two heads to a key head": LinearAttention.Config(
         num_heads=4, key_heads=2, value_dim=3, feature_map=Unit.Config(), rule="delta", steps=3,
         negative_eigenvalues=True, decay=Softplus.Config(), normaliser="none", scale=True, convolution=2,
@@ -173,6 +177,8 @@ def test_what_is_refused():
         ({"convolution": 1}, "convolution must be 2 or more, or 0 for none, but is 1"),
         ({"key_heads": 3}, "key_heads = 3 must divide num_heads = 2"),
         ({"steps": 2}, "steps = 2 does nothing with rule = 'linear'"),
+        ({**DELTA, "iterations": 2}, "iterations = 2 does nothing with rule = 'delta'"),
+        ({**DELTA, "rule": "mesa", "decay": LowRank.Config(rank=2)}, "rule = 'mesa' has no .* decay by channel"),
         ({**DELTA, "rule": "comba", "steps": 2}, "steps = 2 does nothing with rule = 'comba'"),
         ({**DELTA, "rule": "gdn2", "normaliser": "attention"}, "normaliser = 'attention' is not for rule = 'gdn2'"),
         ({**DELTA, "rule": "gdn2", "feature_map": Elu.Config()}, "with which rule = 'gdn2' diverges"),

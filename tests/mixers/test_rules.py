@@ -82,11 +82,28 @@ def gdn2(mixer, x):
     return mixer._output(over_time(step, q, k, v, largest * b, w, mixer.decay(x)), x, x.dtype, None)
 
 
+def mesa(mixer, x):
+    """naive_mesa_net_exact: H = exp(g) H + beta k k^T and S alike with v, read by (H + diag(lamb))^-1 q."""
+    q, k, v, _ = mixer._project(x)
+    recent = mixer.empty_state(len(x), x.device, x.dtype).recent
+    q, k = mixer.convolution(torch.cat([q, k], -1), recent, None, None)[0].chunk(2, -1)
+    q, k, beta = unit(q), unit(k), mixer.rule.strength(x).sigmoid().mT
+    ridge = torch.nn.functional.softplus(mixer.rule.penalty).view(2, -1) + 0.25
+    h, s, outputs = q.new_zeros(2, 2, 8, 8), q.new_zeros(2, 2, 8, 8), []
+    for t in range(TIME):
+        fade, key = mixer.decay(x)[:, :, t, None, None].exp(), (beta[..., None] * k)[:, :, t, :, None]
+        h, s = h * fade + key * k[:, :, t, None], s * fade + key * v[:, :, t, None]
+        solution = torch.linalg.solve(h + ridge.diag_embed(), q[:, :, t])
+        outputs.append((solution[..., None] * s).sum(-2))
+    return mixer._output(torch.stack(outputs, 2), x, x.dtype, None)
+
+
 @pytest.mark.parametrize(
     ("member", "formula", "changes"),
     [
         ("comba", comba, {}),
         ("comba", comba, {"num_heads": 4, "key_heads": 2, "value_dim": 3}),
+        ("mesanet", mesa, {"num_heads": 2, "head_dim": 8}),
         ("gdn2", gdn2, {}),
         ("gdn2", gdn2, {"value_dim": 5, "negative_eigenvalues": True}),
     ],
@@ -123,6 +140,22 @@ def test_comba_without_a_correction_and_with_the_whole_feedback_is_the_delta_rul
         mixer.rule.feedback.fill_(40.0)
         mixer.rule.correction.zero_()
     assert (absorbed(mixer, x) - absorbed(plain, x)).abs().max() > 1e-3
+
+
+def test_mesanet_is_one_solve_with_as_many_iterations_as_features_and_linear_attention_with_a_large_penalty():
+    mixer, x = mixer_of("mesanet", iterations=8), inputs()
+    want = mesa(mixer, x)
+    close(absorbed(mixer, x), want, 1e-9)
+    short = mixer_of("mesanet", iterations=3)
+    assert (absorbed(short, x) - want).abs().max() > 1e-3
+    mixer, plain = (mixer_of("mesanet", rule=rule, iterations=30, head_norm="none", convolution=0, decay=None)
+                    for rule in ("mesa", "linear"))  # fmt: skip
+    plain.load_state_dict({name: w for name, w in mixer.state_dict().items() if not name.startswith("rule")})
+    with torch.no_grad():
+        mixer.rule.penalty.fill_(1e9)
+        mixer.rule.strength.weight.zero_()
+        mixer.rule.strength.bias.fill_(60.0)
+    close(1e9 * absorbed(mixer, x), absorbed(plain, x), 1e-6)
 
 
 def test_gated_deltanet_2_with_one_number_for_both_gates_is_kda():

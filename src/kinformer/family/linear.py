@@ -420,6 +420,50 @@ GDN2 = Member(
 )
 
 
+# MesaNet: gated linear attention read through the inverse of its keys' covariance.
+
+_MESA: Settings = {
+    "mixer": part(
+        "linear",
+        feature_map="unit",
+        rule="mesa",
+        decay=part("sigmoid", coupled=False),
+        normaliser="none",
+        convolution=4,
+        head_norm="rms",
+        bias=False,
+    )
+}
+
+MESANET = Member(
+    name="mesanet",
+    title="MesaNet",
+    paper="von Oswald et al. 2025, MesaNet: Sequence Modeling by Locally Optimal Test-Time Training (arXiv 2506.05233)",
+    year=2025,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "conjugate gradients divide by the numbers themselves (the authors' code: plus 1e-5), and begin at 0 while "
+        "generating as in training",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+    ),
+    exact_limit="no finite limit; with as many iterations as a head has features it is one exact solve, and with a "
+    "large penalty linear attention",
+    parity=(
+        "the exact naive form of flash-linear-attention (tests/mixers/test_rules.py)",
+        "flash-linear-attention's MesaNet, whole, written from its formulas (tests/interop/test_fla_formulas.py)",
+    ),
+    use_when="a constant state has to give the best linear map of keys to values at every token",
+    avoid_when="time decides: every iteration costs as much as linear attention",
+    recipes={
+        **sizes(_MESA),
+        "benchmark": Recipe(256, 4, 4, _MESA, _RELU),
+        "paper": Recipe(2048, 24, 16, _MESA, {"mixer.head_dim": 128}),
+    },
+)
+
+
 # GLA: gated linear attention, whose state decays by token and channel.
 
 _GLA: Settings = {
@@ -556,5 +600,6 @@ RWKV7 = Member(
 
 
 MEMBERS = (
-    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, GLA, MAMBA2, RWKV7,
+    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, MESANET, GLA, MAMBA2,
+    RWKV7,
 )  # fmt: skip

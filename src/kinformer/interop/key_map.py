@@ -230,6 +230,7 @@ DELTA_FUSED = Blocks(
     (Product("qkvg", True), Product("ba", True)), (Product("qkvb", True), Product("g"), Product("a")), _kernel
 )
 TAPS, TAPS_JOINED = (Taps(there, (Product("qkv", True),), _kernel) for there in (_apart("qkv"), (Product("qkv"),)))
+TAPS_OF_KEYS = Taps(_apart("qk"), (Product("qk", True),), _kernel)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ softmax layers turn a quarter of each head by its position and gate the heads' o
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
 of Qwen3-Next may be mixtures of experts.
 
-Gated DeltaNet, Comba, DeltaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a gated
-feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with rotary
-positions.
+Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a
+gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with
+rotary positions.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kinformer.interop.key_map import (
     SAME,
     TAPS,
     TAPS_JOINED,
+    TAPS_OF_KEYS,
     ConfigData,
     ConfigView,
     Key,
@@ -329,6 +330,7 @@ COMBA = FLA.changed(
     num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_output_gate=True
 )
 DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
+MESA_NET = FLA.changed(num_heads=16, head_dim=128, use_output_gate=False, max_cg_step_training=30)
 GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
 RETNET = FLA.changed(hidden_ratio=2, num_heads=8, expand_v=2.0, use_output_gate=True)
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
@@ -410,6 +412,19 @@ def _delta_net(full: Settings) -> ConfigData:
     return _delta(full, **_widths(full))
 
 
+def _mesa_net(full: Settings) -> ConfigData:
+    parts = {
+        "rule": "mesa",
+        "feature_map": {"kind": "unit"},
+        "decay": {"kind": "sigmoid", "coupled": False},
+        "scale": False,
+        "head_dim": full.integer("head_dim"),
+        "convolution": full.several("conv_size"),
+        "iterations": full.integer("max_cg_step_training"),
+    }
+    return _mixer(full, "use_output_gate", **parts)
+
+
 def _gla(full: Settings) -> ConfigData:
     width = full.several("conv_size") if full.switch("use_short_conv") else 0
     parts = {"feature_map": {"kind": "identity"}, "decay": {"kind": "low_rank"}, "convolution": width}
@@ -481,10 +496,17 @@ def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
         return (*common, key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV))
     delta = layer["mixer"].get("rule") in ("delta", "comba")
     products = (*FLA_PRODUCTS, "attn.b_proj") if delta else FLA_PRODUCTS
+    if layer["mixer"].get("rule") == "mesa":
+        common += FLA_MESA
     return (*common, *FLA_KERNEL, key("mixer.qkv", *products, layout=DELTA if delta else KERNEL_QKV))
 
 
 FLA_PRODUCTS = tuple(f"attn.{one}_proj" for one in "qkv")
+FLA_MESA = (
+    key("mixer.convolution", "attn.q_conv1d", "attn.k_conv1d", layout=TAPS_OF_KEYS),
+    key("mixer.rule.strength", "attn.b_proj"),
+    key("mixer.rule.penalty", "attn.lambda_params", tensors=("",)),
+)
 FLA_KERNEL = (
     key("mixer.convolution", *(f"attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
     key("mixer.decay.gate", "attn.a_proj"),
@@ -534,6 +556,7 @@ ARCHITECTURES = {
                 SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"},
                 _delta_net,
             ),
+            ("mesa_net", "MesaNet", "mesanet", MESA_NET, SHORT | {"lambda_lower_bound": 0.25}, _mesa_net),
             ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
             ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
         )

@@ -3,7 +3,8 @@
     rule linear  S_t = a_t S_(t-1) + phi(k_t) v_t^T
     rule delta  S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
                 for features of length 1 at most: longer ones make S_t grow as a power of t
-    rule comba, gdn2  the rule delta with a correction of queries, or with gates by channel (``parts.rules``)
+    rule comba, gdn2, mesa  the rule delta with a correction of queries or with gates by channel; a regression
+                (``parts.rules``)
     decay none  a_t = 1
     normaliser none  y_t = S_t^T phi(q_t)
     normaliser sum  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = a_t z_(t-1) + phi(k_t)
@@ -73,6 +74,7 @@ from kinformer.parts.rules import (
     KernelTokens,
     LeveledRule,
     LinearRule,
+    Mesa,
     Rule,
 )
 from kinformer.runtime.errors import KinformerError, plural
@@ -120,6 +122,8 @@ def check_settings(config: LinearAttention.Config) -> None:
             f"key_heads = {config.key_heads} must divide num_heads = {config.num_heads}, so that as many heads share "
             "each; use a divisor, or None for as many."
         )
+    if config.rule != "mesa":
+        check_unused(config, f"with rule = {config.rule!r}", "iterations")
     if config.steps < 1:
         raise KinformerError(f"steps must be 1 or more, but is {config.steps}: every token is written once at least.")
     if config.steps > 1 and not isinstance(config.position, NoPosition.Config):
@@ -134,7 +138,7 @@ def check_settings(config: LinearAttention.Config) -> None:
 def check_parts(mixer: LinearAttention) -> None:
     """Refuse parts that do not fit."""
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
-    special = "levels have" if config.levels else f"rule = {config.rule!r} has" if mixer.rule.early else ""
+    special = "levels have" if config.levels else f"rule = {config.rule!r} has" if mixer.rule.special else ""
     if special and (config.impl == "triton" or (decay is not None and decay.by_channel)):
         raise KinformerError(
             f"{special} no Triton kernel and no decay by channel; use impl = 'auto', and a decay by head, such as "
@@ -176,6 +180,8 @@ def build_rule(mixer: LinearAttention) -> LinearRule:
     if config.rule == "gdn2":
         erased, written = (mixer.key_heads, mixer.features), (config.num_heads, mixer.value_dim)
         return GatedDelta2(mixer.dim, erased, written, 2.0 if config.negative_eigenvalues else 1.0, config.impl)
+    if config.rule == "mesa":
+        return Mesa(mixer.dim, config.num_heads, mixer.features, config.iterations, config.impl)
     if config.levels:
         return LeveledRule(config.impl)
     if config.rule == "delta":
@@ -229,12 +235,13 @@ class LinearAttention(Crosses, CausalMixer):
     head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
     the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
     ``negative_eigenvalues``: beta, or what gdn2 erases, is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
-    of a rule with beta q, k, v, beta of each key head.
+    of a rule with beta q, k, v, beta of each key head. ``iterations`` by which mesa solves.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "linear"
+        LEAST = {"iterations": 1}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
@@ -245,6 +252,7 @@ class LinearAttention(Crosses, CausalMixer):
         levels: int = 0
         steps: int = 1
         negative_eigenvalues: bool = False
+        iterations: int = 30
         decay: DecayConfig | None = None
         normaliser: Literal["sum", "attention", "none"] = "sum"
         eps: float = 1e-6
@@ -286,8 +294,9 @@ class LinearAttention(Crosses, CausalMixer):
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
         self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
+        self.channels = sum(self.widths[: RULES[config.rule].convolves])
         self.convolution = (
-            ShortConvolution(config.convolution, self.key_heads, sum(self.widths)) if config.convolution else None
+            ShortConvolution(config.convolution, self.key_heads, self.channels) if config.convolution else None
         )
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = build_value_gate(config.gate, config.gate_rank, dim, heads * self.value_dim)
@@ -295,7 +304,7 @@ class LinearAttention(Crosses, CausalMixer):
         self.norm = build_head_norm(config.head_norm, config.norm_eps, self.value_dim, heads, self.key_heads)
         self.rule = build_rule(self)
         self.columns = self.value_dim + self.rule.columns
-        self.crosses = not (self.feature_map.scaled or config.levels)  # a running maximum is handed on
+        self.crosses = self.rule.crosses and not self.feature_map.scaled  # a running maximum is handed on
         plain = self.crosses and isinstance(self.position, NoPosition)
         self.counts = not plain or config.normaliser == "attention"
         check_parts(self)
@@ -306,7 +315,7 @@ class LinearAttention(Crosses, CausalMixer):
         return KernelState(
             torch.zeros(batch, heads, levels * self.features, self.columns, device=device, dtype=dtype),
             torch.zeros(batch, heads, self.features if self.rule.sums else 0, device=device, dtype=dtype),
-            torch.zeros(batch, self.key_heads, context, sum(self.widths), device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads, context, self.channels, device=device, dtype=dtype),
             torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, device=device, dtype=torch.int64),
             torch.zeros((batch,) if self.counts else (batch, 0), device=device, dtype=torch.int64),
         )
@@ -315,7 +324,7 @@ class LinearAttention(Crosses, CausalMixer):
         context = self.convolution.context if self.convolution else 0
         columns = max(self.config.levels, 1) * self.columns + self.rule.sums
         numbers = self.config.num_heads * self.features * columns
-        numbers += self.key_heads * context * sum(self.widths)
+        numbers += self.key_heads * context * self.channels
         counters = self.key_heads * self.feature_map.scaled + self.counts
         return numbers * state_dtype(dtype).itemsize + 8 * counters
 
@@ -325,9 +334,10 @@ class LinearAttention(Crosses, CausalMixer):
 
         q, k, v, beta = self._project(x)
         if self.convolution is not None:
-            tokens = torch.cat([q, k, v], dim=-1)
+            parts = self.rule.convolves
+            tokens = torch.cat((q, k, v)[:parts], dim=-1)
             tokens, recent = self.convolved(self.convolution, tokens, recent, chunk, reset)
-            q, k, v = tokens.split(self.widths, dim=-1)
+            q, k, v = (*tokens.split(self.widths[:parts], dim=-1), v)[:3]
 
         if self.counts:
             positions = positions_of(chunk, seen)

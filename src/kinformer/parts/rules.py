@@ -5,19 +5,23 @@ A rule holds the parameters that no other rule has. A new rule is a class here w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import pad
 
 from kinformer.core.crossing import Crossing
 from kinformer.kernels import LinearImpl
 from kinformer.kernels.delta import DeltaTokens
+from kinformer.kernels.linear import linear_attention
 from kinformer.kernels.linear.across import delta_across, linear_across, normalised_delta_rule
 from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear.sequence import LinearSequence, LinearState
+from kinformer.runtime.autograd import Context, first_order, no_autocast
 
 
 class KernelTokens(NamedTuple):
@@ -47,12 +51,14 @@ class LinearRule(nn.Module):
 
     ``sums``: whether the state has z; ``columns``: how many columns S has beyond the values. ``normalisers``: the
     normalisers that a rule takes. ``corrects``: whether keys erase, so that they must not be longer than 1.
-    ``strengths``: whether tokens have beta. ``early``: whether keys read S before it decays.
+    ``strengths``: whether tokens have beta in the mixer's projection. ``special``: whether there is no Triton kernel
+    and no decay by channel. ``crosses``: whether stretches of a row may be computed at once. ``convolves``: how many of
+    q, k and v pass the short convolution.
     """
 
     normalisers: tuple[str, ...] = ("none", "sum")
-    corrects = strengths = early = False
-    columns = 0
+    corrects = strengths = special = False
+    crosses, convolves, columns = True, 3, 0
 
     def __init__(self, eps: float | None, impl: LinearImpl) -> None:
         super().__init__()
@@ -101,6 +107,8 @@ class FlooredRule(LinearRule):
 class LeveledRule(LinearRule):
     """The linear rule with one S for each level of the past (``kernels.linear.levels``)."""
 
+    crosses, special = False, True
+
     def __init__(self, impl: LinearImpl) -> None:
         super().__init__(None, impl)
 
@@ -135,7 +143,7 @@ class DeltaRule(LinearRule):
         beta = k.new_ones(k.shape[:3]) if beta is None else beta
         if self.steps > 1:
             k, v, beta = (x.unflatten(2, (-1, self.steps)) for x in (k, v, beta))
-        delta = DeltaTokens(q, k, v, beta, self.erase(tokens), log_decay, reset, self.early)
+        delta = DeltaTokens(q, k, v, beta, self.erase(tokens), log_decay, reset, early=self.special)
         y, s = delta_across(delta, state.s, self.impl, crossing)
         return y, LinearState(s, state.z)
 
@@ -170,7 +178,7 @@ class Comba(DeltaRule):
     """
 
     normalisers = ("none",)
-    early = True
+    special = True  # keys read early
 
     def __init__(self, key_heads: int, shared_by: int, impl: LinearImpl) -> None:
         super().__init__(1, impl)
@@ -216,10 +224,106 @@ class GatedDelta2(DeltaRule):
         return tokens.k * gate.repeat_interleave(self.written[0] // self.erased[0], 1).to(tokens.k.dtype)
 
 
-Rule = Literal["linear", "delta", "comba", "gdn2"]
+class Ridge(NamedTuple):
+    """The matrices A_t = H_t + diag(ridge) of a chunk, H_t = a_t H_(t-1) + written_t k_t^T, one for every token.
+
+    written, k: [batch, heads, time, features]; before: H before the chunk [batch, heads, features, features]; ridge:
+    [heads, 1, features]; log_decay, reset as of ``linear_attention``.
+    """
+
+    written: Tensor
+    k: Tensor
+    before: Tensor
+    ridge: Tensor
+    log_decay: Tensor | None
+    reset: Tensor | None
+
+    def read(self, p: Tensor, values: Tensor, before: Tensor, impl: LinearImpl) -> tuple[Tensor, Tensor]:
+        """Return p_t^T S_t and the last S, where S has these ``values`` in place of k."""
+        state = LinearState(before, before.new_zeros(before.shape[:3]))
+        options = {"log_decay": self.log_decay, "reset": self.reset}
+        y, (s, _) = linear_attention(p, self.written, values, state, eps=None, impl=impl, **options)
+        return y, s
+
+    def solve(self, b: Tensor, iterations: int, impl: LinearImpl) -> Tensor:
+        """Return A_t^-1 b_t by conjugate gradients from 0: exactly, where ``iterations`` are as many as features."""
+        # A chunk of one token has one H, which every iteration reads as it stands.
+        last = self.read(b, self.k, self.before, impl)[1] if b.shape[2] == 1 else None
+        x, r = torch.zeros_like(b), b
+        p, squared = r, r.square().sum(-1, keepdim=True)
+        least = torch.finfo(b.dtype).tiny
+        for _ in range(iterations):
+            product = self.read(p, self.k, self.before, impl)[0] if last is None else p @ last
+            product = product + self.ridge * p
+            # where the residual is 0 the solution stays
+            step = squared / (p * product).sum(-1, keepdim=True).clamp_min(least)
+            x, r = x + step * p, r - step * product
+            before, squared = squared, r.square().sum(-1, keepdim=True)
+            p = r + squared / before.clamp_min(least) * p
+        return x
+
+
+class _Solution(torch.autograd.Function):
+    """x, the solution of A x = b, as a function of its residual b - A x = 0, whose derivative is A^-1."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, residual: Tensor, iterations: int, impl: LinearImpl, *ridge: Any) -> Tensor:
+        ctx.iterations, ctx.impl = iterations, impl
+        ctx.save_for_backward(*ridge)
+        return x.clone()
+
+    @staticmethod
+    @first_order("the mesa rule")
+    def backward(ctx: Context, saved: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, Ridge(*saved).solve(gradient, ctx.iterations, ctx.impl), *[None] * 8
+
+
+class Mesa(LinearRule):
+    """Regression at every token (von Oswald et al. 2025, "MesaNet", arXiv 2506.05233): what linear attention sums up is
+    read through the inverse of its keys' covariance.
+
+        H_t = a_t H_(t-1) + beta_t k_t k_t^T,    S_t = a_t S_(t-1) + beta_t k_t v_t^T
+        y_t = S_t^T (H_t + diag(ridge))^-1 q_t,    beta_t = sigmoid(w . x_t + c)
+
+    so that S_t^T (..)^-1 is the linear map of keys to values with the least squared error, which fades and has a
+    penalty of ``ridge`` > 1/4. ``iterations`` of conjugate gradients solve for all tokens of a chunk at once: each is
+    linear attention of k to k. The gradient is the gradient of the exact solution. H stands behind S in the state.
+    """
+
+    normalisers = ("none",)
+    crosses, special, convolves = False, True, 2
+
+    def __init__(self, dim: int, heads: int, features: int, iterations: int, impl: LinearImpl) -> None:
+        super().__init__(None, impl)
+        self.iterations, self.columns = iterations, features
+        self.strength = nn.Linear(dim, heads)
+        # softplus(b) + 1/4 begins at 1
+        self.penalty = nn.Parameter(torch.full((heads * features,), math.log(math.expm1(0.75))))
+
+    def forward(
+        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
+    ) -> tuple[Tensor, LinearState]:
+        wide = state.s.dtype
+        with no_autocast(tokens.x.device):
+            q, k, v = (x.to(wide) for x in tokens[:3])
+            beta = self.strength(tokens.x).to(wide).sigmoid().mT.unsqueeze(-1)
+            ridge = (functional.softplus(self.penalty) + 0.25).to(wide).view(k.shape[1], 1, -1)
+            values, keys = state.s[..., : v.shape[-1]], state.s[..., v.shape[-1] :]
+            system = Ridge(beta * k, k, keys, ridge, tokens.log_decay, tokens.reset)
+            with torch.no_grad():
+                solution = system.solve(q, self.iterations, self.impl)
+            product, keys = system.read(solution, k, keys, self.impl)
+            residual = q - product - ridge * solution
+            solution = _Solution.apply(solution, residual, self.iterations, self.impl, *system)
+            y, values = system.read(solution, v, values, self.impl)
+        return y.to(tokens.v.dtype), LinearState(torch.cat([values, keys], -1), state.z)
+
+
+Rule = Literal["linear", "delta", "comba", "gdn2", "mesa"]
 RULES: Mapping[str, type[LinearRule]] = {
     "linear": LinearRule,
     "delta": DeltaRule,
     "comba": Comba,
     "gdn2": GatedDelta2,
+    "mesa": Mesa,
 }
