@@ -157,7 +157,7 @@ def proof():
 
 
 def train():
-    return proofs.train(lambda: MesaNet(64, 4), __file__, length=64, steps=60)
+    return proofs.train(lambda: MesaNet(64, 4), __file__, length=64, steps=40)
 
 
 def draw(figure, model):

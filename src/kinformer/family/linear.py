@@ -457,7 +457,8 @@ MESANET = Member(
     use_when="a constant state has to give the best linear map of keys to values at every token",
     avoid_when="time decides: every iteration costs as much as linear attention",
     recipes={
-        **sizes(_MESA),
+        "tiny": Recipe(32, 2, 2, _MESA, {"mixer.iterations": 16}),
+        "small": Recipe(256, 4, 4, _MESA),
         "benchmark": Recipe(256, 4, 4, _MESA, _RELU),
         "paper": Recipe(2048, 24, 16, _MESA, {"mixer.head_dim": 128}),
     },
