@@ -31,8 +31,8 @@ from torch.nn import functional as F
 
 
 def weights(beta, log_alpha):
-    """beta, log_alpha [batch, heads, time] -> what token j counts at token t [batch, heads, time, time], and what the
-    state before counts [batch, heads, time, 1]."""
+    """beta, log_alpha [batch, heads, time] -> the weight of token j at token t [batch, heads, time, time], and the
+    weight of the state before [batch, heads, time, 1]."""
     B = log_alpha.cumsum(2)
     fade = (B[..., :, None] - B[..., None, :]).clamp(max=0).exp().tril()
     return fade * beta[..., None, :], B.exp()[..., None]
@@ -162,19 +162,19 @@ def train():
 
 def draw(figure, model):
     """How far a trained layer's outputs are from the exact ones, by token and number of iterations."""
-    text = b"the more directions keys have taken, the more iterations a token needs"
+    text = b"a few conjugate gradients give every token what an exact solver gives"
     x = model.norms[0](model.embed(torch.tensor(list(text))[None]))
     layer = model.layers[0]
     H, S, recent = layer.start(1)
     tensors, _ = layer.tensors(x, recent)
     want = exact(*tensors, H, S)[0]
     errors = []
-    for iterations in range(1, 9):
+    for iterations in range(1, 7):
         y = conjugate(*tensors, H, S, iterations)[0]
         errors.append(((y - want).norm(dim=-1) / want.norm(dim=-1)).mean(1)[0].detach().log10())
     axes = figure.subplots()
     image = axes.imshow(torch.stack(errors), aspect="auto", vmin=-5, vmax=0)
-    axes.set(ylabel="iterations", yticks=range(8), yticklabels=range(1, 9), xticks=range(len(text)))
+    axes.set(ylabel="iterations", yticks=range(6), yticklabels=range(1, 7), xticks=range(len(text)))
     axes.set_xticklabels(text.decode(), fontsize="small")
     figure.colorbar(image, ax=axes, label="log10 of the relative error")
 

@@ -216,7 +216,7 @@ def test_user_errors_name_the_remedy():
         delta_steps(DeltaTokens(tokens[0], tokens[1], tokens[2][:, :, :, 0], *tokens[3:]), state)
     with pytest.raises(KinformerError, match="delta_steps: log_decay"):
         delta_steps(DeltaTokens(*tokens[:5], tokens[5][:, :, 1:]), state)
-    with pytest.raises(KinformerError, match="delta_steps: a state that is read before it decays has no Triton kernel"):
+    with pytest.raises(KinformerError, match="delta_steps: early reads have no Triton kernel"):
         delta_steps(DeltaTokens(*tokens, None, True), state)
     with pytest.raises(KinformerError, match="delta_steps: state"):
         delta_steps(DeltaTokens(*tokens), state[..., 1:])

@@ -301,7 +301,7 @@ COMBA = Member(
         "the recurrence of flash-linear-attention's kernel (tests/mixers/test_rules.py)",
         "flash-linear-attention's Comba, whole, written down from its formulas (tests/interop/test_fla_formulas.py)",
     ),
-    use_when="you compare rules with `gated-deltanet`: what the state forgets and what it corrects stand apart here",
+    use_when="you compare rules with `gated-deltanet`: the decay and the correction of the state stand apart here",
     avoid_when="you train on a GPU: this rule has no Triton kernel",
     recipes={
         "tiny": Recipe(32, 2, 2, _COMBA),
@@ -382,7 +382,7 @@ KDA = Member(
 )
 
 
-# Gated DeltaNet-2: Kimi Delta Attention with a gate by channel for what is erased, and another for what is written.
+# Gated DeltaNet-2: Kimi Delta Attention with an erasing gate and a writing gate for every channel.
 
 
 def _gdn2(gate_rank: int) -> Settings:

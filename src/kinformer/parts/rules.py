@@ -123,8 +123,12 @@ class LeveledRule(LinearRule):
 
 
 class DeltaRule(LinearRule):
-    """Values replace what their keys read: the delta rule, of ``steps`` a token."""
+    """Values replace what their keys read: the delta rule, of ``steps`` a token.
 
+    ``early``: keys read S before it decays.
+    """
+
+    early = False
     normalisers = ("none", "attention")
     corrects = strengths = True
 
@@ -143,7 +147,7 @@ class DeltaRule(LinearRule):
         beta = k.new_ones(k.shape[:3]) if beta is None else beta
         if self.steps > 1:
             k, v, beta = (x.unflatten(2, (-1, self.steps)) for x in (k, v, beta))
-        delta = DeltaTokens(q, k, v, beta, self.erase(tokens), log_decay, reset, early=self.special)
+        delta = DeltaTokens(q, k, v, beta, self.erase(tokens), log_decay, reset, self.early)
         y, s = delta_across(delta, state.s, self.impl, crossing)
         return y, LinearState(s, state.z)
 
@@ -178,7 +182,7 @@ class Comba(DeltaRule):
     """
 
     normalisers = ("none",)
-    special = True  # keys read early
+    early = special = True
 
     def __init__(self, key_heads: int, shared_by: int, impl: LinearImpl) -> None:
         super().__init__(1, impl)
@@ -195,8 +199,8 @@ class Comba(DeltaRule):
 
 
 class GatedDelta2(DeltaRule):
-    """The delta rule with a gate for every channel that is erased, and one for every channel that is written
-    (Hatamizadeh, Choi and Kautz 2026, "Gated DeltaNet-2", arXiv 2605.22791).
+    """The delta rule with an erasing gate and a writing gate for every channel (Hatamizadeh, Choi and Kautz 2026,
+    "Gated DeltaNet-2", arXiv 2605.22791).
 
         S_t = (I - k_t (b_t * k_t)^T) diag(a_t) S_(t-1) + k_t (w_t * v_t)^T,    b_t = sigmoid(W_b x_t),
                                                                                 w_t = sigmoid(W_w x_t)
@@ -241,8 +245,9 @@ class Ridge(NamedTuple):
     def read(self, p: Tensor, values: Tensor, before: Tensor, impl: LinearImpl) -> tuple[Tensor, Tensor]:
         """Return p_t^T S_t and the last S, where S has these ``values`` in place of k."""
         state = LinearState(before, before.new_zeros(before.shape[:3]))
-        options = {"log_decay": self.log_decay, "reset": self.reset}
-        y, (s, _) = linear_attention(p, self.written, values, state, eps=None, impl=impl, **options)
+        y, (s, _) = linear_attention(
+            p, self.written, values, state, log_decay=self.log_decay, eps=None, reset=self.reset, impl=impl
+        )
         return y, s
 
     def solve(self, b: Tensor, iterations: int, impl: LinearImpl) -> Tensor:

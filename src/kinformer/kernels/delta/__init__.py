@@ -204,7 +204,7 @@ def _validate(tokens: DeltaTokens, state: Tensor, name: str, impl: LinearImpl) -
     check_decay(name, q, log_decay)
     if early and (impl == "triton" or (log_decay is not None and log_decay.dim() == 4)):
         raise KinformerError(
-            f"{name}: a state that is read before it decays has no Triton kernel and no decay by channel; use "
+            f"{name}: early reads have no Triton kernel and no decay by channel; use "
             "impl='chunked' and log_decay [batch, heads, time]."
         )
 

@@ -160,7 +160,7 @@ def _gradients(
         change = Q.to(wide) * dQ - K.to(wide) * written - E.to(wide) * read
         ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
         dG = blocks.decay_gradient(change, ended)
-        if tokens.early:  # the decay of a token does not act on what the token reads early
+        if tokens.early:  # the decay of a token does not act on its early read
             dG = dG + blocks.join((E.to(wide) * read).sum(-1, keepdim=True))
         dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
     dQ, written, read = blocks.read(dQ), blocks.written(written), blocks.read(read)
@@ -169,7 +169,7 @@ def _gradients(
 
 
 def _cuts(tokens: DeltaTokens) -> tuple[SequenceBlocks, SequenceBlocks]:
-    """Return the blocks of ``tokens``, and the same blocks with the factors of what the erasing keys read."""
+    """Return the blocks of ``tokens``, and the same blocks with the factors of the erasing keys."""
     blocks = cut(tokens.q, tokens.reset, tokens.log_decay)
     return blocks, cut(tokens.q, tokens.reset, tokens.log_decay, early=True) if tokens.early else blocks
 

@@ -353,7 +353,7 @@ def cut(
     """Cut ``x`` [batch, heads, time, n] into blocks, with the masks of ``reset`` [batch, time] in the dtype of ``x``.
 
     log_decay: [batch, heads, time] or [batch, heads, time, n], not above 0, in the dtype of the accumulators.
-    early: whether tokens read what is behind them before their decay, which is then [batch, heads, time].
+    early: whether a token reads before its own decay, which is then [batch, heads, time].
     """
     batch, heads, time, _ = x.shape
     size = next((size for size in SIZES if size >= min(time, largest)), largest)
