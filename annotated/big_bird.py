@@ -130,7 +130,7 @@ class BigBirdAttention(nn.Module):
 import proofs
 
 import kinformer
-from kinformer.parts.patterns.big_bird import random_table
+from kinformer.parts.patterns.blocks import random_table
 
 
 def proof():

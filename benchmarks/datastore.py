@@ -99,7 +99,7 @@ def held_out_keys(run: Path, data: str, batches: int) -> list[torch.Tensor]:
     wanted = min(batches * BATCH, len(split) // length * 8)
     starts = np.linspace(0, len(split) - length - 1, max(1, wanted // 8)).astype(np.int64)
     with torch.inference_mode():
-        rows = [model(torch.from_numpy(split.rows(some, length))).keys for some in np.array_split(starts, batches)]
+        rows = [model(torch.from_numpy(split.rows(some, length)))[0].keys for some in np.array_split(starts, batches)]
     places = torch.linspace(length // 8, length - 1, 8).long()
     return [keys[:, places].flatten(0, 1)[:BATCH] for keys in rows]
 

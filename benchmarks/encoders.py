@@ -29,7 +29,7 @@ from kinformer.blocks.layer import EncoderLayer
 from kinformer.blocks.residual import LayerNorm
 from kinformer.core.encoder import SequenceContext
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.parts.patterns.big_bird import BigBird
+from kinformer.parts.patterns.blocks import BigBird
 from kinformer.parts.patterns.sequence import Window
 from kinformer.parts.projections import MultiHeadGlobal
 

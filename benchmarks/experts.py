@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
-from kinformer.blocks.experts import Experts
-from kinformer.blocks.feed_forward import SwiGLU
+from kinformer.blocks.feed_forward import Experts, SwiGLU
 
 DIM, HIDDEN, EXPERTS, TOPK, TOLERANCE = 512, 688, 8, 2, 1e-4
 

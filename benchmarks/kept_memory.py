@@ -1,7 +1,7 @@
 """What is it worth that a process keeps the memory that it has freed? Training steps with it and without.
 
     given back   as glibc has it: freed memory is the system's again, which clears it when it is asked for
-    kept         as commands have it (runtime/host.py)
+    kept         as commands have it (runtime/compiling.py)
 
 Every measurement has a process of its own, in turns; told are the median seconds of a step over all of them, the pages
 that a step asks for, and the most memory that any process had. Both must have the same loss after the first steps.

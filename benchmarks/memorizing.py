@@ -22,7 +22,7 @@ from common import Contestant, arguments, interleave, prepare, save, show
 from kinformer.core.attention_state import KeysValues
 from kinformer.core.contract import Chunk
 from kinformer.kernels.lookup import MemorySlice, Search, look_up
-from kinformer.mixers.memorizing import Memorizing, MemorizingState
+from kinformer.mixers.memory import Memorizing, MemorizingState
 
 DIM, HEADS, SEGMENT, TOPK = 512, 8, 512, 32
 WIDTH = DIM // HEADS

@@ -35,7 +35,7 @@ from kinformer.lab.training.distributed import Group, join, launch, wrapped
 from kinformer.lab.training.optimisers import Optimiser, gather
 from kinformer.lab.training.settings import Settings
 from kinformer.lab.training.shards import part_of
-from kinformer.runtime.host import is_sharded
+from kinformer.runtime.compiling import is_sharded
 
 PROCESSES = 2
 SHAPES = ((6, 768, 32_000), (12, 768, 32_000))

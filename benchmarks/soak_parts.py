@@ -11,8 +11,7 @@ from kinformer.core.config import Config, field_types, to_dict
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.models.decoder import Decoder
-from kinformer.models.encoder import Encoder
-from kinformer.models.encoder_decoder import EncoderDecoder, SourceEncoder
+from kinformer.models.encoder import Encoder, EncoderDecoder, SourceEncoder
 from kinformer.parts.patterns.sequence import Causal, Intersection
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError

@@ -25,8 +25,7 @@ from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels import block_sparse as chunked
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.block_sparse import explain
-from kinformer.parts.patterns.big_bird import RandomBlocks
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import Image1D, Image2D, RandomBlocks
 from kinformer.parts.patterns.sequence import Blockwise, Dilated, Fixed, GlobalTokens, Strided
 from kinformer.parts.relative_positions import T5, Alibi, DistanceAware, Shaw, TransformerXL
 

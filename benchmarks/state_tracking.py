@@ -1,12 +1,13 @@
-"""Do negative eigenvalues and two steps a token track states: parities, and permutations of three?
+"""Do negative eigenvalues, two steps a token and PaTH track states: parities, and permutations of three?
 
     python benchmarks/state_tracking.py            # about five minutes on two cores; may be stopped and continues
 
 After every bit a model says whether the bits so far are odd in number; after every permutation of three things, which
 of the six permutations all so far make. With beta in (0, 1) no state matrix of the delta rule has a negative
 eigenvalue, and parity needs one (Grazzi et al. 2025); with beta in (0, 2) one step is a reflection, but a cycle of
-three is a product of two (Siems et al. 2025, DeltaProduct). One layer of Gated DeltaNet of dim 32 (two heads of 16) and
-a feed-forward, trained on texts of 16 tokens and tested on new ones of 16 and of 128, in the share of right tokens.
+three is a product of two (Siems et al. 2025, DeltaProduct). PaTH attention has the same matrices between a query and
+its key (Yang et al. 2025). One layer of dim 32 (two heads of 16) and a feed-forward, Gated DeltaNet or softmax
+attention, trained on texts of 16 tokens and tested on new ones of 16 and of 128, in the share of right tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "beta in (0, 1)": {},
     "beta in (0, 2)": {"negative_eigenvalues": True},
     "beta in (0, 2), two steps": {"negative_eigenvalues": True, "steps": 2},
+    "rope": {},
+    "path": {},
 }
+"""Settings of Gated DeltaNet, or another member by its name."""
 ORDERS = list(permutations(range(3)))
 GROUPS = {
     "parity": torch.tensor([[0, 1], [1, 0]]),
@@ -55,7 +59,8 @@ def texts(table: Tensor, rows: int, length: int, draw: torch.Generator) -> tuple
 
 def build(variant: str, symbols: int) -> Decoder:
     changes = {f"layers.*.mixer.{name}": value for name, value in VARIANTS[variant].items()}
-    config = configure("gated-deltanet", "tiny", symbols, set={"layers.*.mixer.num_heads": HEADS, **changes})
+    member = variant if variant in ("rope", "path") else "gated-deltanet"
+    config = configure(member, "tiny", symbols, set={"layers.*.mixer.num_heads": HEADS, **changes})
     return config.replace(dim=DIM, layers=config.layers[:1], initialisation=Initialisation(scheme="framework")).build()
 
 

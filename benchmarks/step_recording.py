@@ -28,7 +28,7 @@ from common import Contestant, arguments, gate_equal, interleave, prepare, save,
 from kinformer.core.state import reserve
 from kinformer.family.build import configure
 from kinformer.generation.recording import logits_after, record
-from kinformer.runtime.host import trusted_arguments
+from kinformer.runtime.compiling import trusted_arguments
 
 MEMBERS, LENGTHS = ("linear-transformer", "gpt"), (64, 512)
 STEPS = 4

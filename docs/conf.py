@@ -13,7 +13,7 @@ author = "The Kinformer authors"
 copyright = "The Kinformer authors, MIT licence"
 version = release = kinformer.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "generator"]
-exclude_patterns = ["generator", "assets"]
+exclude_patterns = ["README.md", "generator", "assets"]
 nitpicky = False
 
 myst_enable_extensions = ["colon_fence"]

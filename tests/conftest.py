@@ -30,7 +30,7 @@ from kinformer.lab.cli.main import main  # noqa: E402
 from tests.process_state import check_functions  # noqa: E402
 from tests.processor_time import ProcessorTime  # noqa: E402
 
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("steady")
 
 

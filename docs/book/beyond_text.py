@@ -8,7 +8,7 @@ import torch
 from generator.text import table
 
 from kinformer.blocks.residual import Gated, LayerNorm
-from kinformer.mixers.windows import apart, joined
+from kinformer.mixers.encoders import apart, joined
 from kinformer.nn import Image1DPattern, Image2DPattern
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.layer import BareDecoderLayer
-from kinformer.blocks.sha_rnn import ShaRnnEncoderLayer
+from kinformer.blocks.layer import BareDecoderLayer, ShaRnnEncoderLayer
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kinformer.blocks.experts import Experts, grouped_products
-from kinformer.blocks.feed_forward import SwiGLU
+from kinformer.blocks.feed_forward import Experts, SwiGLU, grouped_products
 from kinformer.core.learning import gather_aux_losses
 from kinformer.family.build import configure
 from kinformer.lab.evaluation.usage import record_usage

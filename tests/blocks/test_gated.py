@@ -9,7 +9,7 @@ import torch
 import kinformer
 from kinformer.blocks.residual import Gated, LayerNorm, Reordered
 from kinformer.core.contract import Chunk
-from kinformer.mixers.segment_memory import SegmentState
+from kinformer.mixers.memory import SegmentState
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.runtime.errors import KinformerError
 

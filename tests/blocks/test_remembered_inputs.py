@@ -4,13 +4,12 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.blocks.layer import DecoderLayer
+from kinformer.blocks.layer import DecoderLayer, ShaRnnLayer
 from kinformer.blocks.residual import LayerNorm, PreNorm, RMSNorm
-from kinformer.blocks.sha_rnn import ShaRnnLayer
 from kinformer.core.contract import Chunk
 from kinformer.core.state import detach
 from kinformer.mixers.compressive import Compressive, Convolution
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
 from kinformer.parts.positions import NoPosition
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 from tests.mixers.made import DIM, inputs

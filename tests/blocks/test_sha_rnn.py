@@ -14,7 +14,7 @@ from kinformer.core.contract import Chunk
 from kinformer.family.build import configure
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.lab.estimation.estimate import estimate
-from kinformer.mixers.latent import SingleHead
+from kinformer.mixers.memory import SingleHead
 from kinformer.mixers.recurrent import LSTM
 from kinformer.runtime.errors import KinformerError
 

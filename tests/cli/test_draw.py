@@ -12,8 +12,7 @@ from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import describe, grid, numbered, parts_of, raster, shares_of
 from kinformer.lab.drawing.runs import chosen_blocks, text_by_buckets, text_by_exits, text_by_experts, tokens_of
 from kinformer.lab.runs.run import open_run
-from kinformer.parts.patterns.big_bird import BigBird
-from kinformer.parts.patterns.images import Image2D
+from kinformer.parts.patterns.blocks import BigBird, Image2D
 from kinformer.parts.patterns.sequence import Causal, Complement, Intersection, Local, Strided, Union
 
 pytest.importorskip("matplotlib")
@@ -326,14 +325,14 @@ def test_spans_are_counted_from_one(drawn, make_run):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("gpt", "--buckets"), "no head of this run attends within buckets"),
-        (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets or clusters"),
+        (("gpt", "--buckets"), "no head of this run has buckets"),
+        (("routing", "--buckets", "--head", 1), "--head 1: does not attend within buckets"),
         (("routing", "--buckets", "--exits"), "contradict"),
         (("routing", "--experts"), "no layer of this run has experts"),
         (("gpt", "--blocks"), "no layer of this run chooses blocks; give a run of moba or nsa"),
         (("moba", "--blocks", "--layer", 9), "--layer 9: chooses no blocks; the layers that do are 1, 2"),
         (("moba", "--blocks", "--head", 3), "--head 3: the layer has 2 heads"),
-        (("mixtral", "--experts", "--layer", 9), "--layer 9: does not have experts; the layers with experts are 1, 2"),
+        (("mixtral", "--experts", "--layer", 9), "--layer 9: lacks experts; layers with experts are 1, 2"),
         (("calm", "--exits", "--head", 1), "--exits draws a text, and knows no --head"),
         (("calm", "--exits"), "no token of this run leaves early; calibrate it first"),
         (("calm", "--data", "x.txt"), "--data x.txt: is for --exits"),

@@ -101,7 +101,7 @@ def test_other_data_is_told(cli, linear_run, make_run, text_file, tmp_path, monk
             ["--contexts", "129"],
             "a context of 129 tokens is beyond this model's positions, which end at max_length = 128",
         ),
-        (["--context", "0"], "context is 0 but must be 1 token or more"),
+        (["--context", "0"], "context is 0 but must be 1 or more"),
         (["--overlap", "1"], "overlap is 1 but must be at least 0 and below 1"),
         (["--data", "no/such/file"], "no/such/file does not exist"),
         (["--first", "1"], "holds 1 token but measuring in 1 stream needs 2"),

@@ -128,7 +128,7 @@ def test_import_checkpoint(tmp_path):
         (lambda: kinformer.bench(["gpt"], work="sleep"), "'sleep' is unknown"),
         (lambda: kinformer.bench(["gpt"], lengths=["many"]), "is not a list of whole numbers"),
         (lambda: kinformer.compare(["gpt"], sweep=2), "does not have a middle"),
-        (lambda: kinformer.calibrate("no/run", risk=2.0), "is a share"),
+        (lambda: kinformer.calibrate("no/run", risk=2.0), "risk is 2 but must be above 0 and below 1"),
         (lambda: kinformer.index("no/run", datastore="x"), "is not a run folder"),
         (lambda: kinformer.import_checkpoint("no/folder", "out"), "no/folder"),
     ],

@@ -62,7 +62,7 @@ def test_entries_are_the_keys_and_the_next_tokens(cli, gpt_run, text_file, tmp_p
     assert told["entries"] == told["new_entries"] == store.entries == len(split) - 1
     assert store.tokens.tolist() == split.tokens(1, len(split) - 1).tolist()
     tokens = torch.from_numpy(split.rows(np.array([16 * 20]), 32))
-    keys = KeyedDecoder(kinformer.load(gpt_run))(tokens).keys[0]
+    keys = KeyedDecoder(kinformer.load(gpt_run))(tokens)[0].keys[0]
     assert (store.float_keys(slice(16 * 20 + 16, 16 * 20 + 32)) - keys[16:]).abs().max() < 1e-5
 
 

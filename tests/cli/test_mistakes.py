@@ -227,7 +227,7 @@ MISTAKES = [
     ("calibrate exits --search 1e9", "--search is 1e+09 but must be at most 1,000,000."),
     (f"calibrate exits --prompts {LARGE}", "--prompts is 1e+30 but must be below 2^63."),
     ("calibrate exits --risk nan", "--risk nan"),
-    ("calibrate exits --confidence 1", "is a share"),
+    ("calibrate exits --confidence 1", "must be above 0 and below 1"),
     ("calibrate exits --data paper.pdf", "is a PDF"),
     ("calibrate exits --data nothing.txt", "is empty"),
     ("calibrate exits --split tset", "did you mean 'test'"),
@@ -264,13 +264,13 @@ MISTAKES = [
     ("compare gpt --data book.txt --steps 2 --parameters 3", "no width gives 3 parameters"),
     ("compare gpt --tokenizer '' --data book.txt", "--tokenizer is empty"),
     ("compare gpt --task recall --first 100 --steps 2", "--first 100: recall makes its own rows"),
-    ("compare gpt --task recall --contexts 2x --steps 2", "--contexts 2x: the task recall is measured at no other"),
+    ("compare gpt --task recall --contexts 2x --steps 2", "--contexts 2x: recall is measured at no other"),
     ("train gpt --data loop --steps 2 --out made", "loop does not exist"),
     ("pack loop --out made", "loop does not exist"),
     ("embed gpt loop --out made.npz", "loop"),
     ("compare --merge list.json list.json", "list.json"),
     ("compare --merge nope.json", "nope.json"),
-    ("train gpt --average 3 --checkpoint-every 0 --out made", "with --checkpoint-every 0 there is only the last"),
+    ("train gpt --average 3 --checkpoint-every 0 --out made", "--checkpoint-every 0 makes only the last"),
 ]
 LINES = [(line.format(run), message) for line, runs in READERS.items() for run, message in runs] + MISTAKES
 

@@ -91,7 +91,7 @@ def test_usual_names_of_other_tools_are_understood(cli, arguments, told):
     [
         (
             "mps",
-            "--device mps: does not have float64, which angles of positions and figures need; use cpu or auto.",
+            "--device mps: lacks float64, which positions need; use cpu or auto.",
         ),
         ("cuda", "--device cuda: there is no GPU that PyTorch can use here; use cpu or auto."),
         ("cuda:1", "--device cuda:1: there is no GPU that PyTorch can use here; use cpu or auto."),

@@ -86,7 +86,7 @@ def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, stor
     table = data.held_out
     windows = corpus.splits["validation"].rows(np.array([0, 64]), 32)
     with torch.inference_mode():
-        wanted = ExactSearch(opened).search(keys(torch.from_numpy(windows)).keys.flatten(0, 1), 3).tokens
+        wanted = ExactSearch(opened).search(keys(torch.from_numpy(windows))[0].keys.flatten(0, 1), 3).tokens
     assert np.array_equal(np.concatenate([table[:32], table[64:96]]), wanted.numpy())
     whole = list(data.validation(0, 1))
     parts = [list(data.validation(rank, 3)) for rank in range(3)]

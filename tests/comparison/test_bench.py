@@ -124,12 +124,12 @@ def test_bad_options_are_one_sentence(cli, flags, told):
 
 def test_memory_grows_with_the_length():
     config = benching.storable(kinformer.build("gpt", recipe="tiny").config)
-    found = in_fresh_process(benching.step_peaks, config, (16, 128), 8, "cpu")  # one that has freed no memory yet
+    found = in_fresh_process(benching.peaks_of, config, (16, 128), 8, "cpu")  # one that has freed no memory yet
     assert [length for length, _ in found] == [16, 128] and found[1][1] > found[0][1] >= 0
 
 
 def test_a_process_that_the_system_ends_is_one_sentence():
-    with pytest.raises(KinformerError, match="its process was ended by the system, which happens when memory is short"):
+    with pytest.raises(KinformerError, match="the system ended its process, as when memory is short"):
         in_fresh_process(os._exit, 1)
 
 

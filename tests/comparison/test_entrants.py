@@ -29,7 +29,7 @@ def test_names_hybrids_and_changes_of_one():
         (["gpt:2"], {}, "is a ratio of one member"),
         (["gpt:0,local:1"], {}, "gpt has 0 layers of the cycle"),
         (["gpt:1,bert:1"], {}, "mixes causal members with such as read whole texts"),
-        (["a b"], {}, "a b: is not a member; write a name"),
+        (["a b"], {}, "a b: is not a member; write as in gpt"),
         (["gpt"], {"gbt:dim": "8"}, "set gbt:dim: 'gbt' is not compared; did you mean 'gpt'?"),
     ],
 )

@@ -40,7 +40,7 @@ def test_seeds_join_and_others_get_a_name_of_their_own():
     ("other", "told"),
     [
         ({"task": "recall"}, "two.json: its task is recall, but one.json has next-token"),
-        ({"data": {"fingerprint": "sha256:2"}}, "figures from different data do not compare"),
+        ({"data": {"fingerprint": "sha256:2"}}, "merge comparisons of the same data"),
     ],
 )
 def test_unlike_comparisons_do_not_merge(other, told):

@@ -129,7 +129,7 @@ def test_holdout_holds_out_the_last_part_as_validation_and_test(tmp_path, folder
     assert files_of(by_file["test"]) == files_of(by_file["validation"])
     assert files_of(by_file["test"]).isdisjoint(files_of(by_file["train"]))
     for wrong in (0.0, 1.0, -0.1, 90.0):
-        with pytest.raises(KinformerError, match="must lie between 0 and 1"):
+        with pytest.raises(KinformerError, match="must be above 0 and below 1"):
             open_corpus(str(path), holdout=wrong)
 
 
@@ -210,7 +210,7 @@ def test_extents_read_across_pieces_from_disk_and_from_memory(tmp_path):
         for start in range(8):
             for stop in range(start, 8):
                 assert way.read(start, stop) == whole[start:stop]
-                assert way.head(stop).read(start, stop) == whole[start:stop]
+                assert way.part(0, stop).read(start, stop) == whole[start:stop]
         with pytest.raises(IndexError):
             way.read(0, 8)
 

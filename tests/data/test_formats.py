@@ -40,7 +40,7 @@ ROWS = "".join(
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
         (
             json.dumps([{"id": n, "text": TEXT} for n in range(30)]).encode(),
-            "is an array of JSON objects with the fields id, text; name the field to train on by text_field NAME",
+            "is an array of JSON objects with the fields id, text; train on one field with text_field NAME",
         ),
         (b' [\n {"a": 1, "b": ' + b"9" * 30 + b"},\n", "is an array of JSON objects with the fields a, b;"),
     ],
@@ -109,7 +109,7 @@ def test_a_field_of_json_lines_is_trained_on(tmp_path):
     for wrong, told in (
         ({"text_field": "txt", "data": path}, "line 1: does not have text in the field 'txt'; did you mean 'text'"),
         ({"text_field": "n", "data": path}, "does not have text in the field 'n'"),
-        ({"text_field": "text"}, "give its path with data"),
+        ({"text_field": "text"}, "give their path with data"),
         (
             {"text_field": "text", "data": path, "task": "classify"},
             "line 1: lacks a label; name its field with label_field",

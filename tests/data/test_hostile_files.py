@@ -151,7 +151,7 @@ ARCHIVES = {
     ),
     "images": ("a.npz", lambda: member("images", 1 << 28, 1 << 28), read_images, "times its size"),
     "images that lie": ("a.npz", lambda: member("images", 0, 1 << 60), read_images, "shorter than its head"),
-    "IDX": ("images-idx3-ubyte.gz", lambda: IDX, read_images, "times its size"),
+    "IDX": ("images-idx3-ubyte.gz", lambda: IDX, read_images, "has fewer bytes than"),
     "text": ("a", lambda: zeros(1 << 20), lambda path: check_plain(Path(path)), "is gzip-compressed"),
 }
 

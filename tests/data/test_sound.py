@@ -13,7 +13,6 @@ from kinformer.lab.data.sound import (
     LOW,
     PAD,
     Calls,
-    Holdout,
     Resampler,
     SoundOptions,
     WavStream,
@@ -192,18 +191,18 @@ def digits(tmp_path):
 
 
 def test_transcripts_from_names(digits):
-    sound = open_sound(str(digits), SoundOptions(held=Holdout(pattern="*_[0-1].wav")))
+    sound = open_sound(str(digits), SoundOptions(pattern="*_[0-1].wav"))
     assert (sound.rate, sound.unit, sound.symbols) == (8000, "labels", ("0", "1", "2", "3"))
     test = sound.splits["test"]
     assert len(test.lengths) == 16 and len(sound.splits["train"].lengths) == 22
     number = next(n for n in range(16) if test.name(n) == "2_bob_1.wav")
     assert test.transcript(number) == "2" and len(test.samples(number)) == test.lengths[number] == 560
-    again = open_sound(str(digits), SoundOptions(held=Holdout(pattern="*_[0-1].wav")))
+    again = open_sound(str(digits), SoundOptions(pattern="*_[0-1].wav"))
     assert again.identity == sound.identity
 
 
 def test_a_held_out_speaker(digits):
-    sound = open_sound(str(digits), SoundOptions(held=Holdout(speaker="ann")))
+    sound = open_sound(str(digits), SoundOptions(speaker="ann"))
     spoken = {
         name: {part.name(n).split("_")[1] for n in range(len(part.lengths))} for name, part in sound.splits.items()
     }
@@ -211,7 +210,7 @@ def test_a_held_out_speaker(digits):
 
 
 def test_joined_clips_are_of_one_speaker_and_each_is_there(digits):
-    sound = open_sound(str(digits), SoundOptions(join=(3, 5), held=Holdout(pattern="*_[0-2].wav")))
+    sound = open_sound(str(digits), SoundOptions(join=(3, 5), pattern="*_[0-2].wav"))
     test = sound.splits["test"]
     names = [test.name(n).split(" + ") for n in range(len(test.lengths))]
     assert sorted(sum(names, [])) == sorted(path.name for path in digits.glob("*_[0-2].wav"))
@@ -308,16 +307,16 @@ def test_lines_end_at_line_ends_alone_and_tables_are_not_left_out(digits):
 
 def test_mistakes(digits):
     for options, told in (
-        (SoundOptions(held=Holdout(speaker="eve")), "held_out_speaker eve: is not in .*speakers are ann, bob"),
-        (SoundOptions(held=Holdout(pattern="x*")), r"test_clips x\*: matches no file"),
-        (SoundOptions(held=Holdout(pattern="*", speaker="ann")), "contradict"),
+        (SoundOptions(speaker="eve"), "held_out_speaker eve: is not in .*speakers are ann, bob"),
+        (SoundOptions(pattern="x*"), r"test_clips x\*: matches no file"),
+        (SoundOptions(pattern="*", speaker="ann"), "contradict"),
     ):
         with pytest.raises(KinformerError, match=told):
             open_sound(str(digits), options)
     with pytest.raises(KinformerError, match="does not exist"):
         open_sound(str(digits / "none"), SoundOptions())
     with pytest.raises(KinformerError, match="held_out_speaker ann: is for recordings"):
-        open_sound("dtmf", SoundOptions(held=Holdout(speaker="ann")))
+        open_sound("dtmf", SoundOptions(speaker="ann"))
     write(digits / "5_ann_0.wav", np.zeros(0))
     with pytest.raises(KinformerError, match="5_ann_0.wav: holds 0 samples"):
         open_sound(str(digits), SoundOptions())

@@ -293,7 +293,7 @@ def test_what_is_no_tokenizer_or_no_text_is_told(tokenizer, tmp_path, monkeypatc
         train_tokenizer(open_corpus(str(tmp_path / "binary")).splits["train"], 100, tmp_path / "t.json")
     tokenizer.save(tmp_path / "right.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(KinformerError, match=r"not installed; run pip install 'kinformer\[text\]'"):
+    with pytest.raises(KinformerError, match=r"not installed; pip install 'kinformer\[text\]'"):
         FileTokenizer(tmp_path / "right.json")
 
 

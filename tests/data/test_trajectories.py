@@ -163,5 +163,5 @@ def test_what_is_no_archive(tmp_path):
     saved(tmp_path / "empty", "b.npz", observations=np.zeros((12, 3)))
     with pytest.raises(KinformerError, match=r"observations have the shapes \[2\] and \[3\] in different files"):
         open_trajectories(str(tmp_path / "empty"))
-    with pytest.raises(KinformerError, match="holdout 1.5: must lie between 0 and 1"):
+    with pytest.raises(KinformerError, match="holdout is 1.5 but must be above 0 and below 1"):
         open_trajectories(str(saved(tmp_path)), holdout=1.5)

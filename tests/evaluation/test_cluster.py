@@ -75,6 +75,14 @@ def test_what_cannot_be_divided_is_told_beside_what_can(capsys: pytest.CaptureFi
     assert "tp=2,fsdp=2" in text and "num_heads = 2 is not a multiple of 4" in text and "tokens/s a device" in text
 
 
+def test_each_part_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="kinformer"):
+        for _ in range(2):
+            Cluster(configure("performer", "tiny", 64), DEVICES["a100"], 0.5, batch=2, **SIZES).costs(2)
+    lines = [record.getMessage() for record in caplog.records if "estimating" in record.getMessage()]
+    assert len(lines) == len(set(lines))
+
+
 def test_a_model_that_fits_is_not_shared_and_figures_are_ideal(capsys: pytest.CaptureFixture[str]) -> None:
     assert Estimate(member="rope", recipe="tiny", length=32, batch_size=8, devices="2..8").run() == 0
     text = capsys.readouterr().out

@@ -8,7 +8,7 @@ from kinformer.lab.cli.main import main
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.pictures import HeatOver, WindowsOver
 from kinformer.lab.drawing.runs import looked_at, rollout
-from kinformer.mixers.windows import apart
+from kinformer.mixers.encoders import apart
 from kinformer.runtime.errors import KinformerError
 
 SMALL = {"recipe": "tiny", "steps": 1, "batch_size": 4, "threads": 1, "device": "cpu", "validation_tokens": 64}

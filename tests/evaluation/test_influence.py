@@ -6,9 +6,8 @@ import torch
 
 from kinformer.lab.drawing.panels import influence_panel
 from kinformer.mixers.compressive import Compressive, Pool
-from kinformer.mixers.memorizing import Memorizing
+from kinformer.mixers.memory import Memorizing, SegmentMemory
 from kinformer.mixers.recurrent import LSTM
-from kinformer.mixers.segment_memory import SegmentMemory
 from kinformer.mixers.tensorized import TensorizedAttention
 from kinformer.parts.patterns.sequence import Segments
 

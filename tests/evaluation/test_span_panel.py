@@ -20,5 +20,5 @@ def test_rows_are_layers_and_columns_heads():
 
 
 def test_a_model_without_spans_is_one_sentence():
-    with pytest.raises(KinformerError, match="spans: it learns no spans; train one that does"):
+    with pytest.raises(KinformerError, match="spans: it learns no spans; train one"):
         span_panel(build("gpt", "tiny", 256), "it")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kinformer.adaptive.rules import AtExit, Saturation
 from kinformer.blocks.feed_forward import MLP
-from kinformer.blocks.global_input import ExtraTokens
 from kinformer.blocks.layer import DecoderLayer, EncoderLayer
 from kinformer.core.config import Config, field_types
 from kinformer.core.contract import Chunk, ReadsSource
@@ -25,18 +24,17 @@ from kinformer.heads.classes import PooledHead
 from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.images import Patches, Tiles
 from kinformer.inputs.signals import Frames, Observations, Steps
-from kinformer.inputs.tokens import AdaptiveEmbedding, Lookup, Tokens
+from kinformer.inputs.tokens import AdaptiveEmbedding, ExtraTokens, Lookup, Tokens
 from kinformer.lab.estimation.parts import outputs
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.buckets import BidirectionalLSH
 from kinformer.mixers.compressive import Compressive, Convolution, Pool
 from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.latent import SingleHead
 from kinformer.mixers.linear import LinearAttention
+from kinformer.mixers.memory import SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
-from kinformer.models.encoder import Encoder
-from kinformer.models.encoder_decoder import SourceEncoder
+from kinformer.models.encoder import Encoder, SourceEncoder
 from kinformer.parts.decays import LowRank, Softplus
 from kinformer.parts.feature_maps import Unit
 from kinformer.parts.patterns.sequence import Causal, Local, Window
@@ -44,7 +42,7 @@ from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import Grouped, MultiHeadGlobal
 from kinformer.parts.relative_positions import Rope
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Universal
 
 from ..inputs.made import steps_like
 
@@ -291,8 +289,11 @@ def found(module, *run) -> tuple:
         for weight in module.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
     torch.manual_seed(2)
-    outputs = [each for function in run for each in function(module)]
+    with torch.set_grad_enabled(_WITH_SLOPES[-1]):
+        outputs = [each for function in run for each in function(module)]
     weights = dict(module.named_parameters())
+    if not _WITH_SLOPES[-1]:
+        return [(name, tuple(weight.shape)) for name, weight in weights.items()], outputs
     parts = [y for y in outputs if y.is_floating_point()]
     loss = sum(((y * torch.arange(y.numel()).cos().view(y.shape)).sum() for y in parts), torch.zeros(()))
     known = [weight for weight in weights.values() if weight.requires_grad] if loss.requires_grad else []
@@ -458,21 +459,35 @@ MEASURES = {
     "halting": lambda config: seen(Universal.Config(steps=3, halting=config)),
     "model": lambda config: found(config.build(), called),
 }
-_SEEN: dict[Config, tuple] = {}
+_SEEN: dict[tuple[Config, bool], tuple] = {}
+_WITH_SLOPES = [False]
+"""Whether gradients are measured too, last: only where outputs agree does it depend on them."""
 
 
 def seen(config: Config) -> tuple:
     """What ``config`` computes, once."""
-    if config not in _SEEN:
+    key = config, _WITH_SLOPES[-1]
+    if key not in _SEEN:
         torch.manual_seed(0)
-        _SEEN[config] = MEASURES[config.slot](config)
-    return _SEEN[config]
+        _SEEN[key] = MEASURES[config.slot](config)
+    return _SEEN[key]
 
 
-def alike(one: tuple, two: tuple) -> bool:
+def same(one: tuple, two: tuple) -> bool:
     if one[0] != two[0] or len(one[1]) != len(two[1]):
         return False
     return all(torch.equal(a, b) for a, b in zip(one[1], two[1], strict=True))
+
+
+def alike(one: Config, two: Config) -> bool:
+    """Whether weights, outputs and states are the same, and then gradients too."""
+    if not same(seen(one), seen(two)):
+        return False
+    _WITH_SLOPES.append(True)
+    try:
+        return same(seen(one), seen(two))
+    finally:
+        _WITH_SLOPES.pop()
 
 
 def unseen(config: Config, name: str) -> bool:
@@ -493,7 +508,7 @@ def test_every_field_changes_something_or_is_refused(slot, kind):
                 continue
             for value in others(config, field.name):
                 other = changed(config, field.name, value)
-                if other is not None and alike(seen(config), seen(other)):
+                if other is not None and alike(config, other):
                     idle.append(f"{field.name} = {value!r} of {config}")
     assert not idle, "\n".join(idle)
 

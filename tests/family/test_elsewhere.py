@@ -33,3 +33,8 @@ def test_the_command_line_names_the_nearest_with_its_flags(cli, tmp_path):
         code, out, err = cli(*command)
         assert (code, out) == (2, "") and err.count("\n") == 1
         assert "gpt with --set layers.*.mixer.projection=grouped is the same here." in err
+
+
+def test_an_unknown_name_is_answered_by_the_three_nearest() -> None:
+    with pytest.raises(KinformerError, match=r"did you mean '[\w-]+' or '[\w-]+' or '[\w-]+'\? See: kinformer list\.$"):
+        member("qqqqq")

@@ -1,6 +1,7 @@
 """Routing Transformer: the limit in which it sees all of the past, how its centroids learn, and its published form:
 routing-transformer 1.6.1 (golden arrays, float64), and how much it leaks."""
 
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from kinformer.core.contract import Chunk
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.model import modules_of
 from kinformer.core.state import pop_aux
-from kinformer.kernels.bucketed.chunked import balanced_attention
 from kinformer.mixers.buckets import Centroids, RoutingAttention
 from kinformer.runtime.errors import KinformerError
 
@@ -103,6 +103,13 @@ def golden():
         return {key: torch.from_numpy(arrays[key]) for key in arrays}
 
 
+@pytest.fixture
+def balanced_attention(monkeypatch):
+    """The published form, which is a part of the benchmark of buckets."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return import_module("hashing").balanced_attention
+
+
 def centroids(golden):
     """Theirs, in training mode."""
     found = Centroids(2, 8, 3, 0.999).double()
@@ -111,7 +118,7 @@ def centroids(golden):
 
 
 @pytest.mark.parametrize("name", ["shared_causal", "plain"])
-def test_parity_with_routing_transformer(golden, name):
+def test_parity_with_routing_transformer(golden, balanced_attention, name):
     """Who is in which cluster, outputs, gradients, the commitment's cost, and the centroids after a step. Their top-w
     takes padding for tokens, which is masked behind it."""
     q, v = golden["q"].clone().requires_grad_(), golden["v"].clone().requires_grad_()
@@ -137,7 +144,7 @@ def test_parity_with_routing_transformer(golden, name):
     assert torch.equal(module.means, before)  # nothing was gathered since
 
 
-def test_of_tokens_that_are_equal_but_for_rounding_the_first_are_taken():
+def test_of_tokens_that_are_equal_but_for_rounding_the_first_are_taken(balanced_attention):
     generator = torch.Generator().manual_seed(0)
     words = normalize(torch.randn(1, 2, 4, 8, generator=generator, dtype=torch.float64), dim=-1)
     x = words[:, :, torch.randint(4, (40,), generator=generator)]
@@ -147,7 +154,7 @@ def test_of_tokens_that_are_equal_but_for_rounding_the_first_are_taken():
     assert (one - other).abs().max() < 1e-12
 
 
-def test_masked_it_leaks():
+def test_masked_it_leaks(balanced_attention):
     """With other tokens from 48 of 96 on, two fifths of the outputs before them change: clusters take others."""
     generator = torch.Generator().manual_seed(0)
     q, v = torch.randn(2, 1, 4, 96, 8, generator=generator, dtype=torch.float64).unbind()

@@ -27,8 +27,8 @@ from kinformer.generation.recording import (
 )
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import _CPU, TABLE
+from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import trusted_arguments
 from tests.members import CAUSAL
 
 from .conftest import tiny
@@ -36,6 +36,7 @@ from .conftest import tiny
 IN_PYTHON = {
     "sparse-transformer": "its pattern is looked up by position",
     "reformer": "its state grows by whole leaves",
+    "path": "its state grows by whole leaves",
     "tensorized": "its state grows by whole leaves",
     "universal": "tokens halt early",
     "depth-adaptive": "tokens leave early",
@@ -152,8 +153,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("member", ["gpt", "linear-transformer"])
+@pytest.mark.parametrize(("member", "frozen"), [("gpt", False), ("linear-transformer", True)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_recorded_session_follows_changes_of_its_model(change, member, frozen, prompt):
     models = [tiny(member).requires_grad_(not frozen) for _ in range(2)]

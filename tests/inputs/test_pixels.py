@@ -16,11 +16,11 @@ from kinformer.heads.language import LanguageModelHead
 from kinformer.inputs.images import START, Pixels
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
-from kinformer.parts.patterns.images import Image2D
+from kinformer.parts.patterns.blocks import Image2D
 from kinformer.parts.positions import NoPosition
 from kinformer.runtime.errors import KinformerError
+from kinformer.testing import MODEL_CHECKS
 from kinformer.testing.subject import ModelSubject
-from kinformer.testing.verify import MODEL_CHECKS
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "image_shift.npz")
 BLOCKS = {"height": 4, "width": 2, "channels": 3, "block_height": 2, "block_width": 3}

@@ -10,7 +10,7 @@ import torch
 import kinformer
 from kinformer.interop import read_checkpoint
 from kinformer.lab.runs.run import open_run
-from kinformer.parts.patterns.big_bird import general_plan, random_table
+from kinformer.parts.patterns.blocks import general_plan, random_table
 from kinformer.runtime.errors import KinformerError
 
 from .encoders import Peer, assert_close, edit, imported

@@ -153,12 +153,12 @@ def test_the_table(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["no/run"], "is not a run folder"),
-        (["nowhere:Thing"], "nowhere:Thing: is not a folder, and not an object that can be imported"),
+        (["nowhere:Thing"], "nowhere:Thing: is neither a folder nor an object that can be imported"),
         (["broken_models:Nothing"], "has no attribute 'Nothing'"),
         (["broken_models:Model", "--length", "1"], "--length is 1 but must be 2 or more"),
         (["broken_models:sizes"], "the object is a Sizes, which cannot be called; give a causal model"),
         (["kinformer:__all__"], "the object does not have a vocab_size"),
-        (["broken_models:MODULE"], "is not a folder, and not an object"),
+        (["broken_models:MODULE"], "is neither a folder nor an object"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, module, capsys):

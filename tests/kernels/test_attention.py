@@ -29,9 +29,7 @@ from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.compressive import Compressive
 from kinformer.mixers.cross import CrossAttention
 from kinformer.mixers.encoders import EtcAttention
-from kinformer.mixers.latent import SingleHead
-from kinformer.mixers.memorizing import Memorizing
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import Memorizing, SegmentMemory, SingleHead
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Dilated, Strided
 from kinformer.parts.projections import MultiHeadGlobal

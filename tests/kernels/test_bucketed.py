@@ -7,8 +7,7 @@ import torch
 
 from kinformer.kernels.bucketed import Membership, bucketed_attention, chunked, counted, members
 from kinformer.kernels.bucketed import chunked as layout
-from kinformer.kernels.bucketed.chunked import Block, lay_out, rows_per_tile
-from kinformer.kernels.bucketed.membership import members_of_last
+from kinformer.kernels.bucketed.chunked import Block, lay_out, members_of_last, rows_per_tile
 from kinformer.runtime.errors import KinformerError
 
 CASES = {

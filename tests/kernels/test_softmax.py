@@ -102,7 +102,7 @@ def cases(draw):
     return qkv, options
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(cases(), st.sampled_from([None, AttentionDropout(0.4, 7)]))
 def test_chunked_is_the_reference(case, dropout):
     qkv, options = case
@@ -110,7 +110,7 @@ def test_chunked_is_the_reference(case, dropout):
     assert_alike(outcome("chunked", qkv, dropout=dropout, **options), expected, 1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(cases())
 def test_sdpa_and_the_plain_call_are_the_reference(case):
     qkv, options = case

@@ -24,7 +24,7 @@ def test_contract(name, check):
 
 
 def test_compiles():
-    ENCODER_CHECKS["compile"](EncoderMixerSubject(lambda: MIXERS["favor"].build(16)))
+    ENCODER_CHECKS["compile"](EncoderMixerSubject(lambda: MIXERS["favor"].build(16), num_globals=(4,)))
 
 
 def over_all_pairs(mixer, x, kernel):

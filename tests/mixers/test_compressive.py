@@ -9,9 +9,9 @@ from kinformer.core.contract import Chunk
 from kinformer.core.state import detach, nbytes, pop_aux
 from kinformer.generation.packed import pack
 from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, Expansion, MostUsed, Pool
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
+from kinformer.parts.positions import sinusoids
 from kinformer.parts.projections import Convolved
-from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 
@@ -239,23 +239,6 @@ def test_usage_is_what_queries_before_the_boundary_looked_at():
     ranked = (total[:, :4] / torch.tensor([8.0, 7.0, 6.0, 5.0])).topk(2).indices.sort().values
     want = x.gather(1, ranked[..., None].expand(-1, -1, DIM))
     assert torch.equal(state.compressed[:, 0], want)
-
-
-def test_attention_by_slot():
-    """Probabilities by age: they sum to 1, and slots of uniform attention share alike."""
-    mixer = built(Compressive.Config(num_heads=2, segment=4, memory=4, compressed=2, compression=MEAN.replace(rate=2)))
-    with torch.no_grad():
-        for parameter in (mixer.projection.qkv.weight, mixer.position.projection.weight):
-            parameter.zero_()
-    _, state = ran(mixer, inputs(12))
-    share = mixer.attention_by_slot(Chunk(inputs(4, seed=3)), state)
-    seen = torch.tensor([7.0, 8.0, 9.0, 10.0], dtype=torch.float64)  # 2 compressed, 4 remembered, 1 to 4 own
-    want = torch.cat([(1 / seen).mean().repeat(6), torch.stack([(1 / seen[i:]).sum() / 4 for i in range(4)])])
-    assert (share - want).abs().max() < 1e-12
-    few = mixer.attention_by_slot(Chunk(inputs(2, seed=3)), ran(mixer, inputs(4))[1])
-    assert not few[:2].any()
-    assert (few[2:6] > 0).all()
-    assert not few[8:].any()
 
 
 def test_costs_nothing_without_gradients_and_keeps_projections():

@@ -3,7 +3,7 @@
 import pytest
 
 import kinformer
-from kinformer.blocks.global_input import ExtraTokens
+from kinformer.inputs.tokens import ExtraTokens
 from kinformer.mixers.linear import LinearAttention
 from kinformer.mixers.recurrent import LSTM
 from kinformer.parts.patterns.sequence import Window

@@ -17,7 +17,7 @@ from kinformer.family.kinds import kinds
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import MemorySlice, Search, gathered, look_up
 from kinformer.lab.cli.main import main
-from kinformer.mixers.memorizing import Memorizing, _after
+from kinformer.mixers.memory import Memorizing, _after
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local
 from kinformer.parts.positions import Learned

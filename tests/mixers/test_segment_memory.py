@@ -11,10 +11,11 @@ import kinformer
 from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.contract import Chunk
 from kinformer.core.state import nbytes, reserve
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
+from kinformer.parts.positions import sinusoids
 from kinformer.parts.projections import Convolved, MultiHead
-from kinformer.parts.relative_positions import Rope, TransformerXL, sinusoids
+from kinformer.parts.relative_positions import Rope, TransformerXL
 from kinformer.runtime.errors import KinformerError
 from tests.mixers.made import DIM, built, inputs
 

@@ -95,7 +95,7 @@ def test_padding_in_a_text_is_no_neighbour():
 
 def test_keys_of_a_datastore_are_what_enters_it():
     model = kinformer.build("gpt", recipe="tiny", vocab_size=23, set={"layers.*.feed_forward": CONFIG}).eval()
-    keyed = KeyedDecoder(model)(torch.randint(23, (2, 5)))
+    keyed, _ = KeyedDecoder(model)(torch.randint(23, (2, 5)))
     assert keyed.keys.shape == (2, 5, 32) and not torch.equal(keyed.keys, keyed.hidden_states)
 
 

@@ -15,7 +15,7 @@ from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.mixers import tensorized
 from kinformer.mixers.tensorized import BidirectionalTensorized, TensorizedAttention
-from kinformer.parts.relative_positions import sinusoids
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, ENCODER_CHECKS, EncoderMixerSubject, MixerSubject
 

@@ -11,7 +11,7 @@ import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.family.kinds import kinds
 from kinformer.mixers.tensorized import TensorizedAttention, TensorizedMemory
-from kinformer.parts.relative_positions import sinusoids
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MixerSubject, verify_config
 

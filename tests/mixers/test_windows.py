@@ -8,7 +8,7 @@ import torch
 import kinformer
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
-from kinformer.mixers.windows import HOTTEST, WindowAttention, apart, cut, joined
+from kinformer.mixers.encoders import HOTTEST, WindowAttention, apart, cut, joined
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import PatchMerging

@@ -51,7 +51,7 @@ def test_the_key_is_what_enters_the_last_feed_forward(member):
     model = build(member)
     keyed = KeyedDecoder(model)
     assert (keyed.representation, keyed.width) == (FEED_FORWARD, 32)
-    hidden, keys, _ = keyed(TOKENS)
+    (hidden, keys), _ = keyed(TOKENS)
     last = model.stack.layers[-1]
     _, _, (before,) = model.hidden(TOKENS, taps=(len(model.stack.layers) - 1,))
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_without_a_feed_forward_it_is_the_final_hidden_state():
     del model.stack.layers[-1].feed_forward
     model.stack.layers[-1].feed_forward = lambda x: x  # a function, no module
     keyed = KeyedDecoder(model)
-    hidden, keys, _ = keyed(TOKENS)
+    (hidden, keys), _ = keyed(TOKENS)
     assert (keyed.representation, keyed.width) == (HIDDEN, 32)
     assert torch.equal(keys, hidden)
 

@@ -148,7 +148,7 @@ def test_it_generates_token_by_token_what_the_whole_text_gives():
 def test_narrow_weights_look_up_with_wide_keys():
     model = strong(retrieving()).float()
     model.decoder.to(torch.bfloat16)
-    keys = model.retriever(TOKENS).keys
+    keys = model.retriever(TOKENS)[0].keys
     seen = []
     model.searcher.search, search = (
         lambda queries, count: seen.append(queries) or search(queries, count),

@@ -3,7 +3,7 @@
 import torch
 
 import kinformer
-from kinformer.nn.modules import _layer_config
+from kinformer.nn.modules import _layer_config, _mixer_config
 from tests.members import MEMBERS
 
 DIM = 32
@@ -18,6 +18,15 @@ RECORDS = kinformer.layers()
 NAMES = [record.name for record in RECORDS]
 CAUSAL = [record.name for record in RECORDS if record.causal]
 BIDIRECTIONAL = [record.name for record in RECORDS if not record.causal and record.name not in GRID]
+
+
+def unlike(names, whole=True):
+    """Return the first of all ``names`` whose layers, or mixers, have equal configs, and so are one and the same."""
+    configs = {}
+    for name in names:
+        config = _layer_config(name, "tiny" if name in MEMBERS else "small")
+        configs.setdefault(config if whole else _mixer_config(config), name)
+    return list(configs.values())
 
 
 def made(name, whole=False, seed=0, **settings):

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from kinformer.lab.training.distributed import Group, join
 from kinformer.nn import CausalLayer, states
 from tests.members import MEMBERS
-from tests.nn.layers import DIM, NAMES, extras, made, randn
+from tests.nn.layers import DIM, NAMES, extras, made, randn, unlike
 
-CASES = [(name, name in MEMBERS) for name in NAMES]
+CASES = [(name, name in MEMBERS) for name in unlike(NAMES)]
 """The name of a layer, and whether it is a member's whole layer or a mixer alone."""
 
 

@@ -4,8 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from kinformer.core.pattern import Band
-from kinformer.parts.patterns.big_bird import BigBird, FirstAndLast, NearAndDrawn, RandomBlocks
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import BigBird, FirstAndLast, Image1D, Image2D, NearAndDrawn, RandomBlocks
 from kinformer.parts.patterns.sequence import (
     Blocks,
     Blockwise,

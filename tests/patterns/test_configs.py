@@ -8,8 +8,7 @@ from kinformer.core.config import override
 from kinformer.core.pattern import Boxes
 from kinformer.family.kinds import kinds
 from kinformer.mixers.softmax import SoftmaxAttention
-from kinformer.parts.patterns.big_bird import RandomBlocks
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import Image1D, Image2D, RandomBlocks
 from kinformer.parts.patterns.sequence import (
     Blocks,
     Blockwise,

@@ -16,7 +16,7 @@ from kinformer.parts.patterns.sequence import Full, Local, Strided
 from tests.patterns.expressions import CONFIGS, LENGTH, atoms, expressions, heads_of, mask_of
 
 each_pattern = pytest.mark.parametrize("name", CONFIGS)
-varied = settings(max_examples=60, deadline=None)
+varied = settings(max_examples=30, deadline=None)
 
 
 def masks_of(pattern):

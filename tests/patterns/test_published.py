@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.parts.patterns.images import Image1D, Image2D
+from kinformer.parts.patterns.blocks import Image1D, Image2D
 from kinformer.parts.patterns.sequence import Causal, Columns, Fixed, Local, Strided
 from tests.patterns.expressions import heads_of, mask_of
 

@@ -131,7 +131,7 @@ def test_tasks_are_records():
 def test_a_folder_of_an_older_version_is_one_sentence(run, tmp_path):
     config = json.loads((run.folder / "config.json").read_text())
     for change, told in (
-        ({"schema": 1}, "has schema 1, as kinformer 0.1 wrote it"),
+        ({"schema": 1}, "has schema 1, but this version reads schema 2"),
         ({"schema": 3}, "has schema 3, but this version reads schema 2"),
         ({"task": {"name": "chess", "options": {}}}, "task: 'chess' is unknown"),
         ({"task": {"name": "mlm", "options": {"x": 1}}}, "'x' is not an option of the task mlm"),

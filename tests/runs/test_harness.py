@@ -264,5 +264,5 @@ def test_messages_are_prompts_by_the_chat_template_of_the_run(runs, tmp_path):
     assert ours.apply_chat_template(told[:1]) == "<user>one\n<assistant>"
     assert ours.apply_chat_template(told, add_generation_prompt=False) == "<user>one\n<assistant> so"
     assert ours.chat_template(True) == template and ours.chat_template(False) == "" and ours.tokenizer_name
-    with pytest.raises(KinformerError, match="comes without a chat template"):
+    with pytest.raises(KinformerError, match="lacks a chat template"):
         KinformerLM(runs / "bytes").apply_chat_template(told)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import kinformer
+from kinformer.lab.runs.report import ticks
 from kinformer.lab.training.logging import BITS_PER_BYTE, METRICS, Smoothing, history_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
@@ -43,6 +44,13 @@ def test_the_page_holds_the_run_and_needs_nothing_else(runs):
     assert page.count('class="pt"') == 3 and "best validation" in page and "<h2>Samples</h2>" in page
     assert ':root[data-theme="dark"]' in page and "most memory of the process" in page
     assert "<h2>Samples</h2>" not in (plain.folder / "report.html").read_text()
+
+
+def test_axes_have_round_numbers():
+    assert [text for _, text in ticks(0, 437, least=1)] == ["0", "100", "200", "300", "400"]
+    assert [text for _, text in ticks(0, 3, least=1)] == ["0", "1", "2", "3"]
+    assert [text for _, text in ticks(1.234, 1.391)] == ["1.25", "1.30", "1.35"]
+    assert ticks(-7.1, 25.0) == [(-0.0, "0"), (10, "10"), (20, "20")]
 
 
 def test_the_curve_is_drawn(cli, runs, tmp_path):

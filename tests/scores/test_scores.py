@@ -10,7 +10,7 @@ from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
 from kinformer.kernels import attention as kernels
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Causal, Local
 from kinformer.parts.positions import NoPosition

@@ -11,7 +11,7 @@ from kinformer.core.pattern import Band
 from kinformer.kernels.attention import AttentionDropout, Projected, Scoring, Visibility, attention
 from kinformer.mixers.bidirectional import BidirectionalAttention
 from kinformer.mixers.cross import CrossAttention
-from kinformer.mixers.segment_memory import SegmentMemory
+from kinformer.mixers.memory import SegmentMemory
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Dilated, Local
 from kinformer.parts.positions import NoPosition

@@ -248,7 +248,7 @@ def test_the_page_continues_a_prompt_in_a_browser(server, folder):
         (
             {"model": "run", "prompt": "a", "logit_bias": {"a": 1}},
             400,
-            "logit_bias holds 'a': 1, but must give token ids",
+            "logit_bias holds 'a': 1, but must give ids",
         ),
         (
             {"model": "run", "prompt": "a", "logit_bias": {"999": 1}},
@@ -613,9 +613,9 @@ def test_where_it_listens_is_printed_as_json(cli, folder, monkeypatch):
     ("arguments", "message"),
     [
         (["--port", "70000"], "at most 65535"),
-        (["--host", "no.such.host.invalid"], "cannot be listened at"),
+        (["--host", "no.such.host.invalid"], "cannot listen"),
         (["--chat-template", "nowhere.jinja"], "nowhere.jinja"),
-        (["--chat-stop", "User"], "comes without a chat template; give a --chat-template too"),
+        (["--chat-stop", "User"], "lacks a chat template; give a --chat-template too"),
         (["--max-streams", "0"], "max-streams"),
     ],
 )
@@ -627,5 +627,5 @@ def test_mistakes_on_the_command_line(cli, folder, arguments, message):
 def test_a_run_that_continues_no_text_is_refused(tmp_path):
     options = {"task": "recall", "recipe": "tiny", "length": 24, "batch_size": 4, "steps": 1, "pairs": "2"}
     kinformer.train("gpt", out=tmp_path / "run", threads=1, device="cpu", symbols=30, quiet=True, **options)
-    with pytest.raises(KinformerError, match="only texts are continued"):
+    with pytest.raises(KinformerError, match="only next-token continues texts"):
         kinformer.serve(tmp_path / "run", port=0)

@@ -6,8 +6,7 @@ from kinformer.core.stack import StackConfig
 from kinformer.family.build import configure
 from kinformer.lab.estimation.parts import distinct, layer_keys
 from kinformer.stacks.reversible import Reversible
-from kinformer.stacks.sequential import Stages
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Stages, Universal
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kinformer.core.state import detach, difference, pop_aux
 from kinformer.lab.evaluation.depths import noting_steps
 from kinformer.parts.positions import Timing
 from kinformer.runtime.errors import KinformerError
-from kinformer.stacks.universal import ACT, Universal
+from kinformer.stacks.sequential import ACT, Universal
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
 

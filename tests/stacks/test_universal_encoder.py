@@ -13,7 +13,7 @@ from kinformer.family.build import configure
 from kinformer.lab.evaluation.depths import noting_steps
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.parts.positions import Timing
-from kinformer.stacks.universal import ACT, Universal
+from kinformer.stacks.sequential import ACT, Universal
 from kinformer.testing import ENCODER_MODEL_CHECKS, EncoderModelSubject
 
 from .test_universal import Block, golden

@@ -25,6 +25,7 @@ from kinformer.lab.tasks.dino import (
 from kinformer.lab.tasks.images import ASPECTS, box, keep_features
 from kinformer.lab.tasks.options import DinoOptions
 from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
@@ -151,7 +152,8 @@ def test_pieces_are_the_grid_of_an_image(digits):
 
 
 def rows(data, config, **options):
-    return DinoRows(data, Settings(batch_size=8, length=4, seed=3), DinoOptions(**options), config)
+    settings = Settings(batch_size=8, length=4, seed=3)
+    return DinoRows(TrainingPlan(config, data, settings, DinoOptions(**options), None))
 
 
 def test_processes_share_the_rows_and_an_epoch_has_each_piece_once(digits, one):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kinformer.lab.runs.options import EvaluateOptions, TrainOptions
-from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings, LoadedRun, by_group, evaluated
+from kinformer.lab.tasks.evaluation import EvaluationReport, EvaluationSettings, LoadedRun, evaluated, parts_of, track
 from kinformer.lab.tasks.table import TASKS, refuse_options
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.runtime.errors import KinformerError
@@ -41,9 +41,9 @@ def test_metrics_facts_and_text_are_of_the_same_numbers():
     assert found.text == ("runs/a (gpt, dropout=0.1)", "half of them")
 
 
-def test_groups_are_measured_in_order():
-    groups = by_group((4, 2), lambda pairs: {"pairs": pairs, "right": 10 * pairs}, quiet=True)
-    assert groups == [{"pairs": 4, "right": 40}, {"pairs": 2, "right": 20}]
+def test_items_and_parts_come_in_order():
+    assert [10 * pairs for pairs in track((4, 2), 2, quiet=True)] == [40, 20]
+    assert list(parts_of(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 def changed(kind, name, **needed):

@@ -35,14 +35,14 @@ def batch():
 @pytest.mark.parametrize("rule", ["geometric", "multinomial"])
 def test_every_weight_of_exits_and_rule_learns(batch, rule):
     model = made(rule={"kind": rule, "since": 0.0}).train()
-    TranslationExits.of(model, 0.1)(model, batch, None, 0.6)[0].backward()
+    TranslationExits(0.1)(model, batch, None, 0.6)[0].backward()
     assert not [name for name, weight in model.named_parameters() if weight.grad is None]
     assert model.stack.rule.linear.weight.grad.abs().sum() > 0
 
 
 def test_the_aligned_loss_is_that_of_the_decoder_cut_behind_each_exit(batch):
     model, total = made(weights="linear").train(), 0.0
-    loss = TranslationExits.of(model, 0.1)(model, batch, None, 0.0)[0]
+    loss = TranslationExits(0.1)(model, batch, None, 0.0)[0]
     counted = batch.labels != IGNORED
     state = model.begin(batch.source, batch.source_valid)
     for number in range(3):
@@ -57,9 +57,9 @@ def test_the_aligned_loss_is_that_of_the_decoder_cut_behind_each_exit(batch):
 
 def test_mixed_training_of_a_token_that_never_leaves_early_is_the_plain_loss(batch, monkeypatch):
     model = made(training="mixed", samples=2).train()
-    drawn = TranslationExits.of(model, 0.0)(model, batch, None, 0.0)[0]
+    drawn = TranslationExits(0.0)(model, batch, None, 0.0)[0]
     monkeypatch.setattr(torch, "randint_like", lambda like, most: torch.full_like(like, most - 1))
-    whole = TranslationExits.of(model, 0.0)(model, batch, None, 0.0)[0]
+    whole = TranslationExits(0.0)(model, batch, None, 0.0)[0]
     plain = TranslationLoss(0.0)(model.eval(), batch, None, 0.0)[0]
     torch.testing.assert_close(whole, plain)
     assert (drawn - plain).abs() > 1e-5
@@ -74,7 +74,7 @@ def test_tokens_that_leave_early_keep_the_contract(check):
 
 def test_a_stack_without_exits_is_refused(batch):
     with pytest.raises(KinformerError, match="needs a decoder whose tokens may leave early"):
-        TranslationExits.of(kinformer.build("vanilla", recipe="tiny", vocab_size=23), 0.1)
+        TranslationExits.of(kinformer.build("vanilla", recipe="tiny", vocab_size=23), None)
 
 
 SEQUENCE = {"kind": "sequence_multinomial", "since": 0.0}
@@ -102,7 +102,7 @@ def test_one_exit_for_a_sequence_is_its_formula(batch, oracle, penalty):
         mean = vectors[row][batch.source_valid[row]].mean(0)
         log_q = torch.log_softmax(model.stack.rule.linear(mean), -1)
         costs.append(-log_q[scores.index(max(scores))])
-    losses = [TranslationExits.of(each, 0.0)(each, batch, None, 0.6)[0] for each in (model, plain)]
+    losses = [TranslationExits(0.0)(each, batch, None, 0.6)[0] for each in (model, plain)]
     torch.testing.assert_close(losses[0] - losses[1], 0.7 * torch.stack(costs).mean())
     (losses[0] - losses[1]).backward()
     assert model.encoder.stack.layers[0].feed_forward.down.weight.grad.abs().sum() > 0

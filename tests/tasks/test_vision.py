@@ -16,6 +16,7 @@ from kinformer.lab.cli.main import main
 from kinformer.lab.data import IGNORED, ImageData, Images
 from kinformer.lab.tasks.options import AUGMENTATIONS, VisionOptions
 from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.vision import (
     ImageBatch,
     ImageClassification,
@@ -102,7 +103,7 @@ def test_training_goes_on_from_a_run(tmp_path, run):
 
 def rows(data, **options):
     settings = Settings(batch_size=8, length=17, seed=3)
-    return ImageRows(data, settings, VisionOptions(**options))
+    return ImageRows(TrainingPlan(None, data, settings, VisionOptions(**options), None))
 
 
 def test_processes_share_the_rows_of_a_step(digits):

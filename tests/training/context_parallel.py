@@ -68,13 +68,13 @@ LAWS = (
     "performer",
     "sha-rnn",
 )
-TEN = {"batch_size": 8, "steps": 10, "checkpoint_every": 5, "validate_every": 10}
+WIDE = {"batch_size": 8}
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
     "rope": {"model": {"member": "rope", "stack.checkpoint": True}, "accumulate": 2},
-    "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", **TEN},
-    "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **TEN},
-    "pairs": {"model": {"member": "vanilla", "layers": 1, "encoder.layers": 1}, "objective": "translation", **TEN},
+    "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", **WIDE},
+    "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **WIDE},
+    "pairs": {"model": {"member": "vanilla", "layers": 1, "encoder.layers": 1}, "objective": "translation", **WIDE},
 }
 OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "validate_every": 3, "length": TIME}
 

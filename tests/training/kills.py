@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,19 @@ def live(work: Callable[[], object], killed_at: int = 0, calls: Path | None = No
 
 def watched(killed_at: int) -> _Counter:
     """Count the disk calls of this process from now on, and kill it at number ``killed_at``."""
-    return _Counter(killed_at)
+
+    def act(number: int) -> None:
+        if number == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _Counter(act)
 
 
 class _Counter:
-    def __init__(self, killed_at: int) -> None:
-        self.calls, self.killed_at, flush = 0, killed_at, os.fsync
+    """Calls ``act`` with the number of each disk call before the call; other threads wait meanwhile with theirs."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self.calls, self._act, self._acts, self._lock, flush = 0, act, False, threading.RLock(), os.fsync
 
         def fsync(handle: int) -> None:
             self._call()
@@ -75,14 +83,27 @@ class _Counter:
             self._call()
 
     def _call(self) -> None:
-        self.calls += 1
-        if self.calls == self.killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self._lock:
+            if self._acts:  # a disk call of ``act`` itself
+                return
+            self.calls += 1
+            self._acts = True
+            try:
+                self._act(self.calls)
+            finally:
+                self._acts = False
 
 
-def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> list[int]:
-    """Kill a run at each disk call that follows its last update, and resume it; the folders ``whole`` and ``killed-N``
-    are left in ``place``. Returns the exit codes of all lives."""
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """The files of a folder by their paths; None for a folder in it."""
+    paths = sorted(folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> dict[str, Any]:
+    """Kill a run before its last update, and resume it from every state of the disk between two disk calls of what
+    follows, which a kill at that moment would leave; the folders ``whole`` and ``killed-N`` are left in ``place``.
+    Returns the number of disk calls and the exit codes of all lives."""
 
     def run(folder: Path) -> Callable[[], object]:
         return lambda: train(corpus, folder, steps=STEPS, checkpoint_every=1, log_every=1, **options)
@@ -98,13 +119,25 @@ def kill_everywhere(place: Path, corpus: Corpus, options: dict[str, Any]) -> lis
         Updater.__call__ = killed  # type: ignore[method-assign]
         run(place / "begun")()
 
+    def copy(number: int) -> None:
+        shutil.copytree(place / "copied", place / f"killed-{number}")
+
+    def copied() -> None:
+        _Counter(copy)
+        run(place / "copied")()
+
     codes = [live(run(place / "whole")), live(begin)]
-    shutil.copytree(place / "begun", place / "counted")
-    codes.append(live(run(place / "counted"), calls=place / "calls"))
-    for number in range(1, int((place / "calls").read_text()) + 1):
-        folder = shutil.copytree(place / "begun", place / f"killed-{number}")
-        codes += [live(run(folder), killed_at=number), live(run(folder))]
-    return codes
+    shutil.copytree(place / "begun", place / "copied")
+    codes.append(live(copied))
+    folders = list(place.glob("killed-*"))
+    seen: list[dict[str, bytes | None]] = []
+    for folder in folders:
+        if (state := contents(folder)) in seen:
+            shutil.rmtree(folder)
+            continue
+        seen.append(state)
+        codes.append(live(run(folder)))
+    return {"calls": len(folders), "codes": codes}
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from kinformer.family.kinds import kinds
 from kinformer.lab.cli.main import main
 from kinformer.lab.training.distributed import Interrupt
 
-STEPS, KILLS, PATIENCE = 120, 12, 120.0
-INSIDE_A_WRITE = {2: "before-fsync", 4: "before-rename", 6: "before-fsync", 8: "before-rename", 10: "before-rename"}
+STEPS, KILLS, PATIENCE = 60, 5, 120.0
+INSIDE_A_WRITE = {1: "before-fsync", 3: "before-rename"}
 
 
 def live(folder: Path, data: str, pause: str = "") -> int:
@@ -45,7 +45,7 @@ def live(folder: Path, data: str, pause: str = "") -> int:
     settings += " --set training.log_every=1"
     if folder.name == "killed":  # "whole" saves at once
         settings += " --set training.async_saves=true"
-    os._exit(main([*arguments, *settings.split(), "--validate-every", "40", "--validation-tokens", "256"]))
+    os._exit(main([*arguments, *settings.split(), "--validate-every", "20", "--validation-tokens", "256"]))
 
 
 def last_step(folder: Path) -> int:

@@ -153,7 +153,7 @@ def test_layers_are_computed_again_where_no_mixer_waits_for_a_state() -> None:
 
 
 def test_scores_that_are_no_products_do_not_go_round() -> None:
-    with pytest.raises(KinformerError, match="do not go round, .* give cp instead of ring"):
+    with pytest.raises(KinformerError, match="do not go round, .* give cp instead"):
         check_time(build("alibi", "tiny", 64), ring=True)
 
 

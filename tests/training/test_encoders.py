@@ -135,9 +135,10 @@ def test_measured_as_validated(corpus: Corpus, tmp_path: Path) -> None:
     assert measured.accuracy == pytest.approx(told["validation_accuracy"])
     assert measured.bits == pytest.approx(told["validation_bits_per_label"], rel=1e-5)
     labels = labelled().splits["test"].labels
-    assert measured.examples == tuple((labels == each).sum() for each in range(3))
-    assert sum(measured.predicted) == 120 and all(map(int.__le__, measured.correct, measured.predicted))
-    assert measured.guessing == max(measured.examples) / 120
+    examples, predicted, correct = measured.counts
+    assert examples == [(labels == each).sum() for each in range(3)]
+    assert sum(predicted) == 120 and all(map(int.__le__, correct, predicted))
+    assert measured.guessing == max(examples) / 120
 
 
 def test_minutes_for_an_encoder(corpus: Corpus, tmp_path: Path) -> None:

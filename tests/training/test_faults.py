@@ -138,7 +138,7 @@ def test_files_of_two_checkpoints_do_not_mix(corpus: Corpus, tmp_path: Path) -> 
     train(corpus, tmp_path)
     older, newer = sorted((tmp_path / "checkpoints").iterdir())
     shutil.copy(older / "optimizer.safetensors", newer / "optimizer.safetensors")
-    with pytest.raises(KinformerError, match="is not the file that the checkpoint's plan names"):
+    with pytest.raises(KinformerError, match="differs from the checkpoint's plan"):
         trainer(corpus, tmp_path)
 
 

@@ -89,7 +89,7 @@ def test_a_run_learns_and_drafts_by_it(tmp_path, capsys):
     command = f"train gpt --recipe tiny --data {text} --holdout 0.2 --steps 30 --length 32 --batch-size 4 --device cpu"
     command += " --lr 0.003 --quiet --seed 0"
     assert main([*command.split(), "--set", "ahead=2", "--out", str(tmp_path / "wrong")]) == 2
-    assert "leaves the weights of --set ahead as they begin; give --objective multi-token" in capsys.readouterr().err
+    assert "does not train the weights of --set ahead; give --objective multi-token" in capsys.readouterr().err
     folder = tmp_path / "run"
     assert main([*command.split(), "--set", "ahead=2", "--objective", "multi-token", "--out", str(folder)]) == 0
     assert len(open_run(folder).model().ahead) == 2

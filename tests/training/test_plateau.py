@@ -56,7 +56,7 @@ def test_a_resumed_run_falls_where_one_that_was_not_does(corpus: Corpus, tmp_pat
 
 
 def test_without_validations_there_is_no_plateau() -> None:
-    with pytest.raises(KinformerError, match="`?schedule`? plateau: follows validations"):
+    with pytest.raises(KinformerError, match="`?schedule`? plateau: `?validate_every`? 0 makes no validations"):
         Settings(schedule="plateau", validate_every=0)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kinformer.lab.data import Corpus
+from kinformer.lab.runs import train as training
+from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.distributed import SIGNALS, Interrupt, launch
 from kinformer.runtime.progress import Tolerant, tolerant
@@ -48,6 +50,29 @@ def test_signals_end_the_run_after_the_step_with_a_checkpoint(
     result = run.run()
     assert (result.steps, result.signal) == (5, number)
     assert Checkpoints(tmp_path / "checkpoints", 2).steps() == [5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step_leaves_no_folder(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(training, "work", lambda *_: os.kill(os.getpid(), number))
+    out = tmp_path / "run"
+    options = TrainOptions(member="gpt", recipe="tiny", data=str(text), out=str(out), steps=2, length=16, batch_size=4)
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        training.train(options, quiet=True)
+    assert not out.exists() and signal.getsignal(number) == handler
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit), training.clearing(out):
+        (out / "config.json").write_text("{}")
+        raise SystemExit
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    (out / "config.json").write_text("{}")
+    with pytest.raises(SystemExit), training.clearing(out):  # a run that was there before
+        raise SystemExit
+    assert (out / "config.json").exists()
 
 
 def test_a_closing_terminal_may_say_so_twice_and_nohup_keeps_the_run() -> None:

@@ -68,8 +68,7 @@ class AllExits(NamedTuple):
 
 
 class ExitRule(nn.Module):
-    """An exit rule; ``rule(at)`` returns the exit by which each token is to leave, [n] int64: ``at.number`` or a later
-    exit.
+    """An exit rule; ``rule(at)`` returns the exit by which each token leaves, [n] int64: ``at.number`` or a later exit.
 
     The stack calls the rule at every exit but the last, for the tokens that do not leave by an earlier exit. ``exits``
     is the number of exits, the last included.
@@ -112,7 +111,7 @@ class ExitRuleConfig(Config):
     """Whether the rule has weights, which learn from all exits."""
 
     def build(self, dim: int, exits: int) -> ExitRule:
-        raise NotImplementedError
+        return self.builds(self, dim, exits)
 
 
 # Confidence measures with a threshold (CALM, Schuster et al. 2022, sections 3.4 and 3.5).
@@ -127,8 +126,7 @@ class ExitRuleConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
-    """The config of confidence rules; ``thresholds`` has one number for all exits, or one for each exit but the
-    last."""
+    """The config of confidence rules; ``thresholds`` has one number, or one for each exit but the last."""
 
     ABOVE = {"decay_tokens": 0}
     thresholds: tuple[float, ...] = ()
@@ -229,9 +227,6 @@ class ExitClassifier(ThresholdRule):
     class Config(ThresholdConfig):
         kind = "classifier"
         learns = True
-
-        def build(self, dim: int, exits: int) -> ExitClassifier:
-            return ExitClassifier(self, dim, exits)
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
         super().__init__(config, exits)
@@ -335,9 +330,6 @@ class Multinomial(PredictedExit):
     class Config(TokenOracleConfig):
         kind = "multinomial"
 
-        def build(self, dim: int, exits: int) -> Multinomial:
-            return Multinomial(self, dim, exits)
-
     config: Config
 
     def forward(self, at: AtExit) -> Tensor:
@@ -362,9 +354,6 @@ class SequenceMultinomial(PredictedExit):
     @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig):
         kind = "sequence_multinomial"
-
-        def build(self, dim: int, exits: int) -> SequenceMultinomial:
-            return SequenceMultinomial(self, dim, exits)
 
     config: Config
 
@@ -397,9 +386,6 @@ class Geometric(ThresholdRule):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)
         per_exit: bool = False
-
-        def build(self, dim: int, exits: int) -> Geometric:
-            return Geometric(self, dim, exits)
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
         super().__init__(config, exits)
@@ -448,8 +434,7 @@ def scores_of(config: OracleConfig, seen: AllExits) -> Tensor:
 
 
 def cheapest(scores: Tensor, penalty: float) -> Tensor:
-    """Return the exit [...] int64 with the greatest value of ``scores`` [exits, ...] less ``penalty`` times the exit's
-    number."""
+    """Return the exit [...] int64 with the greatest ``scores`` [exits, ...] less ``penalty`` times its number."""
     numbers = torch.arange(len(scores), device=scores.device, dtype=scores.dtype)
     return (scores - penalty * numbers.view(-1, *[1] * (scores.dim() - 1))).argmax(0)
 

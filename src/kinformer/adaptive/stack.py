@@ -28,9 +28,9 @@ from kinformer.core.model import Hidden, SourceModel
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
 from kinformer.core.state import State
 from kinformer.models.decoder import Decoder, DecoderState
-from kinformer.models.encoder_decoder import EncoderDecoder
+from kinformer.models.encoder import EncoderDecoder
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import has_data
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -166,8 +166,7 @@ class ExitStack(Stack):
         """Absorb ``chunk`` as :meth:`absorb` does, but let tokens leave early; also return the exit of each token,
         [batch, time] int64, None where all tokens go through all layers.
 
-        A rule decides by the logits that ``read`` returns, or by ``source`` [batch, dim], the mean of each row's
-        source.
+        Rules decide by the logits that ``read`` returns, or by ``source`` [batch, dim], the mean of each row's source.
         """
         drawn = self.training and self.config.training == "mixed"
         if not drawn and (self.training or not self.leaves_early):
@@ -320,8 +319,7 @@ class ExitDecoder(Decoder):
             )
 
     def exit_logits(self, x: Tensor, number: int) -> Tensor:
-        """Return the logits [..., vocab] of exit ``number``, counted from 0, for the outputs x [..., dim] of its
-        layer."""
+        """Return the logits [..., vocab] of exit ``number``, from 0 on, for the outputs x [..., dim] of its layer."""
         return self._head_of(number)(self.norm(x), self.input)
 
     def _head_of(self, exit: int) -> nn.Module:
@@ -403,6 +401,4 @@ def source_means(state: DecoderState, rows: int) -> Tensor | None:
     return mean if count == rows else mean.repeat_interleave(rows // count, dim=0)
 
 
-PARTS = {
-    "ExitStack": ExitStack.Config,
-}
+PARTS = {"ExitStack": ExitStack.Config}

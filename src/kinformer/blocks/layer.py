@@ -1,14 +1,15 @@
-"""The standard layer of a decoder: sequence mixers, most often one, and a feed-forward."""
+"""Layers, each its sequence mixers and a feed-forward: the standard layer of a decoder and of an encoder, its variants,
+and the layer of SHA-RNN."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.blocks.feed_forward import MLP
+from kinformer.blocks.feed_forward import MLP, Boom
 from kinformer.blocks.residual import LayerNorm, NoNorm, NormConfig, PostNorm, PreNorm, Residual, ResidualConfig
 from kinformer.core.config import Config
 from kinformer.core.contract import (
@@ -31,39 +32,23 @@ from kinformer.core.encoder import (
 from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.core.state import State
+from kinformer.runtime.compiling import is_empty_mask
 from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import is_empty_mask
 
 # The sublayers of layers: a mixer or a feed-forward, each in a residual.
 
 R = TypeVar("R")
 
 
-class SublayersConfig(Protocol):
-    """The fields of a layer's config that its sublayers read."""
-
-    @property
-    def norm(self) -> NormConfig: ...
-
-    @property
-    def residual(self) -> ResidualConfig: ...
-
-    @property
-    def feed_forward_residual(self) -> ResidualConfig | None: ...
-
-    @property
-    def dropout(self) -> float: ...
-
-
 class Sublayers(nn.Module):
     """A mixer and a feed-forward, both built; ``config`` has norm, residuals and dropout."""
 
-    def __init__(self, config: SublayersConfig, mixer: nn.Module, feed_forward: nn.Module, dim: int) -> None:
+    def __init__(
+        self, config: DecoderLayer.Config | EncoderLayer.Config, mixer: nn.Module, feed_forward: nn.Module, dim: int
+    ) -> None:
         super().__init__()
-        self.dim = dim
-        self.mixer = mixer
-        self.feed_forward = feed_forward
+        self.dim, self.mixer, self.feed_forward = dim, mixer, feed_forward
         self.mixer_residual: Residual = config.residual.build(dim, config.norm, config.dropout)
         residual = config.feed_forward_residual or config.residual
         if config.feed_forward_residual == config.residual:
@@ -76,16 +61,13 @@ class Sublayers(nn.Module):
 def apply_mixer(
     mixer: CausalMixer, chunk: Chunk, state: State, norm: nn.Module, output_mask: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least those in
-    ``output_mask``, and the state after."""
+    """Apply ``mixer`` to a chunk behind ``norm``: return outputs, at least in ``output_mask``, and the state after."""
     if isinstance(mixer, RecomputesKV):
         return mixer(chunk, state, norm)
     chunk = chunk._replace(x=norm(chunk.x))
-    return (
-        mixer(chunk, state, output_mask)
-        if output_mask is not None and isinstance(mixer, PartialOutput)
-        else mixer(chunk, state)
-    )
+    if output_mask is not None and isinstance(mixer, PartialOutput):
+        return mixer(chunk, state, output_mask)
+    return mixer(chunk, state)
 
 
 def add_feed_forward(
@@ -174,7 +156,7 @@ class LayerConfig(Config):
         return "mixer"
 
     def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
@@ -195,9 +177,6 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
         residual: ResidualConfig = PreNorm.Config()
         feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
-
-        def build(self, dim: int) -> DecoderLayer:
-            return DecoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, causal(config.mixer, dim), config.feed_forward.build_causal(dim), dim)
@@ -250,12 +229,10 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     def branches(self) -> tuple[Branch, ...]:
         """Return the sublayers without their residual sums, in order."""
-        mixers = (mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
-        return (
-            tuple(mixers)
-            if self._transition
-            else (*mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward))
-        )
+        mixers = tuple(mixing(*pair) for pair in zip(self.mixers, self._residuals, strict=True))
+        if self._transition:
+            return mixers
+        return (*mixers, feed_forward_branch(self.feed_forward_residual, self.feed_forward))
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:
@@ -285,9 +262,8 @@ def causal(config: MixerConfig, dim: int) -> CausalMixer:
 
 
 class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
-    """The layer of an encoder: a mixer over the full sequence and a feed-forward.
-
-    The mixer, then the feed-forward, post-norm unless set otherwise (Devlin et al. 2018).
+    """The layer of an encoder: a mixer over the full sequence, then a feed-forward, post-norm unless set otherwise
+    (Devlin et al. 2018).
 
     ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has
     none there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
@@ -304,9 +280,6 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
         residual: ResidualConfig = PostNorm.Config()
         feed_forward_residual: ResidualConfig | None = None
         dropout: float = 0.0
-
-        def build(self, dim: int) -> EncoderLayer:
-            return EncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, config.mixer.build(dim), config.feed_forward.build(dim), dim)
@@ -346,9 +319,6 @@ class BareLayer(ChecksInput, nn.Module):
         mixer: EncoderMixerConfig
         dropout: float = 0.0
 
-        def build(self, dim: int) -> BareLayer:
-            return BareLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
@@ -369,9 +339,6 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
         mixer: MixerConfig
         further_mixers: tuple[MixerConfig, ...] = ()
         dropout: float = 0.0
-
-        def build(self, dim: int) -> BareDecoderLayer:
-            return BareDecoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -418,9 +385,6 @@ class ParallelLayer(DecoderLayer):
                     "layer 'decoder'."
                 )
 
-        def build(self, dim: int) -> ParallelLayer:
-            return ParallelLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         if self._transition:
@@ -445,9 +409,6 @@ class ParallelEncoderLayer(EncoderLayer):
     class Config(EncoderLayer.Config):
         kind = "parallel"
         residual: ResidualConfig = PreNorm.Config()
-
-        def build(self, dim: int) -> ParallelEncoderLayer:
-            return ParallelEncoderLayer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
@@ -499,9 +460,6 @@ class MacaronLayer(DecoderLayer):
     class Config(DecoderLayer.Config):
         kind = "macaron"
 
-        def build(self, dim: int) -> MacaronLayer:
-            return MacaronLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = tokenwise(config.feed_forward, dim)
@@ -529,9 +487,6 @@ class MacaronEncoderLayer(EncoderLayer):
     class Config(EncoderLayer.Config):
         kind = "macaron"
 
-        def build(self, dim: int) -> MacaronEncoderLayer:
-            return MacaronEncoderLayer(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
         self.first_feed_forward = config.feed_forward.build(dim)
@@ -549,6 +504,114 @@ class MacaronEncoderLayer(EncoderLayer):
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 
+# The layer of SHA-RNN (Merity 2019, section 3): a recurrence, in some layers attention over it, and a boom layer.
+#
+#     h = mixer(norm(x)),   h = attention(h) where there is one,   y = norm'(h) + boom(norm''(h))
+#
+# The recurrence does not have a residual path around it, and a stream is normed before anything is added to it. Dropout
+# acts on the outputs of the recurrence and of the boom layer. If a decoder reads a source, h <- h + cross(norm(h))
+# follows the attention. In an encoder, whose attention does not contain a residual sum, h <- h + attention(norm(h)).
+# The paper has neither.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShaRnnConfig(Config):
+    """The common fields of the configs of a decoder's and an encoder's layer: everything except the mixers."""
+
+    attention: Config | None = None
+    feed_forward: FeedForwardConfig = Boom.Config()
+    norm: NormConfig = LayerNorm(eps=1e-12)
+    dropout: float = 0.0
+
+    @property
+    def main_field(self) -> str:
+        """Return the attention where there is one, else the recurrence."""
+        return "mixer" if self.attention is None else "attention"
+
+
+class ShaRnnParts(nn.Module):
+    """The parts of either layer, and what stands behind its attention."""
+
+    def __init__(self, config: ShaRnnLayer.Config | ShaRnnEncoderLayer.Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.mixer: nn.Module = config.mixer.build(dim)
+        self.attention: nn.Module | None = None if config.attention is None else config.attention.build(dim)
+        self.feed_forward = tokenwise(config.feed_forward, dim)
+        self.mixer_norm, self.stream_norm, self.feed_forward_norm = (config.norm.build(dim) for _ in range(3))
+        self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def left(self, h: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the stream h [batch, time, dim] after the feed-forward."""
+        stream, x = self.stream_norm(h), self.feed_forward_norm(h)
+        return stream + self.dropout(feed(self.feed_forward, x, valid))
+
+
+class ShaRnnLayer(ChecksChunk, ShaRnnParts):
+    """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
+    is the tuple of the mixers'."""
+
+    mixer: CausalMixer
+    attention: CausalMixer | None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ShaRnnConfig, LayerConfig):
+        kind = "sha_rnn"
+        mixer: MixerConfig
+        attention: MixerConfig | None = None
+        further_mixers: tuple[MixerConfig, ...] = ()
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.further_mixers = nn.ModuleList(causal(mixer, dim) for mixer in config.further_mixers)
+        self.further_norms = nn.ModuleList(config.norm.build(dim) for _ in config.further_mixers)
+
+    @property
+    def mixers(self) -> tuple[CausalMixer, ...]:
+        attention = () if self.attention is None else (self.attention,)
+        return (self.mixer, *attention, *self.further_mixers)
+
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
+        """Return the states of the mixers; ``options`` as of ``core.contract.initial_states``."""
+        return initial_states(self.mixers, batch, **options)
+
+    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[Tensor, tuple[State, ...]]:
+        h, recurrent = apply_mixer(self.mixer, chunk, state[0], self.mixer_norm)
+        h, after = self.dropout(h), [recurrent]
+        if self.attention is not None:
+            h, remembered = self.attention(chunk._replace(x=h), state[1])
+            after.append(remembered)
+        further = zip(self.further_mixers, self.further_norms, state[len(after) :], strict=True)
+        for mixer, norm, mixer_state in further:
+            read, mixer_state = apply_mixer(mixer, chunk._replace(x=h), mixer_state, norm)  # type: ignore[arg-type]
+            h = h + self.dropout(read)
+            after.append(mixer_state)
+        return self.left(h, chunk.valid), tuple(after)
+
+
+class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
+    """The layer (x [batch, time, dim], text) -> y of a recurrence both ways, attention and feed-forward."""
+
+    mixer: EncoderMixer
+    attention: EncoderMixer | None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ShaRnnConfig, EncoderLayerConfig):
+        kind = "sha_rnn"
+        mixer: EncoderMixerConfig
+        attention: EncoderMixerConfig | None = None
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.attention_norm = None if config.attention is None else config.norm.build(dim)
+
+    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
+        h = self.dropout(self.mixer(self.mixer_norm(x), text))
+        if self.attention is not None and self.attention_norm is not None:
+            h = h + self.dropout(self.attention(self.attention_norm(h), text))
+        return self.left(h, text.valid)
+
+
 PARTS = {
     "EncoderLayer": EncoderLayer.Config,
     "MacaronEncoderLayer": MacaronEncoderLayer.Config,
@@ -558,4 +621,6 @@ PARTS = {
     "MacaronLayer": MacaronLayer.Config,
     "ParallelLayer": ParallelLayer.Config,
     "BareDecoderLayer": BareDecoderLayer.Config,
+    "ShaRnnEncoderLayer": ShaRnnEncoderLayer.Config,
+    "ShaRnnLayer": ShaRnnLayer.Config,
 }

@@ -19,8 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class PerSlice(nn.Module):
-    """The map [..., count * width] -> [..., count * out]: ``inner`` [..., width] ->
-    [..., out] on each of ``count`` slices."""
+    """The map [..., count * width] -> [..., count * out]: ``inner`` [..., width] -> [..., out] on ``count`` slices."""
 
     def __init__(self, inner: nn.Module, count: int) -> None:
         super().__init__()
@@ -51,8 +50,7 @@ class NormConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNorm(NormConfig):
-    """The norm of Ba et al. 2016: centred, scaled, with weight and bias; each of
-    ``slices`` equal parts of a token by itself."""
+    """The norm of Ba et al. 2016: centred, scaled, with weight and bias; of each of ``slices`` parts of a token."""
 
     kind = "layer_norm"
     eps: float = 1e-5
@@ -139,8 +137,7 @@ class Initialisation(Config):
 #     res-post    x + norm(F(x))       (Liu et al. 2022)
 #     sandwich    x + norm'(F(norm(x)))    (Ding et al. 2021, CogView, section 2.4; Gemma 2)
 #
-# Dropout falls on F's output, before the residual sum, and so does stochastic depth, which drops it for whole
-# sequences.
+# Dropout falls on F's output, before the residual sum, and stochastic depth drops it for whole sequences.
 
 
 class Residual(Droppable):
@@ -151,7 +148,7 @@ class Residual(Droppable):
 
     additive: bool = False
 
-    def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
+    def __init__(self, config: ResidualConfig, dim: int, norm: NormConfig, dropout: float) -> None:
         super().__init__()
         self.norm = norm.build(dim)
         self.dropout = Dropout(dropout) if dropout else None
@@ -187,7 +184,7 @@ class ResidualConfig(Config):
     slot = "residual"
 
     def build(self, dim: int, norm: NormConfig, dropout: float) -> Residual:
-        raise NotImplementedError
+        return self.builds(self, dim, norm, dropout)
 
 
 class PreNorm(Residual):
@@ -199,9 +196,6 @@ class PreNorm(Residual):
     class Config(ResidualConfig):
         kind = "pre"
 
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> PreNorm:
-            return PreNorm(dim, norm, dropout)
-
     def enter(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
@@ -212,9 +206,6 @@ class PostNorm(Residual):
     @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "post"
-
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> PostNorm:
-            return PostNorm(dim, norm, dropout)
 
     def enter(self, x: Tensor) -> Tensor:
         return x
@@ -232,9 +223,6 @@ class ResPostNorm(Residual):
     class Config(ResidualConfig):
         kind = "res_post"
 
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> ResPostNorm:
-            return ResPostNorm(dim, norm, dropout)
-
     def enter(self, x: Tensor) -> Tensor:
         return x
 
@@ -249,11 +237,8 @@ class Sandwich(ResPostNorm):
     class Config(ResidualConfig):
         kind = "sandwich"
 
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> Sandwich:
-            return Sandwich(dim, norm, dropout)
-
-    def __init__(self, dim: int, norm: NormConfig, dropout: float) -> None:
-        super().__init__(dim, norm, dropout)
+    def __init__(self, config: ResidualConfig, dim: int, norm: NormConfig, dropout: float) -> None:
+        super().__init__(config, dim, norm, dropout)
         self.inner_norm = norm.build(dim)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -287,9 +272,6 @@ class Reordered(Residual):
     class Config(ResidualConfig):
         kind = "reordered"
 
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> Reordered:
-            return Reordered(dim, norm, dropout)
-
     def enter(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
@@ -313,11 +295,8 @@ class Gated(Reordered):
             if self.gate == "input":
                 check_unused(self, "with the gate 'input', which has none", "bias")
 
-        def build(self, dim: int, norm: NormConfig, dropout: float) -> Gated:
-            return Gated(self, dim, norm, dropout)
-
     def __init__(self, config: Config, dim: int, norm: NormConfig, dropout: float) -> None:
-        super().__init__(dim, norm, dropout)
+        super().__init__(config, dim, norm, dropout)
         self.gate = config.gate
         of_x, of_y = {"gru": (2, 3), "sigtanh": (0, 2)}.get(config.gate, (1, 0))
         self.of_x = nn.Linear(dim, of_x * dim, bias=False) if of_x else None

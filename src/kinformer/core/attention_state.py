@@ -1,6 +1,5 @@
 """The states of softmax attention: the cache of keys and values, the additions of projections, patterns and spans to
-it, and the functions that join a chunk to the past.
-"""
+it, and the functions that join a chunk to the past."""
 
 from __future__ import annotations
 
@@ -10,15 +9,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import (
-    CausalMixer,
-    Chunk,
-    advance,
-    newest,
-    positions_of,
-    select_valid,
-    state_dtype,
-)
+from kinformer.core.contract import CausalMixer, Chunk, advance, newest, positions_of, select_valid, state_dtype
 from kinformer.core.crossing import Crosses, Crossing, with_past
 from kinformer.core.pattern import Pattern
 from kinformer.core.state import ReservedState, State, rebuilt
@@ -150,8 +141,7 @@ class ReservedSlots(ReservedState):
 
     def _capacity(self, past: int, time: int, retained: int | None, fresh: bool) -> int:
         if retained is not None:
-            # A window moves to the front once in ``retained`` + 64 tokens, so that copying costs less than a slot a
-            # token.
+            # A window moves to the front once in ``retained`` + 64 tokens: copying costs less than a slot a token.
             return retained + max(time, retained + 64)
         # Doubling: all copies together move each slot once on average.
         return past + max(time, self.room, 0 if fresh else past)
@@ -172,8 +162,7 @@ class ReservedSlots(ReservedState):
         return value
 
     def reclaimed(self) -> Self:
-        # Later states wrote behind ``stop``, or into other buffers. Before the first step, buffers do not
-        # exist.
+        # Later states wrote behind ``stop``, or into other buffers. Before the first step, buffers do not exist.
         self._ticket[0] += 1
         return type(self)(self._state, self._slots, self._ticket if self._generation else [0])
 
@@ -222,8 +211,7 @@ def cropped(state: State, tokens: int) -> State:
 
 
 class KeysValues(NamedTuple):
-    """The cache ``k``, ``v`` [batch, kv_heads, past, head_dim], right-aligned
-    (rotated keys), and ``seen`` [batch] int64."""
+    """The cache ``k`` (rotated), ``v`` [batch, kv_heads, past, head_dim], right-aligned, and ``seen`` [batch] int64."""
 
     k: Tensor
     v: Tensor
@@ -262,8 +250,7 @@ class ReservedKeysValues(ReservedSlots):
 
 
 def _moved(old: Tensor, new: Tensor, stop: int, past: int, capacity: int) -> Tensor:
-    """Return a buffer of ``capacity`` slots, in ``new``'s dtype, that begins
-    with the last ``past`` slots of ``old``."""
+    """Return a buffer of ``capacity`` slots in the dtype of ``new``, with the last ``past`` slots of ``old`` first."""
     batch, heads, _, width = old.shape
     buffer = new.new_empty(batch, heads, capacity, width)
     buffer[:, :, :past] = old[:, :, stop - past : stop]
@@ -581,8 +568,7 @@ class TokenMemory(Crosses, CausalMixer):
 
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         """Return y [batch, time, dim]: ``h`` is the first result of :meth:`remember`, ``slots`` [batch, 1, past + time,
-        width] are all memories, and ``whole`` is True if every slot belongs to the sequence of every query of its
-        row."""
+        width] are all memories, and ``whole`` if every slot belongs to the sequence of every query of its row."""
         raise NotImplementedError
 
     def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TokenMemoryState:

@@ -38,6 +38,13 @@ class _Typed(type):
     """The metaclass of configs: it checks the fields when a config is made, and accepts the forms of ``--set``: a part
     as its config, its kind or a mapping, and a number as text."""
 
+    builds: Any
+
+    def __set_name__(cls, owner: type, name: str) -> None:
+        """Take note of the class ``owner`` in which the config class is written."""
+        if cls.__qualname__ == f"{owner.__qualname__}.{name}":
+            cls.builds = owner
+
     def __call__(cls, *arguments: object, **values: object) -> Any:
         types = _plain_field_types(cls)
         for name, value in values.items():
@@ -68,6 +75,9 @@ def _takes_part(kind: object) -> bool:
 class Config(metaclass=_Typed):
     """The base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``.
 
+    A config is written in the class that it ``builds``. The ``build`` of its slot calls that class with the config and
+    the sizes, such as ``dim``; a config overrides ``build`` where it builds something else.
+
     ``kind`` and ``slot`` belong to the class and are not fields. ``LEAST`` has the least values of numbers by name, and
     ``ABOVE`` the bounds that numbers must exceed; the bounds of base classes hold too. ``retired``: fields of earlier
     versions, name -> value; data may still contain such a field with this value.
@@ -86,6 +96,12 @@ class Config(metaclass=_Typed):
         )
         require_ranges(values, least, above)
         return super().__new__(cls)
+
+    def builds(self, *sizes: object) -> Any:
+        """Raise for a config class that does not stand in a class."""
+        raise NotImplementedError(
+            f"{type(self).__qualname__} does not stand in the class that it builds; define build."
+        )
 
     def replace(self, **changes: object) -> Self:
         """Return a copy with some fields changed (validated again)."""
@@ -130,8 +146,7 @@ def tags(config: Config) -> dict[str, str]:
 
 
 def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config") -> C:
-    """Build ``config`` from the data of :func:`to_dict`, of which it is the inverse; unknown names and wrong types are
-    errors."""
+    """Build ``config`` from the data of :func:`to_dict`; unknown names and wrong types are errors."""
     return typing.cast(C, parse(config, data, kinds, place))
 
 

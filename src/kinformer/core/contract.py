@@ -13,8 +13,7 @@ and the final state equal the results of one chunk. In code, for every ``0 < t <
 Semantic boundaries (windows, segments, blocks) come from the position counter inside the state, never from the
 length of a chunk. ``kinformer.testing`` checks all of this for any mixer.
 
-Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]``
-int64.
+Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch, time]`` bool, ``seen [batch]`` int64.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from torch.nn import functional
 from kinformer.core.config import Config, describe
 from kinformer.core.state import State, require_rows
 from kinformer.runtime.autograd import autocast_dtype
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import checks_calls
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -292,7 +291,7 @@ class MixerConfig(Divisible, Config):
     slot = "mixer"
 
     def build(self, dim: int) -> CausalMixer:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 def initial_states(
@@ -328,8 +327,7 @@ def unit_vectors(x: Tensor) -> Tensor:
     Lengths of float16 vectors are computed in float32: the least length 1e-12 is 0 in float16, and a square above
     65,504 is infinite. bfloat16 has float32's range.
     """
-    wide = x.float() if x.dtype == torch.float16 else x
-    return functional.normalize(wide, dim=-1).to(x.dtype)
+    return functional.normalize(in_range(x), dim=-1).to(x.dtype)
 
 
 def width_of(x: Tensor) -> int:
@@ -345,8 +343,7 @@ def activation_dtype(weight: Tensor) -> torch.dtype:
 
 
 def select_valid(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Return ``x`` [batch, time, ...] with zeros at invalid positions, selected
-    rather than multiplied (0 x NaN is NaN)."""
+    """Return ``x`` [batch, time, ...] with zeros at invalid positions, not by a product (0 x NaN is NaN)."""
     if valid is None:
         return x
     mask = valid.reshape(*valid.shape, *([1] * (x.dim() - 2)))

@@ -117,8 +117,7 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, crossing: Crossing | None, valid: Tensor | None) -> Row | None:
-        """Return the row of a stretch with the tokens ``valid`` [batch, time]; None where a process has the whole
-        row."""
+        """Return the row of a stretch with tokens ``valid`` [batch, time]; None where a process has all of the row."""
         return None if crossing is None else cls(crossing, crossing.valid_row(valid))
 
     def begin(self, time: int) -> int:
@@ -143,8 +142,7 @@ class Crosses:
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
     def behind_past(self, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None) -> tuple[Tensor, ...]:
-        """Return :func:`with_past`; where keys and values go round, the new slots stand behind the state's slots
-        alone."""
+        """Return :func:`with_past`; where keys and values go round, new slots stand behind the state's alone."""
         return with_past(None if self.goes_round else self.crossing, new, first, limit)
 
     def row_end(

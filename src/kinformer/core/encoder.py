@@ -18,8 +18,8 @@ from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.state import State
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import checks_calls
 
 NEEDS_PATCHES = (
     "is for the patches of images and nothing else; use the input patches with class_token = false, and a head that "
@@ -105,7 +105,7 @@ class EncoderMixerConfig(Divisible, Config):
     slot = "encoder_mixer"
 
     def build(self, dim: int) -> EncoderMixer:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class EncoderLayerConfig(Config):
@@ -119,7 +119,7 @@ class EncoderLayerConfig(Config):
         return "mixer"
 
     def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
@@ -150,8 +150,7 @@ def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor
 
 
 def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
-    """Return the positions [batch, n] of the tokens of kind GLOBAL in rising order,
-    -1 behind them; None if there are none."""
+    """Return the positions [batch, n] of the tokens of kind GLOBAL in rising order, -1 behind them, or None."""
     chosen = kinds == GLOBAL
     if valid is not None:
         chosen = chosen & valid

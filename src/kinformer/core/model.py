@@ -167,8 +167,7 @@ class StackedWholeModel(WholeModel, StackedModel, Protocol):
 class SourceModel(CausalModel, Protocol):
     """A causal model of sequences over a source: ``state = model.begin(source, valid)``, then as any causal model.
 
-    The state holds everything that the model reads of the source. Every sequence needs a source, so the state None is
-    an error.
+    The state holds all that the model reads of the source. Every sequence needs one, so the state None is an error.
     """
 
     @property
@@ -184,11 +183,7 @@ class SourceModel(CausalModel, Protocol):
         ...
 
 
-PROTOCOLS: dict[type, str] = {
-    CausalModel: "causal",
-    WholeModel: "an encoder",
-    SourceModel: "an encoder-decoder",
-}
+PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder", SourceModel: "an encoder-decoder"}
 """The names of the protocols in messages."""
 
 

@@ -19,8 +19,8 @@ from kinformer.core.contract import Divisible, state_dtype, undivided
 from kinformer.core.pattern import Pattern
 from kinformer.core.probe import probe
 from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import has_data
 
 
 class Relative(NamedTuple):
@@ -256,8 +256,7 @@ class Projection(nn.Module):
 
 
 class ProjectionConfig(Config):
-    """The config of the projection before attention, and of that after it, from
-    the heads to the width of the stream."""
+    """The config of the projection before attention, and of the projection after it to the width of the stream."""
 
     slot = "projection"
 
@@ -367,8 +366,7 @@ class FeatureMap(nn.Module):
         return self(q)
 
     def keys(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features, and the logarithm [batch, heads, time] of the factor
-        that they lack (None: they lack none)."""
+        """Return features, and the logarithm [batch, heads, time] of the factor that they lack (None: none)."""
         return self(k), None
 
 
@@ -387,7 +385,7 @@ class FeatureMapConfig(Config):
     slot = "feature_map"
 
     def build(self, head_dim: int) -> FeatureMap:
-        raise NotImplementedError
+        return self.builds(self, head_dim)
 
     def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
         """Build the map for a mixer of ``num_heads`` heads, where heads differ."""
@@ -412,7 +410,7 @@ class FeedForwardConfig(Divisible, Config):
     slot = "feed_forward"
 
     def build(self, dim: int) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
     def build_causal(self, dim: int) -> nn.Module:
         return self.build(dim)
@@ -470,14 +468,12 @@ class Input(nn.Module):
 
     @property
     def table(self) -> Any:
-        """Return the table that a tied head takes as its output matrix, such as
-        [vocab_size, dim]; None where there is none."""
+        """Return the table that a tied head takes as its output matrix, such as [vocab_size, dim], or None."""
         return None
 
     @property
     def lower(self) -> tuple[Any, ...]:
-        """Return the models that encode parts of a value before this input does,
-        the lowest first; none of most inputs."""
+        """Return the models that encode parts of a value before this input does, the lowest first."""
         return ()
 
     @property
@@ -502,8 +498,7 @@ class Input(nn.Module):
         return None
 
     def forward(self, values: Tensor, positions: Tensor, **others: Tensor) -> Tensor:
-        """Return vectors of ``values`` at ``positions`` [batch, time] int64;
-        ``others`` are further inputs, such as types."""
+        """Return vectors of ``values`` at ``positions`` [batch, time] int64; ``others`` are inputs such as types."""
         raise NotImplementedError
 
     def without_padding(self, values: Tensor, valid: Tensor) -> Tensor:
@@ -530,7 +525,7 @@ class InputConfig(Config):
         return None
 
     def build(self, dim: int) -> Input:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 # The interfaces of heads beside logits: a product with a table, a distribution of values, a search in a store.
@@ -630,8 +625,7 @@ class Span(nn.Module):
     itself.
 
     ``windows``: the distances 1 ... windows[h] are all that head h sees, as the weights are now: nothing else is
-    computed or remembered. Numbers on the host, so that they may choose shapes. ``pattern`` is the mixer's, cut to
-    them.
+    computed or remembered. Numbers on the host, to choose shapes. ``pattern`` is the mixer's, cut to them.
     """
 
     @property
@@ -647,8 +641,7 @@ class Span(nn.Module):
         raise NotImplementedError
 
     def bias(self, farthest: int) -> Tensor:
-        """Return the biases of the scores at the distances 1 ... ``farthest``: [heads,
-        farthest], -inf where a head does not look."""
+        """Return the biases [heads, farthest] of scores at the distances 1 ... ``farthest``, -inf for hidden keys."""
         raise NotImplementedError
 
     def joined(self, relative: Relative | None, farthest: int) -> Relative | None:

@@ -81,8 +81,7 @@ class Pattern:
 
     @property
     def band(self) -> tuple[int | None, int | None] | None:
-        """Return ``(behind, ahead)`` where the distance alone decides, -ahead
-        <= q - k <= behind (None bounds nothing)."""
+        """Return ``(behind, ahead)`` where the distance alone decides: -ahead <= q - k <= behind (None: no bound)."""
         return None
 
     def at(self, head: int) -> Pattern:
@@ -303,7 +302,7 @@ def _farther(one: int | None, two: int | None) -> int | None:
 
 # The order in which the cells of an image become positions of a sequence: block after block, row after row in each.
 
-Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 @dataclass(frozen=True)

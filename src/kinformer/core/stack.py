@@ -81,12 +81,10 @@ BeforeUse = Callable[[Tensor, int], Tensor]
 
 
 class Branch(NamedTuple):
-    """A sublayer without its residual sum, for a stack that adds the result itself; ``branches()`` of a layer returns
-    its sublayers.
+    """A sublayer without its residual sum, for a stack that adds it; ``branches()`` of a layer returns its sublayers.
 
     ``added, state = run(x, context, state)`` with x [batch, time, dim] and ``context`` a decoder's ``Chunk``, whose x
-    is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's state; it is ignored where ``mixes`` is
-    False.
+    is ignored, or an encoder's ``SequenceContext``. ``state`` is the mixer's, ignored where ``mixes`` is False.
     """
 
     run: Callable[[Tensor, Any, State], tuple[Tensor, State]]
@@ -183,8 +181,7 @@ class Stack(nn.Module):
     def through(
         self, x: Tensor, use: Use, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the outputs [batch, time, dim] of all layers for x [batch, time, dim], and the outputs of the uses
-        ``taps``.
+        """Return the outputs [batch, time, dim] of all layers for x [batch, time, dim], and those of the uses ``taps``.
 
         Override this for another wiring of the layers of decoders and encoders. It must call ``use(layer, before(x,
         number), number)`` exactly once for every use, in the order of ``config.uses``, and must not mix tokens.
@@ -199,8 +196,7 @@ class Stack(nn.Module):
     def absorb(
         self, chunk: Chunk, state: tuple[State, ...], before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[State, ...], tuple[Tensor, ...]]:
-        """Return outputs [batch, time, dim] of a decoder's layers, the states after,
-        and the outputs of the uses in ``taps``."""
+        """Return outputs [batch, time, dim] of a decoder's layers, the states after, and the outputs of ``taps``."""
         after: list[State] = []
         if self._values:
             chunk = chunk._replace(values=FirstValues())
@@ -302,7 +298,7 @@ class EmbeddingConfig(Config):
     by_vocabulary: ClassVar[bool] = False
 
     def build(self, vocab_size: int, dim: int) -> nn.Embedding:
-        raise NotImplementedError
+        return self.builds(self, vocab_size, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,7 +320,7 @@ class ModelConfig(Config):
     head: HeadConfig
 
     def build(self) -> Any:
-        raise NotImplementedError
+        return self.builds(self)
 
     @property
     def uses(self) -> tuple[Config, ...]:
@@ -353,7 +349,7 @@ class HeadConfig(Config):
         """Raise for a model of width ``dim`` whose ``input`` has a table that this head, if tied, cannot use."""
 
     def build(self, dim: int, input: Input) -> nn.Module:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 def check_table(head: HeadConfig, dim: int, input: Input) -> None:

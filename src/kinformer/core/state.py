@@ -189,8 +189,7 @@ def select_rows(state: State, rows: Tensor, sources: bool = True) -> State:
 
 
 def select_sources(state: State, rows: Tensor) -> State:
-    """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; all other parts stay
-    unchanged."""
+    """Return the state with the rows ``rows`` [n] int64 of the parts that outlive a reset; others stay unchanged."""
     if isinstance(state, (Tensor, ReservedState)):
         return state
     if getattr(state, "outlives_reset", False):

@@ -113,10 +113,7 @@ DEPTH_ADAPTIVE = Member(
         "paper-tied": Recipe(256, 6, 4, _exits("geometric", tied=True, dropout=0.3)),
         # exits are drawn in training, and confidence takes the place of a learnt rule
         "paper-mixed": Recipe(
-            256,
-            6,
-            4,
-            _exits(part("softmax_response", measure="maximum"), dropout=0.3, training="mixed", samples=6),
+            256, 6, 4, _exits(part("softmax_response", measure="maximum"), dropout=0.3, training="mixed", samples=6)
         ),
     },
     objective="exits",
@@ -132,8 +129,7 @@ def _calm(rule: str = "softmax_response", decay_tokens: float | None = None) -> 
 
 
 def _paper(rule: str) -> Recipe:
-    """Return the decoder of T5-small (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section
-    3.4)."""
+    """Return T5-small's decoder (1.1), whose thresholds decay with tau = 4 over texts of 512 tokens (section 3.4)."""
     settings = _calm(rule, decay_tokens=512 / 4)
     return Recipe(512, 8, 6, settings, {"mixer.head_dim": 64}, hidden_dim=1024, vocab_size=32128)
 

@@ -12,11 +12,7 @@ from kinformer.family.record import Member, Recipe, Settings, drop, part
 def _gtrxl(segment: int, memory: int, head_dim: int | None = None) -> Settings:
     return {
         "mixer": part(
-            "segment_memory",
-            head_dim=head_dim,
-            segment=segment,
-            memory=memory,
-            position=part("xl", share_biases=False),
+            "segment_memory", head_dim=head_dim, segment=segment, memory=memory, position=part("xl", share_biases=False)
         ),
         "feed_forward": part("mlp", bias=False),
         "activation": "relu",

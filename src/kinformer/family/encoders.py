@@ -232,7 +232,7 @@ LONGFORMER = Member(
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
     training={  # section 5: masked language modelling that continues from RoBERTa
-        "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999},
+        "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999}
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _longformer((4, 8)), {"position.max_length": 128}),

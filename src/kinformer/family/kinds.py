@@ -18,30 +18,30 @@ from kinformer.runtime.parsing import parse_toml
 from kinformer.runtime.plugins import KINFORMER, PARTS, Pages, Registry, entry_points_of
 
 _ATTENTION = (
-    "softmax", "segment_memory", "compressive", "sinkhorn", "chosen_blocks", "latent", "linear", "recurrent", "buckets",
-    "memorizing", "tensorized", "cross",
+    "softmax", "memory", "compressive", "sinkhorn", "chosen_blocks", "linear", "recurrent", "buckets",
+    "tensorized", "cross", "path",
 )  # fmt: skip
-_ENCODERS = ("bidirectional", "encoders", "buckets", "recurrent", "tensorized", "sinkhorn", "convolutions", "windows")
+_ENCODERS = ("bidirectional", "encoders", "buckets", "recurrent", "tensorized", "sinkhorn", "convolutions")
 PAGES: Mapping[str, tuple[str, ...]] = {
-    "model": ("models.decoder", "models.encoder_decoder", "models.encoder"),
+    "model": ("models.decoder", "models.encoder"),
     "input": ("inputs.tokens", "inputs.images", "inputs.signals"),
     "embedding": ("inputs.tokens", "parts.positions"),
-    "stack": ("stacks.sequential", "stacks.reversible", "stacks.universal", "adaptive.stack"),
-    "halting": ("stacks.universal",),
+    "stack": ("stacks.sequential", "stacks.reversible", "adaptive.stack"),
+    "halting": ("stacks.sequential",),
     "exit_rule": ("adaptive.rules",),
     "head": ("heads.language", "heads.images", "heads.classes"),
-    "encoder_layer": ("blocks.layer", "blocks.sha_rnn"),
-    "global_input": ("blocks.global_input",),
+    "encoder_layer": ("blocks.layer",),
+    "global_input": ("inputs.tokens",),
     "encoder_mixer": tuple(f"mixers.{page}" for page in _ENCODERS),
     "projection": ("parts.projections",),
-    "layer": ("blocks.layer", "blocks.sha_rnn"),
+    "layer": ("blocks.layer",),
     "residual": ("blocks.residual",),
-    "feed_forward": ("blocks.feed_forward", "blocks.experts", "mixers.convolutions"),
+    "feed_forward": ("blocks.feed_forward", "mixers.convolutions"),
     "norm": ("blocks.residual",),
     "mixer": tuple(f"mixers.{page}" for page in _ATTENTION),
     "compression": ("mixers.compressive",),
     "position": ("parts.positions", "parts.relative_positions"),
-    "pattern": ("parts.patterns.sequence", "parts.patterns.big_bird", "parts.patterns.images"),
+    "pattern": ("parts.patterns.sequence", "parts.patterns.blocks"),
     "score": ("parts.scores",),
     "span": ("parts.scores",),
     "feature_map": ("parts.feature_maps",),

@@ -85,14 +85,7 @@ FAST_WEIGHTS = Member(
     use_when="facts are overwritten, and the state must stay constant",
     avoid_when="training must be the fastest: a plain sum is faster, and `gated-deltanet` forgets as well",
     training={  # the authors' scripts of WikiText-103
-        "paper": {
-            "steps": 500_000,
-            "length": 256,
-            "lr": 2.5e-4,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.0,
-            "clip": 0.25,
-        },
+        "paper": {"steps": 500_000, "length": 256, "lr": 2.5e-4, "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.25}
     },
     recipes={
         **sizes(_FAST_WEIGHTS),

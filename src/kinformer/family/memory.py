@@ -210,8 +210,7 @@ KNN_LM = Member(
 )
 
 
-# SPALM: Transformer-XL with a gate at the output, which adds the neighbours that a frozen retriever finds in a
-# datastore.
+# SPALM: Transformer-XL with a gate that adds the neighbours that a frozen retriever finds in a datastore.
 
 SPALM = Member(
     name="spalm",

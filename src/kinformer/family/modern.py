@@ -1,4 +1,5 @@
-"""Softmax attention of recent language models: latent, differential and forgetting heads, and mixtures of experts."""
+"""Softmax attention of recent language models: latent, differential and forgetting heads, PaTH, and mixtures of
+experts."""
 
 from __future__ import annotations
 
@@ -100,6 +101,41 @@ FORGETTING = Member(
             llama(1e-6, "swiglu", hidden_dim=3584),
             {"mixer.projection.inner.inner.bias": False, "mixer.bias": False},
             vocab_size=50_257,
+        ),
+    },
+)
+
+
+# PaTH: softmax attention with positions by accumulated Householder-like products.
+
+_PATH: Settings = {"mixer": part("path", projection="multi_head")}
+_PATH_FOX: Settings = {"mixer.decay": part("sigmoid", coupled=False)}
+_PATH_760M: Settings = {"mixer.projection.bias": False, "mixer.bias": False}
+
+PATH = Member(
+    name="path",
+    title="PaTH Attention",
+    paper="Yang et al. 2025, PaTH Attention: Position Encoding via Accumulating Householder Transformations (arXiv "
+    "2505.16381)",
+    year=2025,
+    axes=("position", "score"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "keys in the state are float32: every token changes all of them",
+        "layer norm and GELU in all recipes but paper and paper-fox",
+        "the sizes of paper and paper-fox are the sizes of the Forgetting Transformer's 760M model",
+    ),
+    exact_limit="with beta 0 it is exact attention without positions",
+    parity=("the recurrence of section 3.1, key by key, in float64 (tests/mixers/test_path.py)",),
+    use_when="the text decides what lies between two tokens: state tracking, variables that change, code",
+    avoid_when="speed counts: a token changes every key, and the backward pass computes scores again",
+    recipes={
+        **sizes(_PATH),
+        "fox": Recipe(256, 4, 4, _PATH, _PATH_FOX),
+        "paper": Recipe(1536, 24, 24, _PATH, llama(1e-6, "swiglu", hidden_dim=4096), _PATH_760M, vocab_size=32_000),
+        "paper-fox": Recipe(
+            1536, 24, 24, _PATH, _PATH_FOX, llama(1e-6, "swiglu", hidden_dim=4096), _PATH_760M, vocab_size=32_000
         ),
     },
 )
@@ -214,4 +250,4 @@ MIXTRAL = Member(
 )
 
 
-MEMBERS = (DIFFERENTIAL, FORGETTING, MLA, MIXTRAL)
+MEMBERS = (DIFFERENTIAL, FORGETTING, PATH, MLA, MIXTRAL)

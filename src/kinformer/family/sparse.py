@@ -177,11 +177,7 @@ SPARSE_TRANSFORMER = Member(
         "benchmark": _sparse(256, 4, 4, _FIXED),
         "benchmark-strided": _sparse(256, 4, 4, _STRIDED),
         "paper": _sparse(
-            512,
-            30,
-            8,
-            part("fixed", segment=128, summary=32, slices=4, num_heads=8),
-            {"position.max_length": 12288},
+            512, 30, 8, part("fixed", segment=128, summary=32, slices=4, num_heads=8), {"position.max_length": 12288}
         ),
         # feed-forwards half as wide as usual, learned rows, columns and channels
         "paper-cifar": _sparse(
@@ -209,8 +205,7 @@ def _blocks(block: int, **more: object) -> Settings:
 
 
 def _areas(height: int, width: int, block: tuple[int, int], flange: tuple[int, int]) -> Settings:
-    """Return the settings of blocks of two dimensions. Sizes are (height, width), in values: a colour pixel is three in
-    a row."""
+    """Return the settings of blocks. Sizes are (height, width), in values: a colour pixel is three in a row."""
     names = ("block_height", "block_width", "flange_height", "flange_width")
     pattern = part("image_2d", height=height, width=width, **dict(zip(names, block + flange, strict=True)))
     return {"mixer": part("softmax", pattern=pattern)}

@@ -12,10 +12,10 @@ from importlib import import_module
 
 from kinformer.family.record import Member
 from kinformer.runtime import plugins
-from kinformer.runtime.errors import KinformerError, choose
+from kinformer.runtime.errors import KinformerError, nearest
 
 PAGES = (
-    "dense", "positions", "sparse", "modern", "linear", "memory", "adaptive", "agents", "encoders", "images", "speech",
+    "dense", "sparse", "modern", "linear", "memory", "adaptive", "agents", "encoders", "perception",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def member(name: str, package: str | None = None) -> Member:
         raise KinformerError(f"member: {name!r} is none of the family; {other.sentence}")
     if "/" in name:
         raise KinformerError(f"member: {name!r} is a path, where the name of a member belongs; see: kinformer list.")
-    return FAMILY[choose(name, FAMILY, "member")]
+    raise KinformerError(f"member: {name!r} is unknown; {nearest(name, FAMILY)} See: kinformer list.")
 
 
 def members(complain: Callable[[str], object] = plugins.warn_once) -> list[Member]:

@@ -23,8 +23,8 @@ from kinformer.core.state import State
 from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
+from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, require
-from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.process import FEW, few_rows
 
 # Drafts: guesses of the next tokens of a text. A session checks several guesses in one pass.

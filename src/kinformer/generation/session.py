@@ -26,8 +26,8 @@ from kinformer.generation.recording import (
     recordings_of,
 )
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
+from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, plural, require
-from kinformer.runtime.host import trusted_arguments
 from kinformer.runtime.process import FEW, few_rows
 
 # The requirements of generation: on the model, and on the prompt.

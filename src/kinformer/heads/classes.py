@@ -49,8 +49,7 @@ class PoolingHead(nn.Module):
 
 
 class GatedWeights(nn.Module):
-    """The gate hidden_states [batch, time, dim] -> weights [batch, time], which
-    sum to 1 and are 0 where not ``valid``."""
+    """The gate hidden_states [batch, time, dim] -> weights [batch, time], which sum to 1, 0 where not ``valid``."""
 
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
@@ -64,13 +63,11 @@ class GatedWeights(nn.Module):
 
 
 class PooledHead(PoolingHead):
-    """One vector of all positions: the first, the mean, the largest, or a gated mean (Ilse et al. 2018, equations 8 and
-    9).
+    """One vector of all positions: the first, mean, largest or gated mean (Ilse et al. 2018, equations 8 and 9).
 
     z = sum_t a_t h_t,   a = softmax_t(w . (tanh(V h_t) * sigmoid(U h_t)))
 
-    The head hidden_states [batch, time, dim] -> the vector [batch, dim]
-    itself, for a model that another one uses.
+    The head returns the vector [batch, dim] itself, for a model that another one uses.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -107,9 +104,6 @@ class ClassificationHead(PoolingHead):
         bias: bool = True
         norm: NormConfig | None = None
 
-        def build(self, dim: int, input: Input) -> ClassificationHead:
-            return ClassificationHead(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(dim, config.pooling, config.dropout)
         self.activation = config.activation
@@ -126,10 +120,7 @@ class ClassificationHead(PoolingHead):
 
 class LinearClassificationHead(PoolingHead):
     """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et
-    al. 2020).
-
-    ``pooling`` as of :class:`PoolingHead`; the first token is the class token of images.
-    """
+    al. 2020). ``pooling`` as of :class:`PoolingHead`; the first token is the class token of images."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -139,9 +130,6 @@ class LinearClassificationHead(PoolingHead):
         classes: int
         pooling: Pooling = "first"
 
-        def build(self, dim: int, input: Input) -> LinearClassificationHead:
-            return LinearClassificationHead(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(dim, config.pooling)
         self.output = nn.Linear(dim, config.classes)
@@ -150,11 +138,21 @@ class LinearClassificationHead(PoolingHead):
         return self.output(self.pooled(hidden_states, valid))
 
 
-class TokenClassificationHead(nn.Module):
-    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes].
+class LinearHead(nn.Module):
+    """The head hidden_states [batch, time, dim] -> logits [batch, time, classes]: output(dropout(hidden_states))."""
 
-    A causal model that classifies whole texts has this head: the logits of the last token count.
-    """
+    def __init__(self, dim: int, classes: int, bias: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = Dropout(dropout) if dropout else None
+        self.output = nn.Linear(dim, classes, bias=bias)
+
+    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
+        return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))
+
+
+class TokenClassificationHead(LinearHead):
+    """The head of classes of tokens. A causal model that classifies whole texts has this head too: the logits of the
+    last token count."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -165,15 +163,7 @@ class TokenClassificationHead(nn.Module):
         bias: bool = True
 
         def build(self, dim: int, input: Input) -> TokenClassificationHead:
-            return TokenClassificationHead(self, dim)
-
-    def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dropout = Dropout(config.dropout) if config.dropout else None
-        self.output = nn.Linear(dim, config.classes, bias=config.bias)
-
-    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        return self.output(hidden_states if self.dropout is None else self.dropout(hidden_states))
+            return TokenClassificationHead(dim, self.classes, self.bias, self.dropout)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
@@ -183,11 +173,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
 
 
 class DistilledHead(nn.Module):
-    """Two classifiers, of the class token and of the distillation token (Touvron et al. 2020, DeiT, section 4).
-
-    The head hidden_states [batch, time, dim] -> in training [batch, 2, classes], of the class token and of the
-    distillation token; else their mean [batch, classes].
-    """
+    """Two classifiers, of the class token and of the distillation token (Touvron et al. 2020, DeiT, section 4): in
+    training both logits [batch, 2, classes], else their mean [batch, classes]."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -203,9 +190,6 @@ class DistilledHead(nn.Module):
                     "input.distillation_token=true, or another head."
                 )
 
-        def build(self, dim: int, input: Input) -> DistilledHead:
-            return DistilledHead(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.output = nn.Linear(dim, config.classes)
@@ -216,11 +200,9 @@ class DistilledHead(nn.Module):
         return both if self.training else both.mean(1)
 
 
-class CTCHead(nn.Module):
+class CTCHead(LinearHead):
     """The head of connectionist temporal classification (Graves et al. 2006): a symbol or none, position by position.
-
-    The head hidden_states [batch, time, dim] -> logits [batch, time, classes]; class 0 is the blank, no symbol.
-    """
+    Class 0 is the blank, no symbol."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -229,14 +211,7 @@ class CTCHead(nn.Module):
         classes: int
 
         def build(self, dim: int, input: Input) -> CTCHead:
-            return CTCHead(self, dim)
-
-    def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.output = nn.Linear(dim, config.classes)
-
-    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        return self.output(hidden_states)
+            return CTCHead(dim, self.classes)
 
 
 # Actions from hidden states (Chen et al. 2021, Decision Transformer), predicted at the position of a state.
@@ -244,7 +219,7 @@ class CTCHead(nn.Module):
 LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 
 
-class DiscreteActions(nn.Module):
+class DiscreteActions(LinearHead):
     """The head of discrete actions: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
 
     @dataclass(frozen=True, kw_only=True)
@@ -255,14 +230,7 @@ class DiscreteActions(nn.Module):
         bias: bool = True
 
         def build(self, dim: int, input: Input) -> DiscreteActions:
-            return DiscreteActions(self, dim)
-
-    def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.output = nn.Linear(dim, config.actions, bias=config.bias)
-
-    def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        return self.output(hidden_states)
+            return DiscreteActions(dim, self.actions, self.bias)
 
 
 class ContinuousActions(nn.Module):
@@ -291,9 +259,6 @@ class ContinuousActions(nn.Module):
             if any(low >= high for low, high in zip(self.low, self.high, strict=True)):
                 raise KinformerError(f"low = {self.low} must lie below high = {self.high}.")
 
-        def build(self, dim: int, input: Input) -> ContinuousActions:
-            return ContinuousActions(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
@@ -314,11 +279,8 @@ class ContinuousActions(nn.Module):
 
 
 class PolicyAndValue(nn.Module):
-    """A policy and the value of a state, from one hidden state (Mnih et al. 2016, section 4).
-
-    The head hidden_states [batch, time, dim] -> [batch, time, n + 1]: the outputs of the head ``policy``,
-    and last the expected discounted return.
-    """
+    """A policy and the value of a state, from one hidden state (Mnih et al. 2016, section 4): the outputs [batch, time,
+    n + 1] are the outputs of the head ``policy``, and last the expected discounted return."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

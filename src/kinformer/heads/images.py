@@ -14,6 +14,7 @@ from kinformer.core.encoder import EncoderLayerConfig, SequenceContext
 from kinformer.core.parts import Input, Likelihood
 from kinformer.core.stack import HeadConfig
 from kinformer.inputs.images import Patches
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.errors import KinformerError, plural
 
 
@@ -37,14 +38,9 @@ class LogisticMixture(Likelihood):
     outside. If a position holds three channels, all use the same component, and the means of green and blue depend on
     the values before them: m_g + a r, m_b + b r + c g, each coefficient the tanh of an output.
 
-    The mass of a bin is computed as F(u) F(-l) (1 - exp(l - u)), which is exact however small. The authors' code
-    takes the density at the middle of the bin times its width where the mass is below 1e-5; that sums to less than
-    one.
-
-    The head hidden_states [batch, time, dim] -> parameters [batch, time, 3 * mixtures], or 10 * mixtures for three
-    channels.
-
-    ``floor``: the least logarithm of a scale.
+    The mass of a bin is computed as F(u) F(-l) (1 - exp(l - u)), which is exact however small. The authors' code takes
+    the density at the middle of the bin times its width where the mass is below 1e-5; that sums to less than one. A
+    position has 3 * mixtures numbers, 10 * mixtures for three channels. ``floor``: the least logarithm of a scale.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -127,15 +123,11 @@ class LogisticMixture(Likelihood):
         return values if self.channels > 1 else values[..., 0]
 
     def _mean(self, mixture: Mixture, channel: int, x: Tensor) -> Tensor:
-        """Return the means [..., mixtures] of ``channel`` where the channels
-        before it have the intensities in ``x``."""
+        """Return the means [..., mixtures] of ``channel``, ``x`` being the intensities of channels before it."""
         mean, first = mixture.means[..., channel, :], channel * (channel - 1) // 2
         for before in range(channel):
             mean = mean + mixture.coefficients[..., first + before, :] * x[..., before, :]
         return mean
-
-
-BASE = 10_000.0
 
 
 class MaskedPatchesHead(nn.Module):
@@ -144,11 +136,8 @@ class MaskedPatchesHead(nn.Module):
         x = [W h_i, i seen; m, i masked] + P;    x = norm(layers(x));    pixels of patch i = V x_i + b
 
     The head is a small encoder over all patches: the seen patches, projected to its width, and a learned mask token m
-    in place of each masked patch. P are the fixed sinusoids of a patch's row and column.
-
-    The head hidden_states [batch, tokens + seen patches, width] -> pixels [batch, patches, channels * patch^2].
-
-    Its ``layers`` are ``dim`` wide. Pixels are cut by ``Patches.cut`` and normalised like the input.
+    in place of each masked patch. P are the fixed sinusoids of a patch's row and column. The ``layers`` are ``dim``
+    wide. Pixels [batch, patches, channels * patch^2] are cut by ``Patches.cut`` and normalised like the input.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -209,23 +198,17 @@ class MaskedPatchesHead(nn.Module):
                 f"the head 'masked_patches' is for {plural(count, 'position')}, but there are {x.shape[1]}; give "
                 "images of the size of the input."
             )
-        places = torch.cat([x.new_zeros(self.before, x.shape[2]), sinusoids(grid, x.shape[2], x.device).to(x.dtype)])
+        places = torch.cat([x.new_zeros(self.before, x.shape[2]), _places(grid, x.shape[2], x.device).to(x.dtype)])
         x, text = x + places, SequenceContext(grid=grid)
         for layer in self.layers:
             x = layer(x, text)
         return self.output(self.norm(x))[:, self.before :]
 
 
-def sinusoids(grid: tuple[int, int], dim: int, device: torch.device) -> Tensor:
-    """Return [rows * columns, dim]: sines and cosines of the column in the first half of features, of the row in the
-    second, at ``dim`` / 4 frequencies from 1 down to about 1 / 10,000."""
-    frequencies = BASE ** -(torch.arange(dim // 4, device=device, dtype=torch.float64) / (dim // 4))
-    rows, columns = (torch.arange(side, device=device)[:, None] * frequencies for side in grid)
-    halves = [
-        torch.cat([columns.sin(), columns.cos()], 1)[None].expand(grid[0], -1, -1),
-        torch.cat([rows.sin(), rows.cos()], 1)[:, None].expand(-1, grid[1], -1),
-    ]
-    return torch.cat(halves, 2).flatten(0, 1)
+def _places(grid: tuple[int, int], dim: int, device: torch.device) -> Tensor:
+    """Return [rows * columns, dim]: sinusoids of the column in the first half of features, of the row in the second."""
+    rows, columns = (sinusoids(torch.arange(side, device=device), dim // 2) for side in grid)
+    return torch.cat([columns[None].expand(grid[0], -1, -1), rows[:, None].expand(-1, grid[1], -1)], 2).flatten(0, 1)
 
 
 MOST_BITS = 16
@@ -236,9 +219,6 @@ class PatchColoursHead(nn.Module):
     """The head that predicts the mean colour of corrupted patches (Dosovitskiy et al. 2020, ViT, appendix B.1.2).
 
         logits of patch i = W h_i + b,    one for each colour: 512 with 3 bits for each of 3 channels
-
-
-    The head hidden_states [batch, tokens + patches, width] -> logits [batch, patches, colours].
 
     ``bits``: bits for each channel of a colour. ``mask`` [width]: the encoder's vector in place of a masked patch.
     """

@@ -19,9 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class LanguageModelHead(OutputProduct):
-    """Language-model head: hidden states to logits over the vocabulary.
-
-    The head hidden_states [batch, time, dim] -> logits [batch, time, vocab].
+    """Language-model head: hidden states [batch, time, dim] to logits [batch, time, vocab].
 
     ``tied`` uses the token embedding as the output matrix (Press and Wolf 2017); the head then owns no weight.
     ``scale`` multiplies the hidden states (T5 with a tied head: dim ** -0.5). ``softcap``: logits x become softcap *
@@ -78,13 +76,8 @@ class AdjustedHead(nn.Module):
 
 
 class MaskedLanguageHead(nn.Module):
-    """The masked-language-model head (Devlin et al. 2018): a product, a norm, then the token embedding as output
-    matrix.
-
-    The head hidden_states h [..., dim] -> logits [..., vocab] = norm(gelu(W h + b)) E^T + c.
-
-    ``tied``: E is the embedding. ``bias``: whether there is b, and one of the norm.
-    """
+    """The masked-language-model head (Devlin et al. 2018): hidden states h [..., dim] -> logits [..., vocab] =
+    norm(gelu(W h + b)) E^T + c. ``tied``: E is the embedding. ``bias``: whether there is b, and one of the norm."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -127,9 +120,7 @@ class AdaptiveSoftmax(nn.Module):
         log p(token of cluster i > 0)   = log softmax([E_0; C] P_0' h + b_0)[-i] + log softmax(E_i P_i' h + b_i)[token]
 
     The columns C of the clusters are read from the last column backwards, as in the authors' code, so cluster 1 has the
-    last column. The results are log-probabilities, which are also valid logits.
-
-    The head hidden_states [batch, time, dim] -> log-probabilities [batch, time, vocab] of the whole vocabulary.
+    last column. The results are log-probabilities [batch, time, vocab], which are also valid logits.
 
     ``tied``: tables, and the projections of all clusters but the first, are shared with the token embedding: an
     ``adaptive`` embedding with the same clusters, or (``divisor = 1``) one table of the model's width.
@@ -219,12 +210,8 @@ EPS = 1e-12
 
 
 class ModulusHead(nn.Module):
-    """Head of a complex model (Wang et al. 2020): the size of every complex number, before the usual head.
-
-    The head hidden_states [batch, time, dim] = [real; imaginary] -> inner(|real + i imaginary| / divisor).
-
-    ``EPS`` under the root keeps the gradient finite at 0.
-    """
+    """Head of a complex model (Wang et al. 2020): hidden states [real; imaginary] -> inner(|real + i imaginary| /
+    divisor). ``EPS`` under the root keeps the gradient finite at 0."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -16,11 +16,11 @@ from kinformer.core.model import WholeModel
 from kinformer.core.parts import Input, InputConfig
 from kinformer.core.pattern import Raster, check_blocks
 from kinformer.core.stack import ModelConfig
+from kinformer.parts.positions import sinusoids, timing_signal
+from kinformer.runtime.compiling import checks_values
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import arguments_trusted
 
 LEVELS, START = 256, 256
-_BASE = 10000.0
 
 
 class Pixels(Input):
@@ -33,11 +33,10 @@ class Pixels(Input):
     A cell is one value: a colour pixel is three cells side by side, red, green, blue. With ``joint`` a cell is a
     pixel and holds the values of all channels.
 
-    The input values int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START -> [batch, time,
-    dim]; with ``classes`` [batch, time, values + 1], the last of which is the class of the image.
-
-    Sequences are images of ``height`` x ``width`` pixels, one after the other, in raster order or in blocks of
-    ``block_height`` x ``block_width`` cells (see :class:`kinformer.core.pattern.Raster`).
+    Values are int64 [batch, time], or ``joint`` [batch, time, channels], 0 to 255 or START; with ``classes`` [batch,
+    time, values + 1], the last of which is the class of the image. Sequences are images of ``height`` x ``width``
+    pixels, one after the other, in raster order or in blocks of ``block_height`` x ``block_width`` cells (see
+    :class:`kinformer.core.pattern.Raster`).
 
     ``places``: the encoding of a cell's place. ``learned``: one vector for the row, one for the column and one for the
     channel. ``sinusoid_2d``: tensor2tensor's timing signals, half of the features for the row and half for the cell in
@@ -112,9 +111,6 @@ class Pixels(Input):
             if self.block_height is None or self.block_width is None:
                 return Raster.plain(height, width)
             return Raster(height, width, self.block_height, self.block_width)
-
-        def build(self, dim: int) -> Pixels:
-            return Pixels(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -201,23 +197,18 @@ class Pixels(Input):
         if config.places == "none":
             return None
         if config.places == "sinusoid":
-            return _interleaved(cells, width)
+            return sinusoids(cells, width, interleaved=True).to(torch.get_default_dtype())
         y, x = self.raster.cell(cells)
         if self.rows is None or self.columns is None:
-            return torch.cat([_split(y, width // 2), _split(x, width // 2)], dim=-1)
+            return torch.cat([timing_signal(y, width // 2), timing_signal(x, width // 2)], dim=-1)
         if config.joint:
             return self.rows(y) + self.columns(x)
         placed = self.rows(y) + self.columns(x // config.channels)
         return placed if self.channels is None else placed + self.channels(x % config.channels)
 
     def _check_range(self, values: Tensor, limit: int, what: str) -> None:
-        """Refuse values that are not intensities or classes; on a GPU, reading them would wait for the device."""
-        if (
-            type(values) is not Tensor
-            or values.device.type != "cpu"
-            or torch.compiler.is_compiling()
-            or arguments_trusted()
-        ):
+        """Refuse values that are not intensities or classes."""
+        if not checks_values(values):
             return
         low, high = values.aminmax()
         if low < 0 or high > limit:
@@ -230,22 +221,6 @@ class Pixels(Input):
         numbers = self.config.numbers
         shape = (batch, time) if numbers is None else (batch, time, numbers)
         return torch.zeros(shape, dtype=torch.int64, device=device)
-
-
-def _interleaved(numbers: Tensor, width: int) -> Tensor:
-    """Return sin(n / 10000^(2i / width)) at 2i and the cosine at 2i + 1, [..., width]
-    for ``numbers`` (Vaswani et al. 2017)."""
-    index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
-    angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / width)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(torch.get_default_dtype())
-
-
-def _split(numbers: Tensor, width: int) -> Tensor:
-    """Return tensor2tensor's timing signal: sines of n f_i, then cosines, f_i falling from 1 to 1 / 10000."""
-    count = width // 2
-    index = torch.arange(count, device=numbers.device, dtype=torch.float64)
-    angles = numbers[..., None].to(torch.float64) * _BASE ** (-index / max(1, count - 1))
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
 
 
 Resize = Literal["bilinear", "bicubic"]
@@ -261,11 +236,9 @@ class Patches(Input):
     columns]. The positions are one learned vector for each patch of an image of ``size``, row by row, and one for each
     token before the patches. For an image of another size, they are interpolated over its grid of patches.
 
-    The input values [batch, channels, height, width] -> [batch, tokens + patches, dim].
-
-    Values are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is subtracted and ``std``
-    divided by, channel by channel, where they are set. An image whose sides are not multiples of ``patch`` is padded on
-    the right and below with zeros.
+    Values [batch, channels, height, width] are floats from 0 to 1, or uint8, which are divided by 255; then ``mean`` is
+    subtracted and ``std`` divided by, channel by channel, where they are set. An image whose sides are not multiples of
+    ``patch`` is padded on the right and below with zeros.
 
     ``size``: rows and columns of the images for which positions are learned. ``class_token`` and
     ``distillation_token`` (Touvron et al. 2020, DeiT) stand before the patches, in this order. ``resize``: how
@@ -318,9 +291,6 @@ class Patches(Input):
         def length(self) -> int:
             """Return how many positions an image of ``size`` has."""
             return self.before + prod(self.grid)
-
-        def build(self, dim: int) -> Patches:
-            return Patches(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -434,8 +404,6 @@ class Tiles(Input):
     patches of 16 pixels give a vector for each tile of 256 pixels, tiles give a vector for each region of 4,096 pixels,
     and regions are the tokens of a slide.
 
-    The input values [batch, channels, height, width] -> [batch, token + tiles, dim].
-
     Values are images as the ``encoder`` takes them, cut into tiles of the encoder's size; an image whose sides are not
     multiples of this size is padded on the right and below with zeros. Values may also be the result of
     :meth:`features`, [batch, the encoder's width, rows, columns]: a map of features computed before.
@@ -525,14 +493,11 @@ class Tiles(Input):
             """Return how many positions an image of ``size`` has."""
             return self.patches.length
 
-        def build(self, dim: int) -> Tiles:
-            return Tiles(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config = config
         self.encoder: WholeModel = config.encoder.build()
-        self.patches = config.patches.build(dim)
+        self.patches = Patches(config.patches, dim)
         if config.frozen:
             self.encoder.requires_grad_(False).eval()
 
@@ -584,8 +549,4 @@ class Tiles(Input):
         return values.dim() == 4 and values.shape[1] == self.patches.config.channels
 
 
-PARTS = {
-    "PixelInput": Pixels.Config,
-    "PatchInput": Patches.Config,
-    "TileInput": Tiles.Config,
-}
+PARTS = {"PixelInput": Pixels.Config, "PatchInput": Patches.Config, "TileInput": Tiles.Config}

@@ -48,8 +48,7 @@ class Filterbank:
         self.filters = mel_filters(rate, self.points, mels)
 
     def frames(self, samples: int) -> int:
-        """Return the number of frames of this many samples: a last part of one is
-        dropped, but less than one is filled up."""
+        """Return the number of frames of this many samples, without a last part of one; less than one is filled up."""
         return 1 + max(0, samples - self.size) // self.hop
 
     def __call__(self, samples: Tensor) -> Tensor:
@@ -139,11 +138,7 @@ class Frames(Input):
     A position is the window of frames on which its vector depends: n stacked ``convolutions`` of three frames and
     stride 2 make one vector from 2^(n + 1) - 1 frames. 2^n frames are new; the others overlap the window before.
     Positions are therefore independent of each other, chunks and padding work as for any input, and sound can be
-    streamed.
-
-    The input features [batch, time, width, mels] float -> [batch, time, dim]; ``stride`` frames of ``width`` are
-    new.
-
+    streamed. Values are features [batch, time, width, mels] float, of which ``stride`` frames of ``width`` are new.
     With no convolutions a position is one frame, projected.
     """
 
@@ -167,9 +162,6 @@ class Frames(Input):
         def width(self) -> int:
             """Return how many frames a position has."""
             return 2 * self.stride - 1
-
-        def build(self, dim: int) -> Frames:
-            return Frames(self, dim)
 
     like: Tensor
     """Of the type of the weights."""
@@ -205,22 +197,14 @@ class Frames(Input):
 
 
 class Observations(Input):
-    """Observations of an agent, one position each: norm(W [o; 1]).
-
-    The norm makes vectors of one size of observations of any; the 1 beside them preserves how large an observation
-    is.
-
-    The input values [batch, time, observation_dim] float -> [batch, time, dim].
-    """
+    """Observations of an agent, one position each: norm(W [o; 1]) of values [batch, time, observation_dim] float. The
+    norm makes vectors of one size of observations of any; the 1 beside them preserves how large an observation is."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "observations"
         LEAST = {"observation_dim": 1}
         observation_dim: int
-
-        def build(self, dim: int) -> Observations:
-            return Observations(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -260,8 +244,7 @@ def width_of(state_dim: int, action_dim: int) -> int:
 
 
 def pack(kind: Tensor, timestep: Tensor, values: Tensor, width: int) -> Tensor:
-    """Return ``kind`` and ``timestep`` [batch, time] and ``values`` [batch, time,
-    n] as positions [batch, time, width]."""
+    """Return ``kind``, ``timestep`` [batch, time] and ``values`` [batch, time, n] as positions [batch, time, width]."""
     missing = values.new_zeros(*kind.shape, width - FIRST - values.shape[-1])
     places = torch.stack([kind, timestep], dim=-1).to(values.dtype)
     return torch.cat([places, values, missing], dim=-1)
@@ -280,15 +263,13 @@ class Steps(Input):
 
         h(state s) = W flatten(relu(conv(... relu(conv(s / 255))))) + b
 
-    The input values [batch, time, 2 + max(1, state_dim, action_dim)] float -> [batch, time, dim].
-
-    A position is its kind (``RETURN``, ``STATE`` or ``ACTION``), its timestep in the environment, and its values,
-    filled up with zeros (see :func:`pack`). Discrete actions are one-hot. Timesteps from ``timesteps`` on count as the
-    last timestep, as in the authors' code. Returns are divided by ``return_scale``. States are shifted by
-    ``state_mean`` and divided by ``state_std`` (one number for each feature) if these are set. With ``image``
-    (channels, height, width) states are intensities from 0 to 255, read by ``convolutions`` (filters, side and stride
-    of each). ``timestep``: a position has the vector of its step, or of the first step in the row; rows then hold every
-    position.
+    A position has 2 + max(1, state_dim, action_dim) numbers: its kind (``RETURN``, ``STATE`` or ``ACTION``), its
+    timestep in the environment, and its values, filled up with zeros (see :func:`pack`). Discrete actions are one-hot.
+    Timesteps from ``timesteps`` on count as the last timestep, as in the authors' code. Returns are divided by
+    ``return_scale``. States are shifted by ``state_mean`` and divided by ``state_std`` (one number for each feature) if
+    these are set. With ``image`` (channels, height, width) states are intensities from 0 to 255, read by
+    ``convolutions`` (filters, side and stride of each). ``timestep``: a position has the vector of its step, or of the
+    first step in the row; rows then hold every position.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -334,9 +315,6 @@ class Steps(Input):
                     f"give state_dim = {prod(self.image)}, or another image."
                 )
             check_unused(self, "for images, which are divided by 255", "state_mean", "state_std")
-
-        def build(self, dim: int) -> Steps:
-            return Steps(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -463,8 +441,4 @@ def output_size(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> 
     return height, width
 
 
-PARTS = {
-    "StepInput": Steps.Config,
-    "ObservationInput": Observations.Config,
-    "FrameInput": Frames.Config,
-}
+PARTS = {"StepInput": Steps.Config, "ObservationInput": Observations.Config, "FrameInput": Frames.Config}

@@ -1,4 +1,4 @@
-"""Token ids: a table of vectors, and the ids that stand for a mask and for the ends of a sequence."""
+"""Token ids: a table of vectors, the ids that stand for a mask and for the ends of a sequence, and the global input."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
+from kinformer.core.config import Config
 from kinformer.core.parts import Input, InputConfig
 from kinformer.core.stack import EmbeddingConfig
+from kinformer.runtime.compiling import checks_values
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import arguments_trusted
 
 # The plain token embedding: token ids to vectors.
 
@@ -68,9 +69,6 @@ class Tokens(Input):
                 return ()
             return self.eos_token if isinstance(self.eos_token, tuple) else (self.eos_token,)
 
-        def build(self, dim: int) -> Tokens:
-            return Tokens(self, dim)
-
     vocab_size: int
 
     def __init__(self, config: Config, dim: int) -> None:
@@ -102,13 +100,8 @@ class Tokens(Input):
         return x + (self.types.weight[0] if types is None else self.types(types))
 
     def _check_range(self, tokens: Tensor) -> None:
-        """Refuse ids that the table does not have; on a GPU looking at them would wait for the device."""
-        if (
-            arguments_trusted()
-            or type(tokens) is not Tensor
-            or tokens.device.type != "cpu"
-            or torch.compiler.is_compiling()
-        ):
+        """Refuse ids that the table does not have."""
+        if not checks_values(tokens):
             return
         low, high = tokens.aminmax()
         if low < 0 or high >= self.vocab_size:
@@ -186,10 +179,8 @@ PROJECTION_STD = 0.01
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Token ids to vectors whose width falls with the token's frequency (Baevski and Auli 2019; Dai et al. 2019).
-
-    The embedding (tokens, positions) [batch, time] -> [batch, time, dim]: P_i E_i[token - start_i] for a token of
-    cluster i.
+    """Token ids to vectors whose width falls with the token's frequency (Baevski and Auli 2019; Dai et al. 2019):
+    P_i E_i[token - start_i] for a token of cluster i.
 
     Tokens are numbered by falling frequency, cluster i ending before ``cutoffs[i]``; its vectors have ``width //
     divisor ** i`` features. With ``divisor = 1`` all clusters have one projection, none if ``width`` is dim. They
@@ -205,9 +196,6 @@ class AdaptiveEmbedding(nn.Module):
 
         def __post_init__(self) -> None:
             check_clusters(self.cutoffs, self.divisor, self.width)
-
-        def build(self, vocab_size: int, dim: int) -> nn.Module:  # type: ignore[override]
-            return AdaptiveEmbedding(self, vocab_size, dim)
 
     def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -229,20 +217,102 @@ class AdaptiveEmbedding(nn.Module):
         return Tables(tables, tuple(projections[min(index, last)] for index in range(len(tables))))  # type: ignore[arg-type]
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        vectors_so_far: Tensor | None = None
+        joined: Tensor | None = None
         for low, high, table, projection in zip(*self.clusters.limits, *self.weight, strict=True):
             inside = (tokens >= low) & (tokens < high)
             vectors = embedding((tokens - low).where(inside, 0), table)
             vectors = vectors if projection is None else linear(vectors, projection)
-            vectors_so_far = (
-                vectors if vectors_so_far is None else torch.where(inside[..., None], vectors, vectors_so_far)
-            )
-        assert vectors_so_far is not None
-        return vectors_so_far
+            joined = vectors if joined is None else torch.where(inside[..., None], vectors, joined)
+        assert joined is not None
+        return joined
+
+
+# The global input of an encoder: tokens before the long input that all see and that see all (Ainslie et al. 2020, ETC;
+# Zaheer et al. 2020, Big Bird).
+
+
+class GlobalInput(nn.Module):
+    """The global input's tokens: how many there are, their vectors, and the
+    sentences of the long input they stand for."""
+
+    def sentences(self, batch: int, time: int, device: torch.device) -> Tensor | None:
+        """Return the sentence of each token where the caller names none,
+        [batch, time] int64; None if there are none."""
+        return None
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        """Return how many tokens go with a long input of ``time`` tokens; ``sentences`` are the caller's, or None."""
+        raise NotImplementedError
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        """Return the vectors of the tokens, [batch, count, dim]."""
+        raise NotImplementedError
+
+
+class GlobalInputConfig(Config):
+    """The config of a global input: ``build(dim) -> GlobalInput``."""
+
+    slot = "global_input"
+
+    def build(self, dim: int) -> GlobalInput:
+        return self.builds(self, dim)
+
+
+class ExtraTokens(GlobalInput):
+    """The global input of ``count`` tokens with one learnt vector each: Big Bird's extended construction
+    (BigBird-ETC)."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(GlobalInputConfig):
+        kind = "extra"
+        LEAST = {"count": 1}
+        count: int = 16
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.count, dim)
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        return self.table.num_embeddings
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        return self.table.weight[None].expand(batch, -1, -1)
+
+
+class Sentences(GlobalInput):
+    """A global token for every sentence of the long input, all with one vector: ETC's global input.
+
+    Where the caller gives no sentences, every ``length`` tokens are one.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(GlobalInputConfig):
+        kind = "sentences"
+        length: int = 64
+
+        def __post_init__(self) -> None:
+            if self.length < 1:
+                raise KinformerError(f"length must be 1 token or more a sentence, but is {self.length}.")
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.length = config.length
+        self.table = nn.Embedding(1, dim)
+
+    def sentences(self, batch: int, time: int, device: torch.device) -> Tensor:
+        return (torch.arange(time, device=device) // self.length).expand(batch, -1)
+
+    def count(self, sentences: Tensor | None, time: int) -> int:
+        return -(-time // self.length) if sentences is None else int(sentences.max()) + 1
+
+    def embed(self, batch: int, count: int) -> Tensor:
+        return self.table.weight[None].expand(batch, count, -1)
 
 
 PARTS = {
     "TokenInput": Tokens.Config,
     "LookupEmbedding": Lookup.Config,
     "AdaptiveEmbedding": AdaptiveEmbedding.Config,
+    "ExtraTokens": ExtraTokens.Config,
+    "Sentences": Sentences.Config,
 }

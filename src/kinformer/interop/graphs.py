@@ -35,11 +35,10 @@ from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import BATCH, PAST, Leaf, leaves_of, map_tensors, named_leaves, unflattened
 from kinformer.interop.proof import gap as relative_gap
-from kinformer.runtime.compiling import Operator, substituting
+from kinformer.runtime.compiling import HostDriven, Operator, substituting, trusted_arguments
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import checksum
-from kinformer.runtime.host import HostDriven, trusted_arguments
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession

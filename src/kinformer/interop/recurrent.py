@@ -6,9 +6,9 @@ softmax layers turn a quarter of each head by its position and gate the heads' o
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
 of Qwen3-Next may be mixtures of experts.
 
-Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA and RetNet are of flash-linear-attention (0.6.0). They have RMSNorm, a
-gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with
-rotary positions.
+Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They
+have RMSNorm, a gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax
+attention with rotary positions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from kinformer.interop.key_map import (
     Key,
     KeyMap,
     Layout,
+    Product,
+    Taps,
     ends_of_model,
+    head_rows,
     key,
 )
 from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
@@ -333,6 +336,7 @@ DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_ei
 MESA_NET = FLA.changed(num_heads=16, head_dim=128, use_output_gate=False, max_cg_step_training=30)
 GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
 RETNET = FLA.changed(hidden_ratio=2, num_heads=8, expand_v=2.0, use_output_gate=True)
+PATH = FLA.changed(num_heads=32, use_forget_gate=False, use_w_shortconv=True, use_low_rank_w=True)
 GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 UNUSED: Mapping[str, object] = {"attnres_block_size": None}
 """Attention over the outputs of layers, which no model here computes."""
@@ -436,6 +440,21 @@ def _retnet(full: Settings) -> ConfigData:
     return _mixer(full, "use_output_gate", **parts, **_widths(full))
 
 
+def _path(full: Settings) -> ConfigData:
+    heads = full.integer("num_heads")
+    kv_heads = heads if full["num_kv_heads"] is None else full.integer("num_kv_heads")
+    inner: ConfigData = {"kind": "multi_head"} if kv_heads == heads else {"kind": "grouped", "num_kv_heads": kv_heads}
+    return {
+        "kind": "path",
+        "num_heads": heads,
+        "projection": inner | {"bias": False},
+        "rank": 32 if full.switch("use_low_rank_w") else None,
+        "convolution": 3 if full.switch("use_w_shortconv") else 0,
+        "decay": {"kind": "sigmoid", "coupled": False} if full.switch("use_forget_gate") else None,
+        "bias": False,
+    }
+
+
 def _model(mixer: Callable[[Settings], ConfigData]) -> Callable[[Settings], ConfigData]:
     """Return the function to the model config, as data, of decoders with this ``mixer``."""
 
@@ -492,6 +511,8 @@ def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
         *GATED,
         key("mixer.out", "attn.o_proj"),
     )
+    if layer["mixer"]["kind"] == "path":
+        return (*common, *PATH_KEYS)
     if layer["mixer"]["kind"] == "softmax":
         return (*common, key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV))
     delta = layer["mixer"].get("rule") in ("delta", "comba")
@@ -517,6 +538,22 @@ FLA_KERNEL = (
     key(("mixer.rule.feedback", "mixer.rule.correction"), "attn.decay", "attn.D", layout=CLOSED_LOOP, tensors=("",)),
     key("mixer.gate", "attn.g_proj"),
     *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
+)
+
+
+def _path_taps(layer: ConfigView) -> tuple[int, dict[str, int]]:
+    """The block of the convolution of w, which heads of keys have."""
+    mixer = layer["mixer"]
+    return mixer["projection"].get("num_kv_heads", mixer["num_heads"]), {"w": head_rows(layer)[1]}
+
+
+PATH_KEYS = (
+    key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV),
+    key("mixer.directions", "attn.w_proj"),
+    *(key(f"mixer.directions.{number}", f"attn.w_proj.{number}") for number in range(2)),
+    key("mixer.convolution", "attn.w_conv1d", layout=Taps((Product("w"),), (Product("w", True),), _path_taps)),
+    key("mixer.strength", "attn.bt_proj"),
+    key("mixer.decay.gate", "attn.g_proj"),
 )
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
 ARCHITECTURES = {
@@ -559,6 +596,7 @@ ARCHITECTURES = {
             ("mesa_net", "MesaNet", "mesanet", MESA_NET, SHORT | {"lambda_lower_bound": 0.25}, _mesa_net),
             ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
             ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
+            ("path_attn", "PaTH attention", "path", PATH, {"elementwise_affine": True}, _path),
         )
     },
 }

@@ -60,8 +60,7 @@ def _signed(x: Tensor) -> Tensor:
 
 
 def dropout_words(seed: int, heads: Tensor, queries: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 words [heads, queries] and [slots] whose sums, mixed by :func:`keep`, decide each probability's
-    fate.
+    """Return int32 words [heads, queries] and [slots] whose sums, mixed by :func:`keep`, decide a probability's fate.
 
     heads are numbers batch_row * q_heads + head, queries and slots numbers from 0 in the call.
     """

@@ -19,10 +19,8 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @contextmanager
 def safe_path() -> Iterator[None]:
     """Start the processes of multiprocessing as by ``python -P``; the environment is restored on leaving.
-
-    multiprocessing accepts no options for the interpreter, so this function sets an environment variable. A
-    process takes the parent's ``sys.path`` over before it unpickles its task, so it still finds the parent's modules.
-    """
+    multiprocessing accepts no options for the interpreter, so this function sets an environment variable. A process
+    takes the parent's ``sys.path`` over before it unpickles its task, so it still finds the parent's modules."""
     before = os.environ.get(_SAFE_PATH)
     os.environ[_SAFE_PATH] = "1"
     try:

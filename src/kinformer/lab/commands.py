@@ -126,9 +126,7 @@ def register(thing: O) -> O:
     elif isinstance(added, type) and issubclass(added, Config) and added.slot in kinds():
         kinds()[added.slot].register(added.kind, added)
     else:
-        raise KinformerError(
-            f"register: {thing!r} is not a config class with a slot and a kind, a Member or a Task; give one."
-        )
+        raise KinformerError(f"register: {thing!r} is not a config class with a slot, a Member or a Task; give one.")
     return thing
 
 
@@ -247,11 +245,7 @@ def open_run(run: str | Path) -> Run:
 
 @preserving
 def show(
-    member: str,
-    *,
-    recipe: str | None = None,
-    vocab_size: int | None = None,
-    set: Mapping[str, object] | None = None,
+    member: str, *, recipe: str | None = None, vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> Description:
     """Describe one member or run without computing anything: ``.member`` (its record), ``.config``, ``.facts``.
 

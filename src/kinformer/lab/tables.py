@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO, TypeVar
 
 from kinformer.runtime.errors import Checked, KinformerError, marked, plural
 from kinformer.runtime.files import reading, require_file
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Tables as files: rows of values as JSON lines, CSV or TSV, by the ending of the file's name.
 
 ENDINGS = (".jsonl", ".csv", ".tsv")
+F = TypeVar("F")
 WriteRow = Callable[[Mapping[str, object]], None]
 
 
@@ -61,8 +62,7 @@ class PredictionTable(Checked):
 
 
 def check_table(option: str, path: str | Path) -> None:
-    """Raise for a file whose ending is not in :data:`ENDINGS`, or whose folder is missing; ``option`` is the option of
-    the file."""
+    """Raise for a file whose ending is not in :data:`ENDINGS`, or whose folder is missing; ``option`` names it."""
     if Path(path).suffix.lower() not in ENDINGS:
         raise KinformerError(f"{marked(option)} {path}: ends in none of {', '.join(ENDINGS)}; name it so.")
     require_folder_of(option, path)
@@ -73,6 +73,15 @@ def require_folder_of(option: str, path: str | Path) -> None:
     path = Path(path).expanduser()
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise KinformerError(f"{marked(option)} {path}: cannot be written; choose a file in a folder with rights.")
+
+
+def open_writable(path: Path, open_file: Callable[[], F]) -> F:
+    """Return the file that ``open_file`` opens for ``path``; a failure becomes a ``KinformerError``."""
+    try:
+        return open_file()
+    except OSError as error:
+        reason = error.strerror or error
+        raise KinformerError(f"{path} cannot be written ({reason}); choose a folder with room and rights.") from None
 
 
 @contextmanager
@@ -87,13 +96,7 @@ def writing_table(path: str | Path) -> Iterator[WriteRow]:
     """
     path = Path(path).expanduser()
     check_table("out", path)
-    try:
-        file = path.open("w", encoding="utf-8", newline="")
-    except OSError as error:
-        raise KinformerError(
-            f"{path} cannot be written ({error.strerror or error}); choose a folder with room and rights."
-        ) from None
-    with file:
+    with open_writable(path, lambda: path.open("w", encoding="utf-8", newline="")) as file:
         if path.suffix.lower() == ".jsonl":
             yield lambda row: print(dump_json(row), file=file, flush=True)
         else:

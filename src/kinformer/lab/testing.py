@@ -22,8 +22,8 @@ from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.task import Task
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, plural
+from kinformer.testing import Check, Report, examine, named_checks, verdict
 from kinformer.testing.subject import require
-from kinformer.testing.verify import Check, Report, examine, named_checks, verdict
 
 if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run
@@ -37,14 +37,7 @@ GENERAL = ("training", "evaluation")
 """General options that tasks read themselves, the settings of training only in part: see :attr:`OF_ROWS`."""
 OF_ROWS = ("length", "validation_tokens")
 """The settings of training that tasks alone read; the trainer reads all others."""
-TINY = {
-    "recipe": "tiny",
-    "steps": 4,
-    "length": 16,
-    "batch_size": 4,
-    "checkpoint_every": 2,
-    "validate_every": 2,
-}
+TINY = {"recipe": "tiny", "steps": 4, "length": 16, "batch_size": 4, "checkpoint_every": 2, "validate_every": 2}
 _COPIES = ("dataclasses", "kinformer.runtime.errors")
 """Modules that read every field of options to store or check it; such a read does not count as a use."""
 
@@ -166,8 +159,7 @@ class TaskSubject:
 
 
 def _watched(options: type, read: set[str]) -> type:
-    """Return a subclass of a dataclass of options that adds the name of every field to ``read`` when the field is
-    read."""
+    """Return a subclass of a dataclass of options that adds the name of every field that is read to ``read``."""
     names = {item.name for item in fields(options)}
 
     def look(self: object, name: str) -> object:

@@ -83,9 +83,6 @@ class BidirectionalAttention(EncoderMixer):
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
 
-        def build(self, dim: int) -> BidirectionalAttention:
-            return BidirectionalAttention(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.dim = dim
@@ -203,8 +200,8 @@ class BidirectionalAttention(EncoderMixer):
         return Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
-        """Return attention of the long input's tokens to its global ones at ``positions`` [batch, n],
-        except for pairs that the pattern allows."""
+        """Return attention of the long input's tokens to its global tokens at ``positions`` [batch, n], except for
+        pairs that the pattern allows."""
         q, k, v = qkv
         unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen
@@ -237,8 +234,7 @@ class BidirectionalAttention(EncoderMixer):
     def _with_rows(
         self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: SequenceContext, positions: Tensor
     ) -> Tensor:
-        """Return the heads' outputs ``y`` with the rows of the long input's global
-        tokens replaced: these see every key."""
+        """Return the heads' outputs ``y``, where the long input's global tokens see every key."""
         assert text.global_positions is not None
         q, k, v = qkv
         slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
@@ -269,8 +265,7 @@ class BidirectionalAttention(EncoderMixer):
     def _rows(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, padding: Tensor | None, num_global: int
     ) -> Tensor:
-        """Return attention of queries at ``positions`` of the long input to it
-        and, at no distance, to the global input."""
+        """Return attention of queries at ``positions`` of the long input to it and to the global input."""
         of_global, of_long = (
             Visibility(key_padding_mask=None if padding is None else padding[:, part])
             for part in (slice(0, num_global), slice(num_global, None))
@@ -290,6 +285,4 @@ def _sized(pattern: Pattern, length: int) -> Pattern:
     return pattern.sized(length)
 
 
-PARTS = {
-    "BidirectionalAttention": BidirectionalAttention.Config,
-}
+PARTS = {"BidirectionalAttention": BidirectionalAttention.Config}

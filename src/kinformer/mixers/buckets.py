@@ -36,12 +36,10 @@ from kinformer.runtime.errors import KinformerError
 
 # How content chooses a bucket: locality-sensitive hashes, and centroids of clusters.
 
-# Locality-sensitive hashes of vectors by random rotations (Andoni et al. 2015; Reformer, equation 3).
-
 
 class Hashes(nn.Module):
-    """The hashes of vectors: x [batch, heads, time, head_dim] -> buckets [batch, heads, rounds, time] int64 below
-    ``num_buckets``.
+    """The hashes of vectors by random rotations (Andoni et al. 2015; Reformer, equation 3): x [batch, heads, time,
+    head_dim] -> buckets [batch, heads, rounds, time] int64 below ``num_buckets``.
 
         bucket = argmax [x R; -x R],   R ~ N(0, 1) [head_dim, num_buckets / 2] of each head and round
 
@@ -82,18 +80,15 @@ class Hashes(nn.Module):
 
 
 def normalised(q: Tensor) -> Tensor:
-    """Return the keys of shared queries [..., head_dim]: of length 1, except for 1e-6 in
-    the mean of squares (the authors' code)."""
+    """Return the keys of shared queries [..., head_dim]: of length 1, up to 1e-6 in the mean square (the authors')."""
     wide = q.to(state_dtype(q.dtype))
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * width_of(q) ** -0.5).to(q.dtype)
 
 
 class Centroids(OnlineLearner):
     """Clusters of unit vectors by online k-means (Roy et al. 2021, "Efficient Content-Based Sparse Attention with
-    Routing Transformers", section 4.1).
-
-    The centroids of clusters: x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch, heads,
-    time, clusters].
+    Routing Transformers", section 4.1): x [batch, heads, time, head_dim] of length 1 -> similarities x . mu [batch,
+    heads, time, clusters].
 
     The centroids mu of each head begin as random directions. After a training step each centroid moves towards the
     direction m of the sum of its nearest vectors, mu <- decay mu + (1 - decay) m; a centroid without vectors does not
@@ -109,8 +104,7 @@ class Centroids(OnlineLearner):
         self._sums: Tensor | None = None
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return the similarities; ``valid`` [batch, time] bool marks the vectors to
-        learn from, in training with gradients."""
+        """Return the similarities; training with gradients learns from the vectors ``valid`` [batch, time] bool."""
         with torch.no_grad(), no_autocast(x.device):
             wide = state_dtype(x.dtype)
             similar = x.to(wide) @ self.means.to(wide).mT
@@ -149,15 +143,13 @@ class LSHAttention(CausalMixer):
         y_i = softmax_j(q_i . k_j) v_j over the union P_i of what i sees in each round,    k = q / |q|    (shared QK)
         bucket of a token in a round: argmax of [x R; -x R] for a random rotation R    (equation 3)
 
-    A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which
-    the past alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the
-    results do not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder
-    mixer ``lsh``.
+    A token sees itself only where it sees nothing else. Chunks are cut by the rank of a token in its bucket, which the
+    past alone decides (``kernels.bucketed``): so the state is what later tokens can see of the past, and the results do
+    not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    ``num_buckets`` of a round is even, or 1 for none. A chunk is ``chunk_size`` tokens of a bucket; a token sees its
-    own and the one before. The rotations are drawn with the weights and saved with them.
+    ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even, or 1 for none. A chunk is
+    ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The rotations are drawn with the weights
+    and saved with them.
     """
 
     growth = "window"
@@ -177,9 +169,6 @@ class LSHAttention(CausalMixer):
 
         def __post_init__(self) -> None:
             Hashes.check(self.num_buckets, self.rounds)
-
-        def build(self, dim: int) -> LSHAttention:
-            return LSHAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -222,10 +211,8 @@ class BidirectionalLSH(EncoderMixer):
     z are the log-sum-exps; j stands in the chunk of i or the one before it, after sorting by bucket. It differs from
     the mixer ``lsh`` of a decoder: here a token sees keys that depend on all tokens, later ones included.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    ``num_buckets`` of a round is even; the authors take about twice as many as there are chunks. Sequences of any
-    length are filled up to whole chunks.
+    ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even; the authors take about twice as many
+    as there are chunks. Sequences of any length are filled up to whole chunks.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -241,9 +228,6 @@ class BidirectionalLSH(EncoderMixer):
 
         def __post_init__(self) -> None:
             Hashes.check(self.num_buckets, self.rounds)
-
-        def build(self, dim: int) -> BidirectionalLSH:
-            return BidirectionalLSH(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -297,12 +281,11 @@ class RoutingAttention(CausalMixer):
     The centroids mu learn by online k-means (``mixers.buckets``). A token's cluster is its own vector's alone, and of
     a cluster it sees its chunk of window / 2 tokens, cut by their rank, and the one before (``kernels.bucketed``), so
     that its keys depend on the past alone. A routed token sees itself only where it sees nothing else. The state's
-    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form is
-    ``kernels.bucketed.chunked.balanced_attention``.
+    ``aux`` adds up commitment * |k - mu|^2 / head_dim, which draws tokens to their centroids. The published form, which
+    leaks where it is masked, is in ``benchmarks/hashing.py``.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    Of ``num_heads`` the first ``local_heads`` see the ``window``. ``centroid_decay``: of their moving mean, a step.
+    ``head_dim`` defaults to dim / num_heads. Of ``num_heads`` the first ``local_heads`` see the ``window``.
+    ``centroid_decay``: of their moving mean, a step.
     """
 
     growth = "window"
@@ -332,9 +315,6 @@ class RoutingAttention(CausalMixer):
                     f"local_heads must be from 0 to below num_heads = {self.num_heads}, but is {self.local_heads}; for "
                     "none that route use the mixer softmax with the pattern local."
                 )
-
-        def build(self, dim: int) -> RoutingAttention:
-            return RoutingAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()

@@ -25,37 +25,20 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.attention_state import KeysValues, ReservedKeysValues
-from kinformer.core.contract import (
-    CausalMixer,
-    Chunk,
-    MixerConfig,
-    advance,
-    newest,
-    positions_of,
-    select_valid,
-)
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, advance, newest, positions_of, select_valid
 from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import no_weights, probe
 from kinformer.kernels import AttentionImpl, ChosenImpl
 from kinformer.kernels import chosen as reference
 from kinformer.kernels.attention import Scoring, Visibility, attention
-from kinformer.kernels.chosen import (
-    Blocks,
-    Choosing,
-    Cover,
-    Numbers,
-    attend_means,
-    blocks_of,
-    choose,
-    chosen_attention,
-)
+from kinformer.kernels.chosen import Blocks, Choosing, Cover, Numbers, attend_means, blocks_of, choose, chosen_attention
 from kinformer.kernels.chosen.choice import Means, Place, averages, means_of
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import BlockSummary, MultiHead
 from kinformer.runtime import errors
 from kinformer.runtime.autograd import transformed
-from kinformer.runtime.host import HostDriven
+from kinformer.runtime.compiling import HostDriven
 
 
 class ChosenState(NamedTuple):
@@ -141,9 +124,6 @@ class ChosenBlocks(HostDriven, CausalMixer):
             """Return how many tokens a summary has, and how many lie between the first tokens of two summaries."""
             length = self.summary_length or self.block
             return length, self.summary_stride or length
-
-        def build(self, dim: int) -> ChosenBlocks:
-            return ChosenBlocks(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -289,6 +269,4 @@ class ChosenBlocks(HostDriven, CausalMixer):
         return Cover(first, blocks.begin, blocks.current, blocks.size // stride, length // stride)
 
 
-PARTS = {
-    "ChosenBlocks": ChosenBlocks.Config,
-}
+PARTS = {"ChosenBlocks": ChosenBlocks.Config}

@@ -46,9 +46,8 @@ from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibi
 from kinformer.parts.patterns.sequence import Causal
 from kinformer.parts.projections import MultiHead
 from kinformer.parts.relative_positions import TransformerXL
-from kinformer.runtime.compiling import uncompiled
+from kinformer.runtime.compiling import HostDriven, host_ints, uncompiled
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import HostDriven, host_ints
 
 # The state of compressive attention: the memory, the compressed memory and their projections.
 
@@ -139,8 +138,7 @@ def _alike(chunk: Chunk, seen: Tensor, past: int) -> Iterator[RowGroup]:
         yield RowGroup(None if len(rows) == batch and count == time else rows, count, first, begins)
 
 
-# The reconstruction cost of a compression of memories, which trains it and
-# nothing else (Rae et al. 2019, section 3.1).
+# The reconstruction cost of compression, which trains the compression alone (Rae et al. 2019, section 3.1).
 
 
 def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compressed: Tensor, scale: float) -> Tensor:
@@ -205,7 +203,7 @@ class CompressionConfig(Config):
     rate: int = 4
 
     def build(self, dim: int) -> Compression:
-        raise NotImplementedError
+        return self.builds(self, dim)
 
 
 class Pool(Compression):
@@ -235,9 +233,6 @@ class Convolution(Compression):
     class Config(CompressionConfig):
         kind = "convolution"
 
-        def build(self, dim: int) -> Convolution:
-            return Convolution(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config.rate)
         self.product = nn.Linear(config.rate * dim, dim)
@@ -257,9 +252,6 @@ class DilatedConvolution(Convolution):
         kind = "dilated"
         LEAST = {"depth": 1}
         depth: int = 2
-
-        def build(self, dim: int) -> DilatedConvolution:
-            return DilatedConvolution(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim)
@@ -307,14 +299,6 @@ class Expansion(nn.Linear):
 _LACKING = "What a row lacks of 1 is on compressed memories, which are not tokens of the text."
 
 
-class _Call(NamedTuple):
-    """The values that all parts of a chunk share: tables by distance, the sums of attention by slot, and the norm."""
-
-    relative: Relative | None
-    watch: Tensor | None
-    norm: nn.Module
-
-
 class Compressive(RecomputesKV, HostDriven, CausalMixer):
     """Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
 
@@ -322,9 +306,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         auto-encoding   mean |old - expand(compress(old))|^2
         attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
 
-    The last two lines are the losses of the compression (``loss``).
-
-    Shapes: x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    The last two lines are the losses of the compression (``loss``). ``head_dim`` defaults to dim / num_heads.
     """
 
     growth = "window"
@@ -356,9 +338,6 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
                         f"{name} = {getattr(self, name)} is not a multiple of the compression's rate of {rate}, so "
                         f"that memories would be left over; use {getattr(self, name) // rate * rate + rate}."
                     )
-
-        def build(self, dim: int) -> Compressive:
-            return Compressive(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -398,39 +377,27 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
         wide, past = state_dtype(dtype).itemsize, min(length, self.most_past)
         slots = past + self._compressed_after(length)
-        numbers_of = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
-        return slots * numbers_of * dtype.itemsize + past * wide * self.compression.counts + wide + 8
+        width = self.dim + 2 * self.projection.num_kv_heads * self.head_dim
+        return slots * width * dtype.itemsize + past * wide * self.compression.counts + wide + 8
 
     def _compressed_after(self, seen: int) -> int:
         """Return how many compressed vectors a sequence of ``seen`` tokens has."""
         evicted = max(0, seen // self.segment * self.segment - self.memory)
         return min(self.config.compressed, evicted // self.compression.rate)
 
+    @uncompiled("segments are cut where each row has come to, which the host reads")
     def forward(
         self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE
     ) -> tuple[Tensor, CompressiveState]:
-        return self._absorb(chunk, state, norm)
-
-    @torch.no_grad()
-    def attention_by_slot(self, chunk: Chunk, state: CompressiveState, norm: nn.Module = AS_THEY_ARE) -> Tensor:
-        """Return the mean probability, over rows, heads and queries of the chunk, of each slot: [compressed + memory +
-        segment] in float32 or better, oldest first, the current segment by position; it sums to 1."""
-        watch = state.aux.new_zeros(self.config.compressed + self.memory + self.segment)
-        self._absorb(chunk, state, norm, watch)
-        return watch / watch.sum()
-
-    @uncompiled("segments are cut where each row has come to, which the host reads")
-    def _absorb(
-        self, chunk: Chunk, state: CompressiveState, norm: nn.Module, watch: Tensor | None = None
-    ) -> tuple[Tensor, CompressiveState]:
         slots = state.hidden_states.shape[2] + state.compressed.shape[2] + chunk.x.shape[1]
         relative = self.position.relative(0, min(slots, self.config.compressed + self.most_past + 1) - 1)
-        run = partial(self._rows, call=_Call(relative, watch, norm))
+        run = partial(self._rows, relative=relative, norm=norm)
         return by_position(chunk, state, state.hidden_states.shape[2], run)
 
-    def _rows(self, x: Tensor, state: CompressiveState, rows: RowGroup, call: _Call) -> tuple[Tensor, CompressiveState]:
-        """Absorb ``x`` [rows, time, dim] of sequences at one position, part by
-        part, up to the end of a segment or sequence."""
+    def _rows(
+        self, x: Tensor, state: CompressiveState, rows: RowGroup, relative: Relative | None, norm: nn.Module
+    ) -> tuple[Tensor, CompressiveState]:
+        """Absorb ``x`` [rows, time, dim] of sequences at one position, by parts that end with a segment or sequence."""
         seen, outputs, at = rows.seen, [], 0
         state = self._trimmed(state, seen)
         while at < x.shape[1]:
@@ -438,66 +405,65 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
                 new = self.initial_state(x.shape[0], device=x.device, dtype=state.hidden_states.dtype)
                 seen, state = 0, new._replace(aux=state.aux)
             stop = min(x.shape[1], at + self.segment - seen % self.segment, *(i for i in rows.begin if i > at))
-            y, state = self._piece(x[:, at:stop], state, seen, call)
+            y, state = self._piece(x[:, at:stop], state, seen, relative, norm)
             outputs.append(y)
             seen, at = seen + stop - at, stop
             if seen % self.segment == 0:
-                state = self._turned(state, seen, call.norm)
+                state = self._turned(state, seen, norm)
             state = self._trimmed(state, seen)
         if self.training and torch.is_grad_enabled() and self.config.compressed:
             state = state._replace(aux=state.aux + no_loss(self.compression, self.expansion))
         return torch.cat(outputs, dim=1) if outputs else x, state
 
-    def _piece(self, x: Tensor, state: CompressiveState, seen: int, call: _Call) -> tuple[Tensor, CompressiveState]:
+    def _piece(
+        self, x: Tensor, state: CompressiveState, seen: int, relative: Relative | None, norm: nn.Module
+    ) -> tuple[Tensor, CompressiveState]:
         """Absorb ``x``, within one segment of sequences with ``seen`` tokens before it; a query sees all before it."""
         filled, time = seen % self.segment, x.shape[1]
         remembered, edge = min(seen - filled, self.memory), state.hidden_states.shape[2] - filled
         hidden_states = torch.cat([state.hidden_states[:, :, :edge].detach(), state.hidden_states[:, :, edge:]], dim=2)
-        q, k, v = self.projection(call.norm(x))
+        q, k, v = self.projection(norm(x))
         v, recent = self.position.values(probe("values", v, seen, lacking=_LACKING)), slice(edge - remembered, None)
         if torch.is_grad_enabled():
             before = torch.cat([state.compressed.detach(), hidden_states[:, :, recent]], dim=2)
-            before_k, before_v = self._keys_values(before, call.norm)
+            before_k, before_v = self._keys_values(before, norm)
             state = state._replace(
                 **{name: getattr(state, name)[:, :, :0].detach() for name in CompressiveState.derived}
             )
         else:
-            state = self._projected(state, k, call.norm)
+            state = self._projected(state, k, norm)
             before_k = torch.cat([state.compressed_k, state.k[:, :, recent]], dim=2)
             before_v = torch.cat([state.compressed_v, state.v[:, :, recent]], dim=2)
             state = state._replace(k=torch.cat([state.k, k], dim=2), v=torch.cat([state.v, v], dim=2))
         keys, values = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
-        y, sums = self._attend(q, keys, values, call)
-        if self.compression.counts:
+        y, sums = self._attend(q, keys, values, relative)
+        if sums is not None:
             usage = pad(state.usage, (0, 0, 0, time))
             usage[:, :, recent] += sums[:, -(remembered + filled + time) :].unsqueeze(1).unsqueeze(-1)
             state = state._replace(usage=usage)
-        if call.watch is not None:
-            start = len(call.watch) - self.segment + filled + time - keys.shape[2]
-            call.watch[start : start + keys.shape[2]] += sums.sum(0)
         hidden_states = torch.cat([hidden_states, x[:, None].to(hidden_states.dtype)], dim=2)
         y = self.out(probe("outputs", merge_heads(y), seen))
         return y, state._replace(hidden_states=hidden_states, seen=state.seen + time)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-        """Return outputs and, where they are needed (else 0), the probabilities [batch, slots] of the slots, summed
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, relative: Relative | None) -> tuple[Tensor, Tensor | None]:
+        """Return outputs and, where the compression counts them, the probabilities [batch, slots] of the slots, summed
         over the queries, mean over heads. The last slots of k and v belong to the queries themselves."""
         batch, slots, time = k.shape[0], k.shape[2], q.shape[2]
         slot_positions = torch.arange(slots, device=k.device).expand(batch, -1)
         q, _ = self.position.rotate(q, k[:, :, -time:], slot_positions[:, -time:])
         k = self.position.rotate_keys(k, slot_positions)
         dropout = AttentionDropout.drawn(self.config.dropout, self.training)
-        relative = None if call.relative is None else call.relative.below(slots)
+        relative = None if relative is None else relative.below(slots)
         visibility = Visibility(self.pattern, slot_positions[:, -time:], whole=True)
         scoring, impl = Scoring(self.scale, relative=relative, dropout=dropout), self.config.impl
         y = attention(q, k, v, visibility, scoring, impl=impl).out
-        if call.watch is None and not self.compression.counts:
-            return y, y.new_zeros(batch, slots)
+        if not self.compression.counts:
+            return y, None
         return y, slot_sums(q, k, v, visibility, scoring, impl=impl).mean(1)
 
     def _turned(self, state: CompressiveState, seen: int, norm: nn.Module) -> CompressiveState:
-        """Return the state once a segment is over, after ``seen`` tokens: memories
-        beyond the last ``memory`` are compressed."""
+        """Return the state after a segment, which ends at ``seen`` tokens: older memories than ``memory`` are
+        compressed."""
         state = state._replace(hidden_states=state.hidden_states.detach())
         lookback = min(seen, self.memory + self.segment)  # tokens since the oldest that was not compressed before
         falling = lookback - min(seen, self.memory)
@@ -522,8 +488,7 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
         return state._replace(compressed=torch.cat([state.compressed, new_states], dim=2))
 
     def _cost(self, tokens: Tensor, old: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
-        """Return the cost [batch] for one segment: ``tokens`` of the finished segment, ``old`` memories and ``new``
-        ones."""
+        """Return a segment's cost [batch]: ``tokens`` of the finished segment, ``old`` memories and ``new`` ones."""
         if self.expansion is not None:
             loss = (self.expansion(new) - old).to(state_dtype(old.dtype)).square().mean(dim=(1, 2))
         else:
@@ -547,12 +512,8 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
     def _trimmed(self, state: CompressiveState, seen: int) -> CompressiveState:
         """Return the state with the slots that sequences of ``seen`` tokens have; rows beside them may have more."""
         past, compressed = min(seen, self.most_past), self._compressed_after(seen)
-        leaves = {name: last_slots(getattr(state, name), past) for name in ("hidden_states", "k", "v", "usage")}
-        leaves |= {
-            name: last_slots(getattr(state, name), compressed)
-            for name in ("compressed", "compressed_k", "compressed_v")
-        }
-        return state._replace(**leaves)
+        counts = {name: compressed if name.startswith("compressed") else past for name in CompressiveState.slots}
+        return state._replace(**{name: last_slots(getattr(state, name), count) for name, count in counts.items()})
 
 
 PARTS = {

@@ -28,10 +28,8 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     y = W_2 (depthwise convolution over the grid of patches of relu(W_1 x)^2)
 
-    The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
-
-    ``kernel``: patches on a side, an odd number; beyond the image there are zeros. ``expansion``: the width of the
-    convolved vectors in widths of a token.
+    The mixer reads the patches of images, row by row. ``kernel``: patches on a side, an odd number; beyond the image
+    there are zeros. ``expansion``: the width of the convolved vectors in widths of a token.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -45,9 +43,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
         def __post_init__(self) -> None:
             if self.kernel < 1 or self.kernel % 2 == 0:
                 raise KinformerError(f"kernel must be an odd number of 1 or more, but is {self.kernel}.")
-
-        def build(self, dim: int) -> SeparableConvolution:
-            return SeparableConvolution(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()

@@ -81,11 +81,9 @@ class CrossAttention(SourceMixer):
     positions rotate queries by p_t and keys by j; the biases of ALiBi and T5, and the keys of Shaw and Transformer-XL,
     are looked up at p_t - j, which is negative where j is ahead.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
-
-    ``source_dim`` is the width of the source, ``dim`` if None. A reset begins a new sequence over the same source. A
-    row whose source is all padding gets the output projection's bias. With a ``position`` the state also counts
-    tokens.
+    Every token sees the whole source of its row. ``source_dim`` is the width of the source, ``dim`` if None. A reset
+    begins a new sequence over the same source. A row whose source is all padding gets the output projection's bias.
+    With a ``position`` the state also counts tokens.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -100,9 +98,6 @@ class CrossAttention(SourceMixer):
         bias: bool = True
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
-
-        def build(self, dim: int) -> CrossAttention:
-            return CrossAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -168,10 +163,8 @@ class CrossAttention(SourceMixer):
 
 
 class SourceSums(NamedTuple):
-    """The source: ``kv`` [batch, heads, features, head_dim] and ``z`` [batch, heads, features].
-
-    A chunk of n times as many rows looks at it too: n neighbours share a row's source, as hypotheses of a beam do.
-    """
+    """The source: ``kv`` [batch, heads, features, head_dim] and ``z`` [batch, heads, features]; n neighbouring rows of
+    a chunk may share a row, as of :class:`CrossState`."""
 
     kv: Tensor
     z: Tensor
@@ -186,14 +179,9 @@ class LinearCrossAttention(SourceMixer):
         with a floor   y = phi(q)^T S / max(phi(q) . z, floor)
         q = W_q x (``query``),   [k, v] = W_kv source (``key_value``)
 
-    A step costs as much for a long source as for a short one, and so does the state. With random features
-    (``favor``, ``random_fourier``) it approximates the cross-attention of ``cross``.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees the whole source of its row.
-
-    ``source_dim`` is the width of the source, ``dim`` if None. ``floor``: the least value of the normaliser. A
-    reset begins a new sequence over the same source. A row whose source is all padding gets the output projection's
-    bias.
+    A step costs as much for a long source as for a short one, and so does the state. With random features (``favor``,
+    ``random_fourier``) it approximates the cross-attention of ``cross``, whose ``source_dim`` and resets it has.
+    ``floor``: the least value of the normaliser. A row whose source is all padding gets the output projection's bias.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -201,9 +189,6 @@ class LinearCrossAttention(SourceMixer):
         kind = "cross_linear"
         indivisible = "it projects the source before its forward pass"
         source_dim: int | None = None
-
-        def build(self, dim: int) -> LinearCrossAttention:
-            return LinearCrossAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -246,10 +231,7 @@ class LinearCrossAttention(SourceMixer):
 
 class SourceSummaries(NamedTuple):
     """The summaries of the source: ``k``, ``v`` [batch, heads, summaries, head_dim] and ``valid`` [batch, 1, summaries]
-    bool.
-
-    A chunk of n times as many rows looks at them too: n neighbours share a row's source, as hypotheses of a beam do.
-    """
+    bool; n neighbouring rows of a chunk may share a row, as of :class:`CrossState`."""
 
     k: Tensor
     v: Tensor
@@ -260,8 +242,7 @@ class SourceSummaries(NamedTuple):
 
 
 class LinformerCrossAttention(Summarising, SourceMixer):
-    """Cross-attention over k summaries of a source (Wang et al. 2020, Linformer, equation 7, in a decoder over a
-    source).
+    """Cross-attention over k summaries of a source (Wang et al. 2020, Linformer, equation 7, in a decoder).
 
         y_t = softmax_r(q_t . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E S) W_K + b_K,   V' = (F S) W_V + b_V
 
@@ -269,13 +250,10 @@ class LinformerCrossAttention(Summarising, SourceMixer):
     source is summed up once, when a state is begun: a step then costs k products for a source of any length, as does
     the state.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; every token sees all summaries of its row's source, which
-    has at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads.
-
-    ``source_dim`` is the width of the source, ``dim`` if None. ``rank``: the paper's k, for a source of
-    ``max_length`` tokens; a shorter one has as many learned summaries, but fewer windows. ``sharing`` and ``shared``
-    as of ``linformer``. A reset begins a new sequence over the same source. A row whose source is all padding gets
-    the output projection's bias.
+    Every token sees all summaries of its row's source, which has at most ``max_length`` tokens. ``source_dim`` is the
+    width of the source, ``dim`` if None. ``rank``: the paper's k, for a source of ``max_length`` tokens; a shorter one
+    has as many learned summaries, but fewer windows. ``sharing`` and ``shared`` as of ``linformer``. A reset begins a
+    new sequence over the same source. A row whose source is all padding gets the output projection's bias.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -283,9 +261,6 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         kind = "cross_linformer"
         indivisible = "it projects the source before its forward pass"
         source_dim: int | None = None
-
-        def build(self, dim: int) -> LinformerCrossAttention:
-            return LinformerCrossAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, config.source_dim or dim)

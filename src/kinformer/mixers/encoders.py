@@ -1,20 +1,30 @@
-"""Attention that only encoders have: ETC's global-local attention, Linformer, Star-Transformer, and linear attention
-both ways."""
+"""Attention that only encoders have: ETC's global-local attention, Linformer, Star-Transformer, linear attention both
+ways, and attention within windows of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import log, log2
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import leaky_relu, pad
 
 from kinformer.core.config import check_unused
-from kinformer.core.contract import in_range, select_valid, state_dtype
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
+from kinformer.core.contract import in_range, select_valid, state_dtype, unit_vectors
+from kinformer.core.encoder import (
+    EncoderMixer,
+    EncoderMixerConfig,
+    GridOnly,
+    SequenceContext,
+    gridded,
+    refuse_global,
+    within,
+)
 from kinformer.core.parts import (
     PatternConfig,
     Relative,
@@ -57,7 +67,6 @@ class EtcAttention(EncoderMixer):
     With a window >= length, shared projections and relations of nothing this is plain attention over [global; long].
 
     The mixer x [batch, num_global + time, dim] -> y of the same shape. ``head_dim`` defaults to dim / num_heads.
-
     ``pattern`` applies to l2l: a window of the authors' radius. ``max_distance``: their k. ``sharing``: which
     projections are one (see ``parts.projections``); ``shared_output``: whether both inputs have one output
     projection. ``hard_g2l``: a global token sees no more of the long input than its own sentence. ``global_order``
@@ -88,9 +97,6 @@ class EtcAttention(EncoderMixer):
                 raise KinformerError(
                     f"ids must be {least} or more for max_distance = {self.max_distance}, but is {self.ids}."
                 )
-
-        def build(self, dim: int) -> EtcAttention:
-            return EtcAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -202,20 +208,15 @@ class Linformer(Summarising, EncoderMixer):
     tokens, or a convolution whose kernel and stride are n / k; with ``max`` the largest key and value of n / k
     tokens stand there, feature by feature (pooling, section 4). As in the authors' code the tokens are compressed
     before they are projected, wherever heads share E: then no token has a key. The cost is time * rank, for every
-    length. A token of a global input before the sequence is a separate key.
+    length. A token of a global input before the sequence is a separate key. Padding does not count.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
-    num_heads.
-
-    With ``shared`` and ``sharing="keys_values"`` this is the paper's layerwise sharing. Padding does not count.
+    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. With ``shared`` and
+    ``sharing="keys_values"`` this is the paper's layerwise sharing.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
-
-        def build(self, dim: int) -> Linformer:
-            return Linformer(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, dim)
@@ -253,11 +254,10 @@ class StarAttention(EncoderMixer):
     update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
     layer, ``bare``.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
-
-    ``ends``: the first and the last token are neighbours (``ring``), or, as in the authors' code, have a key and a
-    value of zeros beyond them. ``tied``: one set of weights for all updates. ``add_relay``: y is (h_i + s) / 2,
-    whose maximum over tokens is the input of the authors' classifier; else y is h_i, and the last relay is not made.
+    ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as
+    in the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
+    ``add_relay``: y is (h_i + s) / 2, whose maximum over tokens is the input of the authors' classifier; else y is h_i,
+    and the last relay is not made.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -276,9 +276,6 @@ class StarAttention(EncoderMixer):
         def __post_init__(self) -> None:
             if self.iterations == 1:
                 check_unused(self, "with iterations = 1", "tied")
-
-        def build(self, dim: int) -> StarAttention:
-            return StarAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -402,20 +399,14 @@ class BidirectionalLinear(EncoderMixer):
 
         y_i = phi(q_i)^T S / (phi(q_i) . z + eps),   S = sum_j phi(k_j) v_j^T,   z = sum_j phi(k_j)   over all valid j
 
-    Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the
-    feature map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones
-    too.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads; ``floor``: the
-    least value of the normaliser; eps is then not added.
+    Two products whose cost is linear in the length: 4 time features head_dim multiplications a head. With the feature
+    map ``favor`` it approximates softmax attention (Performer's encoder). All tokens see all, global ones too.
+    ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
-
-        def build(self, dim: int) -> BidirectionalLinear:
-            return BidirectionalLinear(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -442,9 +433,152 @@ class BidirectionalLinear(EncoderMixer):
         return select_valid(self.out(probe("outputs", merge_heads(y).to(dtype))), text.valid)
 
 
+# Attention within windows of an image that shift from layer to layer (Liu et al. 2021, Swin; 2022, Swin V2).
+#
+#     cosine false  softmax(q k^T / sqrt(d) + B) v,    B[dy, dx] a table of (2 w - 1)^2 rows    (Swin)
+#     cosine true  softmax(cos(q, k) / tau + B) v,    B = 16 sigmoid(MLP(log-spaced dy, dx)), tau >= 0.01 by head
+#
+# Where the windows are shifted, by w // 2 along both axes, those at the edges hold parts of the image that do not
+# touch; a mask keeps them apart. An image with no more than w rows or columns of patches has smaller windows, no shift.
+
+
+HOTTEST, SPREAD, HIDDEN, FARTHEST = 100.0, 16.0, 512, 8.0
+
+
+class WindowAttention(GridOnly, EncoderMixer):
+    """The mixer x [batch, rows * columns, dim] of the patches of images -> y of the same shape.
+
+    ``window``: patches on a side; another grid is continued with zeros to a multiple of ``window``; attention sees the
+    zeros, as in the ports of the authors' code. ``shift``: windows begin ``window // 2`` further. ``cosine``: as Swin
+    V2, with keys without bias and with biases by a small network of the distances.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(EncoderMixerConfig):
+        kind = "windows"
+        num_heads: int = 4
+        head_dim: int | None = None
+        window: int = 7
+        shift: bool = False
+        cosine: bool = False
+        bias: bool = True  # of queries, keys and values
+        dropout: float = 0.0  # of the attention probabilities
+        impl: AttentionImpl = "auto"
+
+        def __post_init__(self) -> None:
+            if self.window < 1 or (self.shift and self.window < 2):
+                least = 2 if self.shift else 1
+                raise KinformerError(f"window must be {least} or more, but is {self.window}.")
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.config = config
+        heads, head_dim = config.num_heads, config.head_dim or head_width(dim, config.num_heads)
+        check_impl(config.impl, Needs(sets=True, dropout=config.dropout > 0, pairs=True), "windows")
+        width = heads * head_dim
+        self.scale = 1.0 if config.cosine else head_dim**-0.5
+        self.query = nn.Linear(dim, width, bias=config.bias)
+        self.key = nn.Linear(dim, width, bias=config.bias and not config.cosine)
+        self.value = nn.Linear(dim, width, bias=config.bias)
+        self.out = ResidualOutput(width, dim)
+        if config.cosine:
+            self.heat = nn.Parameter(torch.full((heads, 1, 1), log(10.0)))
+            self.biases: nn.Module | None = nn.Sequential(
+                nn.Linear(2, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, heads, bias=False)
+            )
+        else:
+            self.table = nn.Parameter(0.02 * torch.randn((2 * config.window - 1) ** 2, heads))
+            self.biases = None
+
+    def check(self, global_tokens: bool, global_input: bool) -> None:
+        refuse_global("the mixer windows reads the patches of images alone", global_tokens, global_input)
+
+    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        no_weights("Attention within the windows of an image does not have tokens of a text; draw an image instead.")
+        grid = gridded(x, text, "windows")
+        side, shift = self.sizes(grid)
+        padded = tuple(-(-item // side) * side for item in grid)
+        x = x.unflatten(1, grid)
+        if padded != grid:
+            x = functional.pad(x, (0, 0, 0, padded[1] - grid[1], 0, padded[0] - grid[0]))
+        x = x.roll((-shift, -shift), (1, 2)) if shift else x
+        y = self._attended(cut(x, side), apart(padded, side, shift, x.device), side)
+        y = joined(self.out(y), side, padded)
+        y = y.roll((shift, shift), (1, 2)) if shift else y
+        return y[:, : grid[0], : grid[1]].flatten(1, 2)
+
+    def sizes(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Return the patches on a side of a window, and how far windows are
+        shifted, in an image of ``grid`` patches."""
+        if min(grid) <= self.config.window:
+            return min(grid), 0
+        return self.config.window, self.config.window // 2 if self.config.shift else 0
+
+    def _attended(self, x: Tensor, mask: Tensor | None, side: int) -> Tensor:
+        """Attend within windows x [batch * windows, side^2, dim], to the pairs that
+        ``mask`` [windows, 1, side^2, side^2] allows."""
+        heads = self.config.num_heads
+        q, k, v = (part(x).unflatten(-1, (heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        if self.config.cosine:
+            # cos(q, k) / tau with 1 / tau = exp(heat) <= 100
+            # Not `clamp`, whose gradient at the bound is 0 from PyTorch 2.14 on: a heat at its bound would stay there.
+            heat = self.heat.masked_fill(self.heat > log(HOTTEST), log(HOTTEST))
+            q = unit_vectors(q) * heat.exp().to(q.dtype)
+            k = unit_vectors(k).to(q.dtype)
+        if mask is not None:
+            mask = mask.repeat(len(x) // len(mask), 1, 1, 1)
+        dropout = AttentionDropout.drawn(self.config.dropout, self.training)
+        scoring = Scoring(self.scale, bias=self.bias(side)[None], dropout=dropout)
+        return merge_heads(attention(q, k, v, Visibility(attn_mask=mask), scoring, impl=self.config.impl).out)
+
+    def bias(self, side: int) -> Tensor:
+        """Return the biases of the scores of a window's pairs, [heads, side^2, side^2]."""
+        window, device = self.config.window, self.out.weight.device
+        places = torch.cartesian_prod(torch.arange(side, device=device), torch.arange(side, device=device))
+        distance = places.view(-1, 1, 2) - places.view(1, -1, 2) + window - 1
+        index = distance[..., 0] * (2 * window - 1) + distance[..., 1]
+        return self._table()[index].movedim(2, 0)
+
+    def _table(self) -> Tensor:
+        """Return the biases [(2 window - 1)^2, heads] by distance, from the most negative on, columns first."""
+        if self.biases is None:
+            return self.table
+        window, weight = self.config.window, self.out.weight
+        ends = torch.arange(1 - window, window, device=weight.device, dtype=torch.float64) * FARTHEST
+        ends = ends / max(1, window - 1)
+        # Log-spaced distances (Swin V2, equation 4): sign(d) log2(1 + |8 d / (w - 1)|) / log2 8
+        spaced = ends.sign() * (ends.abs() + 1).log2() / log2(FARTHEST)
+        return SPREAD * self.biases(torch.cartesian_prod(spaced, spaced).to(weight.dtype)).sigmoid()
+
+
+def cut(x: Tensor, side: int) -> Tensor:
+    """Cut x [batch, rows, columns, dim] into windows [batch * windows, side^2, dim], row by row."""
+    x = x.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)
+    return x.reshape(-1, side * side, x.shape[-1])
+
+
+def joined(windows: Tensor, side: int, grid: tuple[int, ...]) -> Tensor:
+    """Join windows into an image, the inverse of :func:`cut`: [batch, rows, columns, dim]."""
+    x = windows.view(-1, grid[0] // side, grid[1] // side, side, side, windows.shape[-1])
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) -> Tensor | None:
+    """Return which pairs of patches of a shifted window are neighbours, [windows, 1,
+    side^2, side^2] bool; None if unshifted."""
+    if not shift:
+        return None
+    places = [torch.arange(n, device=device) for n in grid]
+    parts = [(place >= n - side).int() + (place >= n - shift) for place, n in zip(places, grid, strict=True)]
+    regions = cut((3 * parts[0][:, None] + parts[1][None])[None, :, :, None], side)[..., 0]
+    return (regions[:, :, None] == regions[:, None])[:, None]
+
+
 PARTS = {
     "BidirectionalLinearAttention": BidirectionalLinear.Config,
     "EtcAttention": EtcAttention.Config,
     "LinformerAttention": Linformer.Config,
     "StarAttention": StarAttention.Config,
+    "WindowAttention": WindowAttention.Config,
 }

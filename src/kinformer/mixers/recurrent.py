@@ -54,10 +54,8 @@ class LSTM(CausalMixer):
 
         y_t = h_t,    (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1))
 
-    Its state, ``h`` and ``c``, is constant in size. Torch's own implementation runs a chunk in one call, whatever
-    its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim], the hidden states; computed in float32 at least.
+    Its state, ``h`` and ``c``, is constant in size. PyTorch's own implementation runs a chunk in one call, in float32
+    at least, whatever its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -65,9 +63,6 @@ class LSTM(CausalMixer):
         kind = "lstm"
         indivisible = "every unit reads all units of the token before"
         impl: LstmImpl = "auto"
-
-        def build(self, dim: int) -> LSTM:
-            return LSTM(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -102,18 +97,13 @@ class BidirectionalLSTM(EncoderMixer):
         y_t = [h_t ; h'_t],   (h_t, c_t) = LSTM(x_t, h_(t-1), c_(t-1)),   (h'_t, c'_t) = LSTM'(x_t, h'_(t+1), c'_(t+1))
 
     The second begins at a sequence's last token, not at the end of its padding. Each direction is half as wide as
-    the stream.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim], computed in float32 at least; ``dim`` is even.
+    the stream, whose width is even. Both are computed in float32 at least.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lstm"
         impl: LstmImpl = "auto"
-
-        def build(self, dim: int) -> BidirectionalLSTM:
-            return BidirectionalLSTM(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -168,8 +158,7 @@ class FastWeights(NamedTuple):
 
 
 class OuterProduct(CausalMixer):
-    """Fast weights that outer products write through an activation (Schmidhuber 1991; Schlag et al. 2021, equations
-    1-3).
+    """Fast weights written by outer products of activations (Schmidhuber 1991; Schlag et al. 2021, equations 1-3).
 
         a_t, b_t, q_t = W_a x_t, W_b x_t, W_q x_t                      head by head
         S_t = sigma(S_(t-1) + a_t b_t^T)                               y_t = S_t^T q_t / sqrt(head_dim)
@@ -177,9 +166,8 @@ class OuterProduct(CausalMixer):
     With sigma the identity this is kernel attention (the mixer ``linear`` with the features ``identity``, without a
     normaliser), whose chunks are computed at once. Any other sigma makes S_t depend on S_(t-1) alone, token by
     token, as an LSTM's state does: the products of a block are made at once, and the activation is taken ``time``
-    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
+    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant. ``head_dim`` defaults
+    to dim / num_heads.
     """
 
     growth = "constant"
@@ -192,9 +180,6 @@ class OuterProduct(CausalMixer):
         head_dim: int | None = None
         activation: Outer = "tanh"
         bias: bool = False
-
-        def build(self, dim: int) -> OuterProduct:
-            return OuterProduct(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -286,10 +271,7 @@ class RWKV7(Crosses, CausalMixer):
 
     which are two steps of the delta rule: erase under kappa, write under k~. With ``value_residual`` values are mixed
     with the values of the first layer, v <- v + (v_1 - v) * sigmoid(W_v2 W_v1 x' + b_v), where v_1 = v in that layer.
-
-    The state is constant.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]; the ranks belong to W_w1, W_a1, W_g1 and W_v1.
+    The state is constant. The ranks belong to W_w1, W_a1, W_g1 and W_v1.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -309,9 +291,6 @@ class RWKV7(Crosses, CausalMixer):
         def __post_init__(self) -> None:
             if not self.value_residual:
                 check_unused(self, "without value_residual", "value_rank")
-
-        def build(self, dim: int) -> RWKV7:
-            return RWKV7(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()

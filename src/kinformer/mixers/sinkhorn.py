@@ -29,8 +29,8 @@ from kinformer.core.probe import probe
 from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.parts.projections import MultiHead
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import has_data
 
 # Sinkhorn balancing: a matrix of logits becomes one whose rows and columns sum to 1, nearly a permutation (Sinkhorn
 # 1964; with Gumbel noise Mena et al. 2018).
@@ -114,10 +114,8 @@ class SinkhornAttention(EncoderMixer):
     Where the last block is not full, its missing tokens do not count in a sorted block: the other weights at the slot
     are scaled up to the sum of all. Noise is drawn in training only.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim], time <= ``max_length``. ``head_dim`` defaults to dim /
-    num_heads.
-
-    ``iterations``: N, each of rows and then of columns; ``cut``: 0 without SortCut.
+    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. ``iterations``: N, each of
+    rows and then of columns; ``cut``: 0 without SortCut.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -125,9 +123,6 @@ class SinkhornAttention(EncoderMixer):
         kind = "sinkhorn"
         LEAST = {"cut": 0}
         cut: int = 0
-
-        def build(self, dim: int) -> SinkhornAttention:
-            return SinkhornAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -248,8 +243,7 @@ class Rows(NamedTuple):
 
 
 class CausalSinkhornAttention(CausalMixer):
-    """Sparse Sinkhorn attention for decoders, where blocks are sorted within the past (after Tay et al. 2020, section
-    3.3).
+    """Sparse Sinkhorn attention for decoders: blocks are sorted within the past (after Tay et al. 2020, section 3.3).
 
         c_i = sum of all tokens before block i                  R_i = W_2 relu(W_1 c_i)  logits for every block, by head
         S^i = balanced(R_1..i, 0..i-1)                          the square of rows 1 to i and of the blocks 0 to i - 1
@@ -260,12 +254,10 @@ class CausalSinkhornAttention(CausalMixer):
     divided by a sum over what later blocks take of it, so that its outputs know the future (tested in
     tests/mixers/test_sinkhorn.py). Here each block has a ranking of its past alone, S^i, in which only it and
     earlier blocks compete. The first block sees itself. A token costs 2 block scores, a block a sum over its past
-    and ``iterations`` passes over i^2 logits.
+    and ``iterations`` passes over i^2 logits. Gumbel noise is drawn in training only.
 
-    The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens.
-    ``head_dim`` defaults to dim / num_heads.
-
-    ``iterations``: of balancing, each of rows and then of columns. Gumbel noise is drawn in training alone.
+    Sequences have at most ``max_length`` tokens. ``head_dim`` defaults to dim / num_heads. ``iterations``: of
+    balancing, each of rows and then of columns.
     """
 
     growth = "linear"
@@ -274,9 +266,6 @@ class CausalSinkhornAttention(CausalMixer):
     class Config(SortingConfig, MixerConfig):
         kind = "causal_sinkhorn"
         indivisible = "its sorting draws the noise of all heads at once"
-
-        def build(self, dim: int) -> CausalSinkhornAttention:
-            return CausalSinkhornAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -424,7 +413,4 @@ def _continued(state: SortedState, rows: Rows) -> SortedState:
     return SortedState(k, v, sums, torch.where(rows.continues, state.seen, 0))  # type: ignore[call-arg]
 
 
-PARTS = {
-    "SinkhornAttention": SinkhornAttention.Config,
-    "CausalSinkhornAttention": CausalSinkhornAttention.Config,
-}
+PARTS = {"SinkhornAttention": SinkhornAttention.Config, "CausalSinkhornAttention": CausalSinkhornAttention.Config}

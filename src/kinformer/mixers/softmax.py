@@ -20,15 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kinformer.core.attention_state import (
-    CacheShape,
-    CacheState,
-    ContextState,
-    Int8Past,
-    Past,
-    cache_of,
-    context_of,
-)
+from kinformer.core.attention_state import CacheShape, CacheState, ContextState, Int8Past, Past, cache_of, context_of
 from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, PartialOutput, select_valid
 from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
@@ -66,7 +58,7 @@ from kinformer.parts.patterns.sequence import Causal, spanned
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.projections import MultiHead, in_context
 from kinformer.parts.scores import ScaledDot
-from kinformer.runtime.host import is_empty_mask
+from kinformer.runtime.compiling import is_empty_mask
 
 
 class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
@@ -94,9 +86,6 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         bias: bool = True  # of the output projection
         dropout: float = 0.0  # of the attention probabilities
         impl: AttentionImpl = "auto"
-
-        def build(self, dim: int) -> SoftmaxAttention:
-            return SoftmaxAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -223,6 +212,4 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         return v
 
 
-PARTS = {
-    "SoftmaxAttention": SoftmaxAttention.Config,
-}
+PARTS = {"SoftmaxAttention": SoftmaxAttention.Config}

@@ -40,8 +40,8 @@ from kinformer.core.contract import (
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
 from kinformer.core.parts import features_of
 from kinformer.core.probe import no_weights
+from kinformer.parts.positions import sinusoids
 from kinformer.parts.projections import Factors, FactorsConfig
-from kinformer.parts.relative_positions import sinusoids
 from kinformer.runtime.errors import KinformerError
 
 # Products of three factors over pairs of tokens, in blocks of queries (Ma et al. 2019).
@@ -110,8 +110,7 @@ class Block(NamedTuple):
 
     @property
     def _before(self) -> Tensor:
-        """Return the sequence number of the slot before the block, [batch, 1];
-        the first of a chunk continues the past."""
+        """Return the sequence number of the slot before the block, [batch, 1]; the first of a chunk has number 0."""
         assert self.number is not None
         return self.number[:, self.first - 1 : self.first] if self.first else torch.zeros_like(self.number[:, :1])
 
@@ -138,12 +137,11 @@ _NO_WEIGHTS = (
 
 
 class TensorizedAttention(Factors, CausalMixer):
-    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9).
+    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences
+    of at most ``max_length`` tokens.
 
         T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
         y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim], for sequences of at most ``max_length`` tokens.
     """
 
     growth = "linear"
@@ -223,7 +221,7 @@ class TensorizedAttention(Factors, CausalMixer):
         assert self.position is not None
         end, time = self.config.max_length, chunk.x.shape[1]
         distance = torch.arange(end - 1, -1, -1, device=where.device)
-        table = self.position(sinusoids(distance, self.dim, 10000.0).to(chunk.x.dtype))
+        table = self.position(sinusoids(distance, self.dim).to(chunk.x.dtype))
         filled = where >= 0
         if chunk.valid is not None:
             filled = torch.cat([filled[:, :-time], chunk.valid], 1)
@@ -265,7 +263,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
         queries = self._queries(q)
         if self.position is not None:
             distance = torch.arange(end - 1, end - 1 - length, -1, device=x.device)
-            p = self.position(sinusoids(distance, self.dim, 10000.0).to(x.dtype)).expand(len(x), -1, -1)
+            p = self.position(sinusoids(distance, self.dim).to(x.dtype)).expand(len(x), -1, -1)
             k, v = torch.cat([k, p], -1), v.repeat(1, 1, 2)
         k, v = select_valid(k, valid), select_valid(v, valid)
         # M [batch, dim, width], of sums over k first: [batch, dim, time, width] is never larger than W
@@ -303,10 +301,8 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
     slots without a token add 0.
 
     T is made for each query: n^2 numbers and 2 n^2 (rank + dim) operations a token, where n = memory + segment. This is
-    less than the cost of the sums of ``tensorized`` where a window has 2 (rank + 32) tokens at most.
-
-    The mixer x [batch, time, dim] -> y [batch, time, dim]. Without memory, texts of one segment give the same as
-    ``tensorized`` with ``max_length = segment``.
+    less than the cost of the sums of ``tensorized`` where a window has 2 (rank + 32) tokens at most. Without memory,
+    texts of one segment give the same as ``tensorized`` with ``max_length = segment``.
     """
 
     growth = "window"
@@ -371,8 +367,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _window(self, positions: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Return the slots of the past and the chunk that the windows of queries at ``positions`` [batch, tokens] hold,
-        [batch, tokens, n], where ``first`` is the slot of the first query, and a mask of the slots that a query
-        sees."""
+        [batch, tokens, n], where ``first`` is the slot of the first query, and a mask of slots that a query sees."""
         window = torch.arange(self.memory + self.segment, device=positions.device)
         place = (positions - positions % self.segment - self.memory)[..., None] + window
         query = first + torch.arange(positions.shape[1], device=positions.device)[:, None]
@@ -390,7 +385,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
         left = parts[0] * k
         if self.position is not None:
             distance = torch.arange(k.shape[2] - 1, -1, -1, device=k.device)
-            p = self.position(sinusoids(distance, self.dim, 10000.0).to(k.dtype))
+            p = self.position(sinusoids(distance, self.dim).to(k.dtype))
             left = left + torch.where(shown[..., None], parts[1] * p, 0)
         tensor = left @ v.mT  # T of each query [batch, tokens, n, n]
         return linear(tensor.flatten(2), self.pairs.flatten(1).to(tensor.dtype))

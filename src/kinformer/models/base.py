@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.blocks.residual import Initialisation, NormConfig
-from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, select_valid
 from kinformer.core.encoder import EncoderMixer
-from kinformer.core.parts import Input, PositionConfig
+from kinformer.core.parts import Input
 from kinformer.core.stack import ModelConfig, StackConfig
 from kinformer.runtime.draws import Dropout
 from kinformer.runtime.errors import KinformerError
@@ -22,8 +21,7 @@ from kinformer.stacks.sequential import Sequential
 
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig(ModelConfig):
-    """The fields that all models have. ``norm`` follows the last layer,
-    ``dropout`` falls on the first layer's input."""
+    """The fields of all models. ``norm`` follows the last layer, ``dropout`` falls on the first layer's input."""
 
     LEAST = {"dim": 1}
 
@@ -37,36 +35,14 @@ class CommonConfig(ModelConfig):
             raise KinformerError("layers must hold at least one layer, but is empty.")
 
 
-class TrunkConfig(Protocol):
-    """The fields of a model's config that its trunk reads."""
-
-    @property
-    def position(self) -> PositionConfig: ...
-
-    @property
-    def layers(self) -> tuple[Any, ...]: ...
-
-    @property
-    def uses(self) -> tuple[Config, ...]: ...
-
-    @property
-    def stack(self) -> StackConfig: ...
-
-    @property
-    def norm(self) -> NormConfig | None: ...
-
-    @property
-    def dropout(self) -> float: ...
-
-
 class Trunk(nn.Module):
     """A model without its head: input, positions, a stack of layers and a norm; models define ``hidden`` themselves.
 
-    ``config`` has ``position``, ``layers``, ``stack``, ``norm`` and ``dropout``. ``owns``: whether ``input`` is this
-    module's own, to be saved and trained with it.
+    ``config`` is a model's config, or the config of an encoder inside a model: it has ``position``, ``layers``,
+    ``uses``, ``stack``, ``norm`` and ``dropout``. ``owns``: whether ``input`` is saved and trained with this module.
     """
 
-    def __init__(self, config: TrunkConfig, dim: int, input: Input, owns: bool = True) -> None:
+    def __init__(self, config: Any, dim: int, input: Input, owns: bool = True) -> None:
         super().__init__()
         self.config = config
         if owns:
@@ -95,8 +71,7 @@ class Trunk(nn.Module):
         return self._max_length
 
     def _embedded(self, values: Tensor, positions: Tensor, valid: Tensor | None, **others: Tensor) -> Tensor:
-        """Return ``values`` [batch, time, ...] as vectors [batch, time, dim], with the
-        encodings of their ``positions`` added."""
+        """Return ``values`` [batch, time, ...] as vectors [batch, time, dim] plus the encodings of ``positions``."""
         if valid is not None:  # padding is not read, and does not have a position
             values, positions = self.input.without_padding(values, valid), positions.masked_fill(~valid, 0)
         x = self.input(values, positions, **others)

@@ -20,8 +20,8 @@ from kinformer.core.parts import Input
 from kinformer.core.stack import BeforeUse
 from kinformer.core.state import form, require_rows
 from kinformer.models.base import CommonConfig, CommonModel
+from kinformer.runtime.compiling import arguments_trusted
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.host import arguments_trusted
 
 # Predictions of the tokens beyond the next (Gloeckle et al. 2024, "Multi-token prediction"; DeepSeek-V3, section 2.2).
 #
@@ -46,8 +46,7 @@ class Ahead(nn.ModuleList):
     def guesses(self, hidden: Tensor, tokens: Tensor, limit: int, input: Input, head: nn.Module) -> Tensor:
         """Return the most probable tokens [batch, n] after ``tokens`` [batch, 1], with n at most ``limit``.
 
-        ``tokens`` were drawn by the model's hidden states ``hidden`` [batch, 1, width]; ``input`` and ``head`` are the
-        model's.
+        ``tokens`` were drawn by the hidden states ``hidden`` [batch, 1, width]; ``input`` and ``head`` are the model's.
         """
         guesses = []
         for number in range(1, min(limit, len(self)) + 1):
@@ -103,9 +102,7 @@ class DecoderState(NamedTuple):
 
 
 class Decoder(CommonModel):
-    """The decoder: a chunk of tokens in, next-token logits out, with a state that carries all earlier tokens.
-
-    A decoder: input -> stack -> norm -> head.
+    """The decoder: input -> stack -> norm -> head.
 
     ``logits, state = model(tokens, state)`` with tokens [batch, time] int64 (or other values that the input reads)
     and logits [batch, time, vocab]; ``state=None`` begins new sequences. Chunks may have any length: a prompt, a
@@ -216,8 +213,7 @@ class Decoder(CommonModel):
         reset: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> Hidden:
-        """Return the normed last hidden states [batch, time, dim], the state, and the outputs of the uses in
-        ``taps``."""
+        """Return the normed last hidden states [batch, time, dim], the state, and the outputs in ``taps``."""
         chunk, state, order = self._begin(values, state, valid, reset)
         result = self._absorb(chunk, state, taps)
         if order is None:
@@ -252,11 +248,8 @@ class Decoder(CommonModel):
         if state is None:
             return self.initial_state(batch, device=values.device)
         if not isinstance(state, DecoderState) or len(state.layers) != len(self.stack.order):
-            what = (
-                plural(len(state.layers), "layer")
-                if isinstance(state, DecoderState)
-                else f"the type {type(state).__name__}"
-            )
+            what = f"the type {type(state).__name__}"
+            what = plural(len(state.layers), "layer") if isinstance(state, DecoderState) else what
             raise KinformerError(
                 f"the state is one of {what}, but this model's have {plural(len(self.stack.order), 'layer')}; give "
                 "what this model returned, or None to begin new sequences."
@@ -296,6 +289,4 @@ class Decoder(CommonModel):
         return Hidden(self.norm(x), DecoderState(layers, seen, state.source), tapped)
 
 
-PARTS = {
-    "DecoderModel": Decoder.Config,
-}
+PARTS = {"DecoderModel": Decoder.Config}

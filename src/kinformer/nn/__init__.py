@@ -23,7 +23,7 @@ _MODULES = {
     "BidirectionalLayer": "modules",
     "CausalLayer": "modules",
     "MultiheadAttention": "multihead_attention",
-    "attention": "attention",
+    "attention": "multihead_attention",
     "layer": "modules",
     "layers": "modules",
     "stack": "modules",

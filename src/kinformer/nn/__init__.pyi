@@ -1,11 +1,8 @@
 import kinformer.adaptive.rules
 import kinformer.adaptive.stack
-import kinformer.blocks.experts
 import kinformer.blocks.feed_forward
-import kinformer.blocks.global_input
 import kinformer.blocks.layer
 import kinformer.blocks.residual
-import kinformer.blocks.sha_rnn
 import kinformer.heads.classes
 import kinformer.heads.images
 import kinformer.heads.language
@@ -19,22 +16,18 @@ import kinformer.mixers.compressive
 import kinformer.mixers.convolutions
 import kinformer.mixers.cross
 import kinformer.mixers.encoders
-import kinformer.mixers.latent
 import kinformer.mixers.linear
-import kinformer.mixers.memorizing
+import kinformer.mixers.memory
+import kinformer.mixers.path
 import kinformer.mixers.recurrent
-import kinformer.mixers.segment_memory
 import kinformer.mixers.sinkhorn
 import kinformer.mixers.softmax
 import kinformer.mixers.tensorized
-import kinformer.mixers.windows
 import kinformer.models.decoder
 import kinformer.models.encoder
-import kinformer.models.encoder_decoder
 import kinformer.parts.decays
 import kinformer.parts.feature_maps
-import kinformer.parts.patterns.big_bird
-import kinformer.parts.patterns.images
+import kinformer.parts.patterns.blocks
 import kinformer.parts.patterns.sequence
 import kinformer.parts.positions
 import kinformer.parts.projections
@@ -42,22 +35,23 @@ import kinformer.parts.relative_positions
 import kinformer.parts.scores
 import kinformer.stacks.reversible
 import kinformer.stacks.sequential
-import kinformer.stacks.universal
 from kinformer.nn import states as states
-from kinformer.nn.attention import attention as attention
 from kinformer.nn.modules import BidirectionalLayer as BidirectionalLayer
 from kinformer.nn.modules import CausalLayer as CausalLayer
 from kinformer.nn.modules import layer as layer
 from kinformer.nn.modules import layers as layers
 from kinformer.nn.modules import stack as stack
 from kinformer.nn.multihead_attention import MultiheadAttention as MultiheadAttention
+from kinformer.nn.multihead_attention import attention as attention
 
 DecoderModel = kinformer.models.decoder.Decoder.Config
-EncoderDecoderModel = kinformer.models.encoder_decoder.EncoderDecoder.Config
 EncoderModel = kinformer.models.encoder.Encoder.Config
+EncoderDecoderModel = kinformer.models.encoder.EncoderDecoder.Config
 TokenInput = kinformer.inputs.tokens.Tokens.Config
 LookupEmbedding = kinformer.inputs.tokens.Lookup.Config
 AdaptiveEmbedding = kinformer.inputs.tokens.AdaptiveEmbedding.Config
+ExtraTokens = kinformer.inputs.tokens.ExtraTokens.Config
+Sentences = kinformer.inputs.tokens.Sentences.Config
 PixelInput = kinformer.inputs.images.Pixels.Config
 PatchInput = kinformer.inputs.images.Patches.Config
 TileInput = kinformer.inputs.images.Tiles.Config
@@ -72,9 +66,9 @@ LearnedPositionsPerLayer = kinformer.parts.positions.LearnedPerLayer.Config
 TimingSignal = kinformer.parts.positions.Timing.Config
 SequentialStack = kinformer.stacks.sequential.Sequential.Config
 StagedStack = kinformer.stacks.sequential.Stages.Config
+UniversalStack = kinformer.stacks.sequential.Universal.Config
+ACT = kinformer.stacks.sequential.ACT.Config
 ReversibleStack = kinformer.stacks.reversible.Reversible.Config
-UniversalStack = kinformer.stacks.universal.Universal.Config
-ACT = kinformer.stacks.universal.ACT.Config
 ExitStack = kinformer.adaptive.stack.ExitStack.Config
 SoftmaxResponseExit = kinformer.adaptive.rules.SoftmaxResponse.Config
 SaturationExit = kinformer.adaptive.rules.Saturation.Config
@@ -107,15 +101,14 @@ DecoderLayer = kinformer.blocks.layer.DecoderLayer.Config
 MacaronLayer = kinformer.blocks.layer.MacaronLayer.Config
 ParallelLayer = kinformer.blocks.layer.ParallelLayer.Config
 BareDecoderLayer = kinformer.blocks.layer.BareDecoderLayer.Config
-ShaRnnEncoderLayer = kinformer.blocks.sha_rnn.ShaRnnEncoderLayer.Config
-ShaRnnLayer = kinformer.blocks.sha_rnn.ShaRnnLayer.Config
-ExtraTokens = kinformer.blocks.global_input.ExtraTokens.Config
-Sentences = kinformer.blocks.global_input.Sentences.Config
+ShaRnnEncoderLayer = kinformer.blocks.layer.ShaRnnEncoderLayer.Config
+ShaRnnLayer = kinformer.blocks.layer.ShaRnnLayer.Config
 BidirectionalAttention = kinformer.mixers.bidirectional.BidirectionalAttention.Config
 BidirectionalLinearAttention = kinformer.mixers.encoders.BidirectionalLinear.Config
 EtcAttention = kinformer.mixers.encoders.EtcAttention.Config
 LinformerAttention = kinformer.mixers.encoders.Linformer.Config
 StarAttention = kinformer.mixers.encoders.StarAttention.Config
+WindowAttention = kinformer.mixers.encoders.WindowAttention.Config
 BidirectionalLSHAttention = kinformer.mixers.buckets.BidirectionalLSH.Config
 LSHAttention = kinformer.mixers.buckets.LSHAttention.Config
 RoutingAttention = kinformer.mixers.buckets.RoutingAttention.Config
@@ -131,7 +124,6 @@ CausalSinkhornAttention = kinformer.mixers.sinkhorn.CausalSinkhornAttention.Conf
 SeparableConvolution = kinformer.mixers.convolutions.SeparableConvolution.Config
 SeparableTransition = kinformer.mixers.convolutions.SeparableTransition
 ChannelMix = kinformer.mixers.convolutions.ChannelMix
-WindowAttention = kinformer.mixers.windows.WindowAttention.Config
 MultiHeadGlobalProjection = kinformer.parts.projections.MultiHeadGlobal.Config
 MultiHeadProjection = kinformer.parts.projections.MultiHead.Config
 GroupedProjection = kinformer.parts.projections.Grouped.Config
@@ -153,22 +145,23 @@ SwiGLU = kinformer.blocks.feed_forward.SwiGLU.Config
 GeGLU = kinformer.blocks.feed_forward.GeGLU.Config
 Boom = kinformer.blocks.feed_forward.Boom.Config
 ProductKeys = kinformer.blocks.feed_forward.ProductKeys.Config
-Experts = kinformer.blocks.experts.Experts.Config
+Experts = kinformer.blocks.feed_forward.Experts.Config
 SoftmaxAttention = kinformer.mixers.softmax.SoftmaxAttention.Config
-SegmentMemoryAttention = kinformer.mixers.segment_memory.SegmentMemory.Config
+SegmentMemoryAttention = kinformer.mixers.memory.SegmentMemory.Config
+MemorizingAttention = kinformer.mixers.memory.Memorizing.Config
+LatentAttention = kinformer.mixers.memory.LatentAttention.Config
+SingleHeadAttention = kinformer.mixers.memory.SingleHead.Config
 CompressiveAttention = kinformer.mixers.compressive.Compressive.Config
 PoolCompression = kinformer.mixers.compressive.Pool.Config
 ConvolutionCompression = kinformer.mixers.compressive.Convolution.Config
 DilatedCompression = kinformer.mixers.compressive.DilatedConvolution.Config
 MostUsedCompression = kinformer.mixers.compressive.MostUsed.Config
 ChosenBlocks = kinformer.mixers.chosen_blocks.ChosenBlocks.Config
-LatentAttention = kinformer.mixers.latent.LatentAttention.Config
-SingleHeadAttention = kinformer.mixers.latent.SingleHead.Config
 LinearAttention = kinformer.mixers.linear.LinearAttention.Config
-MemorizingAttention = kinformer.mixers.memorizing.Memorizing.Config
 CrossAttention = kinformer.mixers.cross.CrossAttention.Config
 LinearCrossAttention = kinformer.mixers.cross.LinearCrossAttention.Config
 LinformerCrossAttention = kinformer.mixers.cross.LinformerCrossAttention.Config
+PathAttention = kinformer.mixers.path.PathAttention.Config
 RotaryPositions = kinformer.parts.relative_positions.Rope.Config
 ShawPositions = kinformer.parts.relative_positions.Shaw.Config
 TransformerXLPositions = kinformer.parts.relative_positions.TransformerXL.Config
@@ -195,10 +188,10 @@ WindowPattern = kinformer.parts.patterns.sequence.Window
 UnionPattern = kinformer.parts.patterns.sequence.Union
 IntersectionPattern = kinformer.parts.patterns.sequence.Intersection
 ComplementPattern = kinformer.parts.patterns.sequence.Complement
-RandomBlocksPattern = kinformer.parts.patterns.big_bird.RandomBlocks.Config
-BigBirdPattern = kinformer.parts.patterns.big_bird.BigBird.Config
-Image1DPattern = kinformer.parts.patterns.images.Image1D
-Image2DPattern = kinformer.parts.patterns.images.Image2D.Config
+RandomBlocksPattern = kinformer.parts.patterns.blocks.RandomBlocks.Config
+BigBirdPattern = kinformer.parts.patterns.blocks.BigBird.Config
+Image1DPattern = kinformer.parts.patterns.blocks.Image1D
+Image2DPattern = kinformer.parts.patterns.blocks.Image2D.Config
 ScaledDotScore = kinformer.parts.scores.ScaledDot.Config
 DotScore = kinformer.parts.scores.Dot.Config
 BilinearScore = kinformer.parts.scores.Bilinear.Config

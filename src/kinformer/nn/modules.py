@@ -40,8 +40,8 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
+from kinformer.runtime.compiling import checks_calls
 from kinformer.runtime.errors import KinformerError, choose, close_names, nearest
-from kinformer.runtime.host import checks_calls
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
 #
@@ -122,12 +122,8 @@ class Packing(NamedTuple):
 
 
 class PlainLayer(nn.Module):
-    """The base of the plain interfaces of causal and of bidirectional layers.
-
-    A module x [batch, time, dim] -> y [batch, time, dim] around ``inner``, a mixer, layer or stack of width ``dim``.
-
-    A subclass names the class of its mixers, ``mixer_class``.
-    """
+    """The base of causal and of bidirectional layers: a module x [batch, time, dim] -> y [batch, time, dim] around
+    ``inner``, a mixer, layer or stack of width ``dim``. A subclass names the class of its mixers, ``mixer_class``."""
 
     mixer_class: type[CausalMixer] | type[EncoderMixer]
 
@@ -251,8 +247,7 @@ class CausalLayer(PlainLayer):
             (``states.repeat_rows(state, n, sources=False)``).
         key_padding_mask: [batch, time] bool, True where x is padding, as in ``torch.nn.MultiheadAttention``. Padding
             may stand anywhere; y is 0 at padding, and the state is the same as without the padding.
-        reset: [batch, time] bool, True where a new sequence begins in its row: no later token of the row sees an
-            earlier one.
+        reset: [batch, time] bool, True where a new sequence begins in its row: no later token sees an earlier one.
         cu_seqlens: [n + 1] int, from 0 to time: n sequences packed in one row, x [1, time, dim], as in flash-attention
             and fla. The ``state`` and the returned state then have n rows.
         context, context_key_padding_mask: as of :meth:`initial_state`, for new sequences.
@@ -315,12 +310,8 @@ class CausalLayer(PlainLayer):
 
 
 class BidirectionalLayer(PlainLayer):
-    """The plain interface of mixers, layers and stacks of encoders: ``y = layer(x)`` for a full sequence.
-
-    An encoder's mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim], without a state.
-
-    Every token may see earlier and later ones.
-    """
+    """An encoder's mixer, layer or stack as a module x [batch, time, dim] -> y [batch, time, dim] of full sequences,
+    without a state. Every token may see earlier and later tokens."""
 
     mixer_class = EncoderMixer
     if TYPE_CHECKING:
@@ -612,12 +603,11 @@ def stack(
             "kinformer.layer."
         )
     built = from_dict(StackConfig, stack, kinds(), "stack").build_model([item.inner for item in plain], dim)
-    wrapper = _CausalStack if isinstance(plain[0], CausalLayer) else _BidirectionalStack
-    return type(plain[0])(wrapper(built), dim)
+    return type(plain[0])(_StackedLayers(built), dim)
 
 
-class _CausalStack(nn.Module):
-    """A stack of causal layers with the interface of one layer."""
+class _StackedLayers(nn.Module):
+    """A stack with the interface of one layer, of a decoder or of an encoder; no position enters between layers."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -627,27 +617,11 @@ class _CausalStack(nn.Module):
         """Return one state per use of a layer."""
         return self.stack.initial_state(batch, **options)
 
-    def forward(self, chunk: Chunk, state: tuple[State, ...]) -> tuple[torch.Tensor, tuple[State, ...]]:
-        """Return y [batch, time, dim] and the states after."""
-        y, after, _ = self.stack.absorb(chunk, state, _as_it_is)
-        return y, after
-
-
-class _BidirectionalStack(nn.Module):
-    """A stack of an encoder's layers with the interface of one layer."""
-
-    def __init__(self, stack: Stack) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def forward(self, x: torch.Tensor, text: SequenceContext) -> torch.Tensor:
-        """Return y [batch, time, dim]."""
-        return self.stack.read(x, text, _as_it_is)[0]
-
-
-def _as_it_is(x: torch.Tensor, use: int) -> torch.Tensor:
-    """Return ``x``: no position enters between layers."""
-    return x
+    def forward(self, x: Chunk | Tensor, context: Any) -> Any:
+        """Return y [batch, time, dim], and the states after where x is a chunk and ``context`` the states before."""
+        if isinstance(x, Chunk):
+            return self.stack.absorb(x, context, lambda x, use: x)[:2]
+        return self.stack.read(x, context, lambda x, use: x)[0]
 
 
 def wrap(inner: nn.Module, dim: int, config: Config | None = None) -> Layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.core.attention_state import Past
 from kinformer.core.config import Config
 from kinformer.core.contract import Chunk, FollowsHeads, real_resets, state_dtype
-from kinformer.core.parts import Position, Score, ScoreConfig
+from kinformer.core.parts import Position, Score
 from kinformer.kernels.attention.spans import Reach
 from kinformer.kernels.softmax import Scoring
 from kinformer.runtime.errors import KinformerError
@@ -62,14 +62,12 @@ class DecayConfig(Config):
 
     def build(self, dim: int, num_heads: int, features: int) -> Decay:
         """Build the decay for inputs of width ``dim`` and heads of ``features`` features."""
-        raise NotImplementedError
+        return self.builds(self, dim, num_heads, features)
 
 
 class Fixed(FollowsHeads, Decay):
-    """One constant decay a head (Sun et al. 2023, "Retentive Network", equation 8): gamma_h = 1 - 2^(-first - h).
-
-    The decays of heads h = 0, 1, ...: half of the state is left after 0.69 * 2^(first + h) tokens.
-    """
+    """One constant decay a head (Sun et al. 2023, "Retentive Network", equation 8): gamma_h = 1 - 2^(-first - h) for
+    heads h = 0, 1, ...; half of the state is left after 0.69 * 2^(first + h) tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
@@ -100,9 +98,8 @@ class Sigmoid(Decay):
         a_t = sigmoid(w . x_t + b)^(1 / temperature)
 
     The paper's temperature is 1. A model begins with w . x_t + b near 0, so that half of the past is lost with every
-    token, and recall does not begin (``benchmarks/mqar.py``); at 16, as in GLA, it begins with a_t = 0.96.
-
-    The decay per head; ``coupled``, as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T.
+    token, and recall does not begin (``benchmarks/mqar.py``); at 16, as in GLA, it begins with a_t = 0.96. ``coupled``,
+    as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -134,9 +131,7 @@ class Softplus(Decay):
 
     Gated DeltaNet's (Yang et al. 2025). A, one number a head, begins uniform in 0 .. 16; b so that softplus(b) is
     log-uniform in 0.001 .. 0.1. Coupled, softplus(w . x_t + b) is the step by which a token enters the state
-    (Mamba-2).
-
-    The decay per head: log A is ``log_rate`` [heads], b is ``step`` [heads].
+    (Mamba-2). ``log_rate`` [heads] is log A, and ``step`` [heads] is b.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -177,10 +172,8 @@ class SoftplusChannels(Decay):
 
     (The Kimi team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture", section 4.) A begins uniform
     in 1 .. 16; b so that softplus(b) is log-uniform in 0.001 .. 0.1. With a ``lower_bound`` l < 0, a_t = exp(l
-    sigmoid(A (W_2 W_1 x_t + b))) instead, no less than exp(l), and A begins at 1.
-
-    The decay per channel, logarithms of shape [batch, heads, time, features]: log A is ``log_rate`` [heads], b is
-    ``step`` [heads, features]. ``rank``: the rank of W_1 (None: the number of a head's features).
+    sigmoid(A (W_2 W_1 x_t + b))) instead, no less than exp(l), and A begins at 1. ``log_rate`` [heads] is log A, and
+    ``step`` [heads, features] is b. ``rank``: the rank of W_1 (None: the number of a head's features).
     """
 
     by_channel = True
@@ -199,9 +192,6 @@ class SoftplusChannels(Decay):
                     f"lower_bound = {self.lower_bound:g} must be below 0, as it bounds the logarithm of a decay; use "
                     "about -5, or None for no bound."
                 )
-
-        def build(self, dim: int, num_heads: int, features: int) -> SoftplusChannels:
-            return SoftplusChannels(self, dim, num_heads, features)
 
     def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
         super().__init__()
@@ -227,8 +217,6 @@ class LowRank(Decay):
 
     (Yang et al. 2024, "Gated Linear Attention Transformers with Hardware-Efficient Training", section 4.3; W_1 of
     rank 16, temperature 16, so that decays begin near 1.)
-
-    The decay per channel, logarithms of shape [batch, heads, time, features].
     """
 
     by_channel = True
@@ -240,9 +228,6 @@ class LowRank(Decay):
         ABOVE = {"temperature": 0}
         rank: int = 16
         temperature: float = 16.0
-
-        def build(self, dim: int, num_heads: int, features: int) -> LowRank:
-            return LowRank(self, dim, num_heads, features)
 
     def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
         super().__init__()
@@ -272,36 +257,32 @@ class Sums(NamedTuple):
     counted: Tensor
 
 
-class ScoredConfig(Protocol):
-    """What is read of a mixer's config."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def score(self) -> ScoreConfig: ...
-    @property
-    def decay(self) -> DecayConfig | None: ...
-
-
-def build_score_decay(
-    config: ScoredConfig, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
-) -> Decay | None:
-    """Return the module of a mixer's field ``decay``, or None for None. Refuse decays that scores cannot have, and
-    scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens have spans."""
-    if config.decay is None:
-        return None
-    kind, relative = config.decay.kind, position.relative(0, 1)
-    decay = config.decay.build(dim, config.num_heads, head_dim)
+def build_head_decay(config: DecayConfig, dim: int, num_heads: int, head_dim: int) -> Decay:
+    """Return a decay with one number a head, which can be added to scores."""
+    decay = config.build(dim, num_heads, head_dim)
     if decay.by_channel:
         raise KinformerError(
-            f"the decay {kind!r} has a number for every feature, but a score has one for its head; use sigmoid with "
-            "coupled = false, softplus or fixed."
+            f"the decay {config.kind!r} has a number for every feature, but a score has one for its head; use sigmoid "
+            "with coupled = false, softplus or fixed."
         )
     if decay.coupled:
         raise KinformerError(
-            f"the decay {kind!r} is coupled: a key enters a state by it, but softmax attention does not have this "
-            "state; set coupled = false."
+            f"the decay {config.kind!r} is coupled: a key enters a state by it, but softmax attention does not have "
+            "this state; set coupled = false."
         )
+    return decay
+
+
+def build_score_decay(
+    config: Any, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
+) -> Decay | None:
+    """Return the module of the field ``decay`` of a mixer's ``config``, or None for None. Refuse decays that scores
+    cannot have, and scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens
+    have spans."""
+    if config.decay is None:
+        return None
+    relative = position.relative(0, 1)
+    decay = build_head_decay(config.decay, dim, config.num_heads, head_dim)
     if score.form != "dot":
         raise KinformerError(
             f"the score {config.score.kind!r} is not a product of a query and a key, to which a decay is added; use "
@@ -316,8 +297,7 @@ def build_score_decay(
 
 
 def sums_of(decay: Decay, x: Tensor, chunk: Chunk, positions: Tensor, last: Tensor) -> Sums:
-    """Return the sums of a chunk with inputs x [batch, time, dim]; ``last`` [batch, heads, 0 or 1, 1] is that before
-    it."""
+    """Return the sums of a chunk with inputs x [batch, time, dim]; ``last`` [batch, heads, 0 or 1, 1] precedes it."""
     logs = decay(x).double()
     before = last[..., 0] if last.shape[2] else logs.new_zeros(*logs.shape[:2], 1)
     going_on = before + logs.cumsum(-1)

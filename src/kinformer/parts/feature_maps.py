@@ -19,10 +19,7 @@ from kinformer.runtime.errors import KinformerError
 
 
 class Identity(FeatureMap):
-    """The identity: queries and keys unchanged (Sun et al. 2023, RetNet; Yang et al. 2024, GLA).
-
-    The feature map [..., head_dim] -> [..., head_dim].
-    """
+    """The identity: queries and keys unchanged (Sun et al. 2023, RetNet; Yang et al. 2024, GLA)."""
 
     signed = negative = True
 
@@ -38,10 +35,7 @@ class Identity(FeatureMap):
 
 
 class Elu(FeatureMap):
-    """The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x.
-
-    The feature map [..., head_dim] -> [..., head_dim].
-    """
+    """The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
@@ -55,10 +49,7 @@ class Elu(FeatureMap):
 
 
 class Relu(FeatureMap):
-    """ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing.
-
-    The feature map [..., head_dim] -> [..., head_dim].
-    """
+    """ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
@@ -78,8 +69,6 @@ class Dpfp(FeatureMap):
 
     Sparse and positive; 2 * head_dim * nu features. The paper pairs r_j with r_(j+i), the authors' code (and this
     one) with r_(j-i): a permutation of the same features.
-
-    The feature map [..., head_dim] -> [..., 2 * head_dim * nu].
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -107,8 +96,7 @@ class Dpfp(FeatureMap):
 class Quadratic(FeatureMap):
     """Quadratic features: the exact feature space of the squared kernel.
 
-    phi(q) . phi(k) = (q . k + c)^2,
-    phi(x) = [x_i^2, sqrt(2) x_i x_j for i < j, sqrt(2 c) x_i, c]
+    phi(q) . phi(k) = (q . k + c)^2, phi(x) = [x_i^2, sqrt(2) x_i x_j for i < j, sqrt(2 c) x_i, c]
 
     The feature map [..., d] -> [..., d (d + 1) / 2 + d + 1]; the last feature is the constant c.
     """
@@ -139,11 +127,8 @@ class Quadratic(FeatureMap):
 
 
 class Nested(FeatureMap):
-    """The base of feature maps that norm the features of another one.
-
-    A feature map of ``normed`` features of ``inner``, no longer than 1. A factor that
-    features of ``inner`` lack falls out.
-    """
+    """The base of feature maps of ``normed`` features of ``inner``, no longer than 1. A factor that features of
+    ``inner`` lack falls out."""
 
     bounded = True
 
@@ -172,8 +157,6 @@ class Unit(Nested):
     """Features of length 1, which keep the delta rule stable (Yang et al. 2024, DeltaNet; 2025, Gated DeltaNet).
 
     phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi of ``inner``.
-
-    The feature map [..., head_dim] -> [..., size of the inner features].
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -200,9 +183,6 @@ class SumNormalised(Nested):
     """Features that sum to 1, the "sum normalisation" of fast weights (Schlag et al. 2021, section 4.2).
 
     phi(x) / (sum of phi(x) + eps) for the non-negative features phi of ``inner``. It keeps the delta rule stable.
-
-    The feature map [..., head_dim] -> [..., size of the inner features].
-
     ``eps`` guards tokens whose features all vanish (the authors' code had none at first, then 1e-5).
     """
 
@@ -267,9 +247,7 @@ class Favor(FeatureMap, Resampled):
 
     The authors subtract from the exponents of keys their maximum over all positions, which leaks the future. Here every
     key has its own maximum, and the logarithm of the missing factor is kept beside the features (see
-    ``kernels.linear.across``).
-
-    The feature map [batch, heads, time, head_dim] -> [.., m], or 2 m features for the form trigonometric.
+    ``kernels.linear.across``). There are m features, 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down if None, as the authors advise. ``orthogonal``: rows of W
     are orthogonal in groups of head_dim. ``redraw``: after how many training steps W is redrawn (0: never), which
@@ -295,9 +273,6 @@ class Favor(FeatureMap, Resampled):
                 )
             if self.form == "trigonometric":
                 check_unused(self, "with form = 'trigonometric'", "eps")
-
-        def build(self, head_dim: int) -> Favor:
-            return Favor(self, head_dim)
 
     def __init__(self, config: Config, head_dim: int) -> None:
         super().__init__()
@@ -347,8 +322,6 @@ class RandomFourier(FeatureMap, Resampled):
 
         gaussian   phi(x) = D^(-1/2) [sin(W' x'), cos(W' x')]        (equation 4; exp(q' . k') up to a constant)
         arccos     phi(x) = D^(-1/2) relu(W' x')                     (appendix; the arc-cosine kernel)
-
-    The feature map [batch, heads, time, head_dim] -> [.., 2 D]; D of the form arccos.
 
     ``features``: D, head_dim if None. ``learned``: sigma, one number a head and dimension, which begins at 1, is
     trained. ``redraw``: after how many training steps W is redrawn (0: never), which restarts carried states;

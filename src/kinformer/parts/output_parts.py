@@ -77,10 +77,8 @@ class Exclusive(nn.Module):
         y_t <- y_t - tanh(a_h) (y_t . u_t) u_t,    u_t = v_t / |v_t|
 
     What a token brings to its own output the residual stream holds anyway. a_h is learnt for every head, 0 at first,
-    where nothing is taken away; at tanh(a_h) = 1 the output is orthogonal to the token's value.
-
-    The map of the heads' outputs y [batch, num_heads, time, width] and the values v [batch, kv_heads, slots, width],
-    which end with the values of the same tokens.
+    where nothing is taken away; at tanh(a_h) = 1 the output is orthogonal to the token's value. The heads' outputs y
+    are [batch, num_heads, time, width]; the values v [batch, kv_heads, slots, width] end with the same tokens' values.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -243,10 +241,9 @@ class ValueResidual(SharesValues, nn.Module):
 
         v_l <- lam v_l + (1 - lam) v_1
 
-    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values of the same tokens in the first layer
-    with a value residual. The cache holds mixed values, so generation needs no further state.
-
-    The mixing of v [batch, kv_heads, time, head_dim]; a layer alone is the first.
+    with a learnt lam for every layer, 1/2 at first. v_1 are the projected values [batch, kv_heads, time, head_dim] of
+    the same tokens in the first layer with a value residual; a layer alone is the first. The cache holds mixed values,
+    so generation needs no further state.
     """
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:

@@ -26,16 +26,25 @@ class NoPosition(Position):
             return NoPosition()
 
 
+SLOWEST = 10000.0
+
+
+def sinusoids(numbers: Tensor, width: int, base: float = SLOWEST, interleaved: bool = False) -> Tensor:
+    """Return sin(n / base^(2i / width)) for all i, then the cosines, [..., width] float64; ``interleaved``: each cosine
+    behind its sine."""
+    index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
+    # At 10^6 a float32 angle is 0.06 rad off.
+    angles = numbers[..., None].to(torch.float64) * base ** (-index / width)
+    waves = [angles.sin(), angles.cos()]
+    return torch.stack(waves, dim=-1).flatten(-2) if interleaved else torch.cat(waves, dim=-1)
+
+
 class Sinusoidal(Position):
     """Sinusoidal positions (Vaswani et al. 2017, section 3.5), added to the token embeddings.
 
         PE(p, 2i) = sin(p / base^(2i / dim)),    PE(p, 2i + 1) = cos(p / base^(2i / dim))
 
     The layout ``split`` has the same numbers, all sines before all cosines, as tensor2tensor and Marian have them.
-
-    Angles are computed in float64: at position 10^6 a float32 angle is 0.06 rad off.
-
-    Sines and cosines of the position, interleaved as in the paper unless set otherwise.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -56,18 +65,13 @@ class Sinusoidal(Position):
         self.dim, self.base, self.scale, self.layout = dim, config.base, config.scale, config.layout
 
     def embed(self, positions: Tensor) -> Tensor:
-        index = torch.arange(0, self.dim, 2, device=positions.device, dtype=torch.float64)
-        angles = positions[..., None].to(torch.float64) * self.base ** (-index / self.dim)
-        waves = torch.stack([angles.sin(), angles.cos()], dim=-1)
-        table = (waves.transpose(-1, -2) if self.layout == "split" else waves).flatten(-2)
+        table = sinusoids(positions, self.dim, self.base, self.layout == "interleaved")
         return table.to(torch.get_default_dtype()) * self.scale
 
 
 class Learned(Position):
-    """Learned absolute positions (Gehring et al. 2017; GPT-2), one vector per position, added to the token embeddings.
-
-    A table [max_length, dim]; a position at or beyond ``max_length`` is refused.
-    """
+    """Learned absolute positions (Gehring et al. 2017; GPT-2): a table [max_length, dim] is added to the token
+    embeddings. A position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
@@ -86,22 +90,24 @@ class Learned(Position):
         self.table = nn.Parameter(torch.randn(config.max_length, dim) * config.std)
 
     def embed(self, positions: Tensor) -> Tensor:
-        try:
-            return nn.functional.embedding(positions, self.table)
-        except IndexError:
-            raise KinformerError(
-                f"position {int(positions.max())} does not have an embedding: learned positions end at max_length = "
-                f"{self.max_length}; use a shorter context, or another position (rope, sinusoidal, none)."
-            ) from None
+        return _looked_up(self.table, positions)
+
+
+def _looked_up(table: Tensor, positions: Tensor) -> Tensor:
+    """Return the rows of ``table`` [max_length, dim] at ``positions``; refuse a position without a row."""
+    try:
+        return nn.functional.embedding(positions, table)
+    except IndexError:
+        raise KinformerError(
+            f"position {int(positions.max())} does not have an embedding: learned positions end at max_length = "
+            f"{len(table)}; use a shorter context, or another position (rope, sinusoidal, none)."
+        ) from None
 
 
 class LearnedPerLayer(Position):
-    """Learned positions at every layer (Al-Rfou et al. 2018, section 3.4): each layer's input has its own table added.
-
-    The sum enters the residual stream, so later layers see the tables of all earlier layers.
-
-    The tables, one [max_length, dim] per layer; a position at or beyond ``max_length`` is refused.
-    """
+    """Learned positions at every layer (Al-Rfou et al. 2018, section 3.4): a table [max_length, dim] for each layer is
+    added to its input. The sum enters the residual stream, so later layers see the tables of all earlier layers. A
+    position at or beyond ``max_length`` is refused."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
@@ -124,16 +130,7 @@ class LearnedPerLayer(Position):
         self.tables = nn.ParameterList(table.clone() for table in tables)
 
     def layer_input(self, positions: Tensor, layer: int) -> Tensor:
-        try:
-            return nn.functional.embedding(positions, self.tables[layer])
-        except IndexError:
-            raise KinformerError(
-                f"position {int(positions.max())} does not have an embedding: learned positions end at max_length = "
-                f"{self.max_length}; use a shorter context, or another position (rope, sinusoidal, none)."
-            ) from None
-
-
-SLOWEST = 10000.0
+        return _looked_up(self.tables[layer], positions)
 
 
 class Timing(Position):
@@ -142,12 +139,10 @@ class Timing(Position):
         P(p, t) = signal(p) + step(t)        signal(n) = [sin(n f_0), sin(n f_1), ..., cos(n f_0), cos(n f_1), ...]
         f_k = 10000^(-k / (dim / 2 - 1))
 
-    As in the official code (tensor2tensor), sines come first and cosines second, and the slowest wave has the length
-    of 10000 radians. ``step(t)`` is the same signal of the step's number, as in the paper, or a learned vector times
-    the root of the width, as the official code has it by default. Angles are computed in float64.
-
-    The signals of position and step; ``table`` [depth, dim] has one row per
-    use of a layer, where steps are learned.
+    As in the official code (tensor2tensor), sines come first and cosines second, and the slowest wave has the length of
+    10000 radians. ``step(t)`` is the same signal of the step's number, as in the paper, or a learned vector times the
+    root of the width, as the official code has it by default: ``table`` [depth, dim] has one row per use of a layer.
+    Angles are computed in float64.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -171,18 +166,20 @@ class Timing(Position):
         self.table = nn.Parameter(torch.randn(depth, dim) * dim**-0.5) if learned else None
 
     def layer_input(self, positions: Tensor, layer: int) -> Tensor:
-        return self._signal(positions) + self._step(positions, layer)
+        return timing_signal(positions, self.dim) + self._step(positions, layer)
 
     def _step(self, positions: Tensor, layer: int) -> Tensor:
         if self.table is None:
-            return self._signal(positions.new_full((), layer))
+            return timing_signal(positions.new_full((), layer), self.dim)
         return self.table[layer] * self.dim**0.5
 
-    def _signal(self, numbers: Tensor) -> Tensor:
-        """Return the signal [..., dim] of ``numbers`` [...] int64."""
-        index = torch.arange(self.dim // 2, device=numbers.device, dtype=torch.float64)
-        angles = numbers[..., None].to(torch.float64) * SLOWEST ** (-index / (self.dim // 2 - 1))
-        return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
+
+def timing_signal(numbers: Tensor, width: int) -> Tensor:
+    """Return tensor2tensor's signal [..., width] of ``numbers`` [...] int64, as of :class:`Timing`."""
+    count = width // 2
+    index = torch.arange(count, device=numbers.device, dtype=torch.float64)
+    angles = numbers[..., None].to(torch.float64) * SLOWEST ** (-index / max(1, count - 1))
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(torch.get_default_dtype())
 
 
 # Typed relations between tokens (Ainslie et al. 2020, ETC, section 3.1): distances, and whether one stands for
@@ -251,10 +248,7 @@ class ComplexOrder(nn.Embedding):
     A token's amplitudes r are its meaning; its frequencies w say how fast its features turn with its position, t
     with what phase they begin. ``sharing`` says who has a frequency in common: ``none`` gives every token one per
     feature, ``features`` every token one for all its features, ``tokens`` every feature one for all tokens. Angles
-    are computed in float64.
-
-    The embedding (tokens, positions) [batch, time] -> [batch, time, dim], real parts first: dim / 2 complex
-    features.
+    are computed in float64. The result is [batch, time, dim], dim / 2 complex features, real parts first.
 
     ``weight`` [vocab, dim / 2] are the amplitudes. Frequencies begin as base^(-2 floor(k / 2) / (dim / 2)), for all
     tokens alike, and are learned as ``offset`` from there, so that weight decay does not draw them to zero; or,

@@ -13,9 +13,10 @@ from torch.nn.functional import logsigmoid
 from kinformer.core.config import check_unused
 from kinformer.core.contract import FollowsHeads, state_dtype
 from kinformer.core.parts import Position, PositionConfig, Relative, is_plain
+from kinformer.parts.positions import sinusoids
 from kinformer.runtime.autograd import autocast_dtype
+from kinformer.runtime.compiling import arguments_trusted
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import arguments_trusted
 
 YARN = ("original_length", "beta_fast", "beta_slow", "attention_factor", "truncate")
 LLAMA3 = ("original_length", "low_freq_factor", "high_freq_factor")
@@ -49,8 +50,7 @@ class Rope(Position):
 
     These scalings do not add weights. Frequencies that follow the length of the sequence (dynamic NTK) are not
     supported, because cached keys would become wrong. LongRoPE's second table, for longer texts, is another position.
-
-    Angles in float64, rotation in the activations' dtype.
+    Angles are computed in float64, and rotations in the activations' dtype.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -233,11 +233,9 @@ class T5(Position):
 
     Half of a side's n buckets hold one distance each; the others widen logarithmically up to ``max_distance``, and
     the last bucket holds all larger distances. Its bias is subtracted from all scores (softmax does not see a constant
-    of the query), so only distances below ``max_distance`` are looked up.
-
-    The table is [num_buckets, heads]; if ``shared``, all layers of a model use one table.
-
-    ``bidirectional``: half of the buckets are for keys ahead of the query; otherwise these keys share the first bucket.
+    of the query), so only distances below ``max_distance`` are looked up. The table is [num_buckets, heads]; if
+    ``shared``, all layers of a model use one table. ``bidirectional``: half of the buckets are for keys ahead of the
+    query; otherwise these keys share the first bucket.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -290,8 +288,7 @@ def buckets(config: T5.Config, distance: Tensor) -> Tensor:
 
 
 class DistanceTable(nn.Module):
-    """The table ``keys`` [max_distance, head_dim], row d - 1 for the distance d;
-    ``shared``: one table for all layers."""
+    """The table ``keys`` [max_distance, head_dim], row d - 1 for the distance d; ``shared``: by all layers."""
 
     def __init__(self, config: DistanceKeys.Config, head_dim: int) -> None:
         super().__init__()
@@ -306,9 +303,7 @@ class DistanceKeys(Position):
 
     Attention with adaptive spans uses this simplification of Shaw et al. 2018, without values and without clipping. The
     authors call it ``key_pe``; its entries begin as N(0, 1). Distance 0 and distances beyond the last do not have a
-    vector.
-
-    One table for all heads and, with ``share_layers``, for all layers.
+    vector. All heads share a table and, with ``share_layers``, all layers.
     """
 
     one_sided = True
@@ -345,9 +340,8 @@ class Shaw(Position):
         out_i = sum_j p_ij (v_j + a^V[r])
 
     Distances of k and more share one row. This row is added to every value and subtracted from all scores (softmax does
-    not see a constant of the query), so only distances below k are looked up.
-
-    The tables [2k + 1, head_dim] shared by the heads, row r + k for r = key position - query position.
+    not see a constant of the query), so only distances below k are looked up. Heads share the tables [2k + 1,
+    head_dim], whose row r + k belongs to r.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -383,8 +377,7 @@ class Shaw(Position):
 
 
 class Biases(nn.Module):
-    """The biases of queries: ``content`` (the paper's u) and ``position`` (its v), [heads,
-    head_dim]; ``shared``: one pair for all layers."""
+    """The biases ``content`` (the paper's u) and ``position`` (its v), [heads, head_dim]; ``shared``: by all layers."""
 
     def __init__(self, config: TransformerXL.Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -400,12 +393,8 @@ class TransformerXL(Position):
 
     R_d is a sinusoid of the model's width, all sines before all cosines. Queries are handed on as q + u; a distance
     moves every key by W_R R_d, which a query meets as q + u + (v - u). Other scores of products take both sums as
-    they take q.
-
-    The relative positions of Transformer-XL. W_R is learned per layer; u and v are shared by all layers, as in the
-    authors' PyTorch code, or learned per layer.
-
-    Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
+    they take q. W_R is learned per layer; u and v are shared by all layers, as in the authors' PyTorch code, or learned
+    per layer. Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -480,13 +469,6 @@ class TransformerXL(Position):
         return keys
 
 
-def sinusoids(distance: Tensor, dim: int, base: float) -> Tensor:
-    """Return sin(distance / base^(2i / dim)) for all i, then the cosines, [n, dim] float64."""
-    index = torch.arange(0, dim, 2, device=distance.device, dtype=torch.float64)
-    angles = distance[:, None] * base ** (-index / dim)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
 class _Rows(NamedTuple):
     """The projected rows of the distances 0, 1, ..., and the weight that made them; holding it keeps its
     address from going to another tensor."""
@@ -514,10 +496,9 @@ class DistanceAware(Position):
         score(i, j) = relu(q_i . k_j) f(w_h |i - j|; v_h) / sqrt(head_dim),    f(x; v) = (1 + e^v) / (1 + e^(v - x))
 
     f(0) = 1; with w > 0 f grows with the distance to at most 1 + e^v, with w < 0 it falls to 0. A score of 0 still
-    takes part in the softmax, so attention stays dense. This position replaces any other encoding of positions.
-
-    Learned per head: ``rate`` (the paper's w) and ``steepness`` (its v). The paper does not give their initial values:
-    here w is spread over the heads from -spread to spread, and v is 0.
+    takes part in the softmax, so attention stays dense. This position replaces any other encoding of positions. Each
+    head learns ``rate`` (the paper's w) and ``steepness`` (its v). The paper does not give their initial values: here w
+    is spread over the heads from -spread to spread, and v is 0.
     """
 
     @dataclass(frozen=True, kw_only=True)

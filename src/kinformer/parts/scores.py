@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from kinformer.core.contract import select_valid, state_dtype
 from kinformer.core.learning import Regularized
 from kinformer.core.parts import Cut, Following, Score, ScoreConfig, Span, SpanConfig, TokenSpan, host
+from kinformer.runtime.compiling import gathered
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered
 
 
 class ScaledDot(Score):
-    """Scaled dot product (Vaswani et al. 2017, equation 1): q.k / sqrt(head_dim), or q.k times a scale.
-
-    The score q . k times ``scale``, which is head_dim ** -0.5 unless it is set.
-    """
+    """Scaled dot product (Vaswani et al. 2017, equation 1): q . k times ``scale``, by default 1 / sqrt(head_dim)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
@@ -35,10 +32,7 @@ class ScaledDot(Score):
 
 
 class Dot(Score):
-    """Plain dot product (Luong et al. 2015, equation 8, "dot"): q.k. T5 uses it too, and leaves the scale to weights.
-
-    The score q . k without a factor.
-    """
+    """Plain dot product (Luong et al. 2015, equation 8, "dot"): q.k. T5 too, which leaves the scale to weights."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
@@ -49,11 +43,8 @@ class Dot(Score):
 
 
 class Bilinear(Score):
-    """Bilinear score (Luong et al. 2015, equation 8, "general"): q^T W k with a matrix W per head.
-
-    The score with ``weight`` [heads, head_dim, head_dim], which begins as the
-    identity / sqrt(head_dim), the scaled dot.
-    """
+    """Bilinear score (Luong et al. 2015, equation 8, "general"): q^T W k with a matrix W per head, ``weight`` [heads,
+    head_dim, head_dim]. It begins as the scaled dot product."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
@@ -104,10 +95,8 @@ class SinkLogit(Score):
         y = sum_j exp(s_j) v_j / (sum_j exp(s_j) + exp(z))  =  softmax(s) v * sigmoid(logsumexp(s) - z)
 
     z, one for every head, is the score of a key of value 0 that every query sees, so a head can attend to nothing.
-    ``learned = False`` keeps z at 0: softmax off by one (Miller 2023). A learnt z begins at 0. If z is far below all
-    scores, outputs equal the outputs of ``inner``.
-
-    The score of ``inner`` with a sink ``logit`` [heads].
+    ``learned = False`` keeps z at 0: softmax off by one (Miller 2023). A learnt z, ``logit`` [heads], begins at 0. If z
+    is far below all scores, outputs equal the outputs of ``inner``.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -144,10 +133,8 @@ class SinkLogit(Score):
 class Additive(Score):
     """Additive score (Bahdanau et al. 2015, appendix A.1.2): v . tanh(W q + U k).
 
-    The mixer's projections of queries and keys are W and U (and the bias inside); only v is here.
-
-    The score with ``weight`` [heads, head_dim], v, which begins as N(0, 1 /
-    head_dim). It costs head_dim tanh per pair.
+    The mixer's projections of queries and keys are W and U (and the bias inside). ``weight`` [heads, head_dim] is v,
+    which begins as N(0, 1 / head_dim). A pair costs head_dim tanh.
     """
 
     form = "additive"
@@ -173,8 +160,6 @@ class Modulus(Score):
     The first half of a head's features are real parts, the second half imaginary ones: d = head_dim / 2 complex
     numbers. The authors do not conjugate the query; with ``conjugate`` the product is Hermitian, so that for equal
     frequencies it depends on the distance alone.
-
-    The score |sum_c q_c k_c| over the d complex features, times d ** -0.5.
     """
 
     form = "modulus"
@@ -211,9 +196,7 @@ class SoftSpan(Following, Span, Regularized):
     in the authors' code, and no token sees itself. The mask is a bias log m of the scores. Distances whose mask is 0
     are cut off, rounded up as the authors do, to max_span less a multiple of ``multiple``. Spans cost ``penalty``
     times the mean of z over the heads, added up over the layers, and are brought back to 0 ... max_span after every
-    update.
-
-    The span of each head; ``span`` [heads] is its learnt share of ``max_span``, from 0 to 1.
+    update. ``span`` [heads] is each head's learnt share of ``max_span``, from 0 to 1.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -304,8 +287,7 @@ class DynamicSpan(Following, TokenSpan, Regularized):
     (``kernels.attention.spans``). A later token may look back S tokens, whatever the tokens before looked at, so
     that the state holds as many; with ``bounded`` no token can look farther than the weights let it, and the state
     is cut to that. ``state_penalty`` is the price of that bound, as a mean over heads, added up over the layers.
-
-    The span of each token; ``weight`` [heads, dim] and ``bias`` [heads] are v and b.
+    ``weight`` [heads, dim] and ``bias`` [heads] are v and b.
     """
 
     @dataclass(frozen=True, kw_only=True)

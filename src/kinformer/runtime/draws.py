@@ -116,8 +116,7 @@ class Dropout(nn.Dropout):
     of small models. Here four elements share one draw of 64 bits, so the probability is rounded to a multiple of
     2^-16. The scale uses the rounded probability, so expectations are exact.
 
-    The module ``nn.Dropout``; on other devices than a CPU, PyTorch's dropout. Masks follow PyTorch's global
-    generator.
+    The module ``nn.Dropout``; on other devices than a CPU, PyTorch's dropout. Masks follow PyTorch's global generator.
     """
 
     def forward(self, x: Tensor) -> Tensor:

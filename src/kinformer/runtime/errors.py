@@ -96,6 +96,10 @@ def as_flags(wanted: bool = True) -> Iterator[None]:
         _AS_FLAGS.reset(token)
 
 
+MOST_NAMES = 60
+"""The most names that a message lists where none is near."""
+
+
 def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Return the names that resemble ``word``, the nearest first."""
     # A word of more than 2.28 times the letters of a name cannot reach the cutoff; a word may have millions of letters.
@@ -104,9 +108,13 @@ def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
-    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near."""
+    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near and they are
+    at most ``MOST_NAMES``."""
     names = sorted(set(names))
-    if close := close_names(word, names, limit):
+    close = close_names(word, names, limit)
+    if len(names) > MOST_NAMES and not close:
+        close = get_close_matches(word[:99], names, n=limit, cutoff=0.0)
+    if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
     return "valid names are " + ", ".join(names) + "." if names else "it has none."
 
@@ -133,8 +141,7 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def require_finite(finite: bool, where: str = "") -> None:
-    """Raise for predictions with NaN or infinity, for example of a model with damaged weights; ``where`` names the
-    place."""
+    """Raise for predictions with NaN or infinity, as of damaged weights; ``where`` names the place."""
     if not finite:
         raise KinformerError(
             f"the model's predictions are not finite numbers{where}; its weights are damaged or diverged."
@@ -218,8 +225,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
     "chunks": (lambda value: value >= 1, "1 or more"),
 }
-"""The range of a number by its name, in every config. Outside its range a model cannot be built, or its outputs are not
-finite."""
+"""The range of a number by its name, in every config. Outside of it models are not built, or outputs are not finite."""
 
 
 def require_ranges(values: Mapping[str, object], least: Mapping[str, float], above: Mapping[str, float]) -> None:

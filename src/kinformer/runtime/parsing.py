@@ -60,8 +60,7 @@ def parse_json_line(path: Path | str, number: int, line: str | bytes, remedy: st
 
 
 def dump_json(data: object, indent: int | None = None, compact: bool = False) -> str:
-    """Return ``data`` as JSON text, with null in place of NaN and infinity, which JSON lacks; ``compact``: without
-    blanks."""
+    """Return ``data`` as JSON text, with null for NaN and infinity, which JSON lacks; ``compact``: without blanks."""
     separators = (",", ":") if compact else None
     try:
         return json.dumps(data, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)

@@ -173,8 +173,7 @@ class Registry(Mapping[str, T]):
     messages. ``fits(name, installed)`` tells whether an installed object is valid, and ``expected(name)`` describes a
     valid object in words.
 
-    Errors: :class:`KinformerError` for a name with two owners and for an invalid object, only when the name is looked
-    up.
+    Errors: :class:`KinformerError` for a name with two owners and an invalid object, when the name is looked up.
     """
 
     def __init__(
@@ -286,11 +285,21 @@ def package_of(thing: object, group: str, name: str) -> str | None:
     return None
 
 
+def import_extra(module: str, what: str, package: str, install: str) -> Any:
+    """Return an optional ``module`` of ``package``, which ``what`` needs and which pip gets by ``install``."""
+    try:
+        importlib.import_module(module.partition(".")[0])  # else a submodule may come from sys.modules
+        return importlib.import_module(module)
+    except ImportError:
+        raise KinformerError(
+            f"{what} needs {package}, which is not installed; pip install {install} gets it."
+        ) from None
+
+
 def require_package(package: str, what: str, installed: str | None) -> None:
     """Raise if a part that was stored as part of ``package`` ("name version") does not come from this package any more.
 
-    ``what`` names the part in messages. ``installed`` is the present owner of the name: ``KINFORMER``, another package,
-    or None.
+    ``what`` names the part in messages. ``installed`` owns the name now: ``KINFORMER``, another package, or None.
     """
     name = package.partition(" ")[0]
     if installed is not None and name in (installed.partition(" ")[0], REGISTER) and installed != KINFORMER:

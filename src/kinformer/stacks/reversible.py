@@ -48,8 +48,7 @@ REMEDY = "use `set` stack.recompute=false for that"
 
 
 class Trail:
-    """The progress of a backward pass: the ``streams`` a and b after the layer use that comes next in the backward
-    pass."""
+    """The progress of a backward pass: the ``streams`` a and b after the use that is next in the backward pass."""
 
     streams: tuple[Tensor, Tensor]
 
@@ -125,12 +124,7 @@ class LayerUse:
         return (a, b), (of_a, of_b), of_states, of_weights
 
     def _undo(
-        self,
-        branch: Branch,
-        x: Tensor,
-        undo_state: UndoState,
-        of_added: Tensor | None,
-        weights: Sequence[Tensor],
+        self, branch: Branch, x: Tensor, undo_state: UndoState, of_added: Tensor | None, weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return the sum that ``branch`` added for its input x, and the gradients of x, of the state's tensors and of
         ``weights``."""
@@ -395,6 +389,4 @@ class Reversible(Stack):
         return tuple(parameter for parameter in parameters if parameter.requires_grad)
 
 
-PARTS = {
-    "ReversibleStack": Reversible.Config,
-}
+PARTS = {"ReversibleStack": Reversible.Config}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.encoder import EncoderMixer, SequenceContext
-from kinformer.testing.laws import CLOSE_AT_LARGE, LARGE, agree_at_large, agree_in_norm
+from kinformer.testing.laws import CLOSE, CLOSE_AT_LARGE, LARGE, agree_at_large, agree_in_norm
 from kinformer.testing.subject import (
     BITS,
     GRADIENTS,
@@ -143,8 +143,7 @@ class EncoderMixerSubject(EncoderSubject):
 
 
 class EncoderModelSubject(EncoderSubject):
-    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, with logits for every token or for every
-    sequence.
+    """An encoder of tokens, ``logits = model(tokens, valid=, kinds=)``, with logits for every token or sequence.
 
     Padding may stand anywhere. ``global_tokens`` False leaves ``kinds`` out, for a model that refuses them. ``shape``
     is the shape of one position, for inputs [batch, time, *shape] of numbers instead of ids, such as frames of sound.
@@ -238,9 +237,6 @@ def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> Sequen
         return {name: value[index] for name, value in text.items()}
     changed: dict[str, Any] = {name: x[index] for name, x in text._asdict().items() if isinstance(x, Tensor)}
     return text._replace(**changed)
-
-
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def padding(subject: EncoderSubject) -> None:

@@ -48,8 +48,7 @@ from kinformer.testing.subject import (
 
 
 class Plan(NamedTuple):
-    """A plan: ``inputs`` [batch, time, ...] to be absorbed in chunks of ``sizes``; ``valid`` and ``reset`` [batch,
-    time]."""
+    """A plan: ``inputs`` [batch, time, ...] for chunks of ``sizes``; ``valid`` and ``reset`` [batch, time]."""
 
     inputs: Tensor
     sizes: Sequence[int]
@@ -170,8 +169,7 @@ How = Callable[[Subject, nn.Module, Plan, State], tuple[Tensor, State]]
 
 
 def outcome(subject: Subject, module: nn.Module, how: How, plan: Plan, start: State) -> ContractOutputs:
-    """Return outputs, final state, and the gradients of a fixed projection of both by inputs, weights and initial
-    state."""
+    """Return outputs, final state, and gradients of a fixed projection of both by inputs, weights and initial state."""
     leaves: dict[str, Tensor] = {
         f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
     }
@@ -283,8 +281,7 @@ def _cut(time: int, sizes: list[int]) -> list[int]:
 
 
 def causality(subject: Subject) -> None:
-    """Change the tokens from t on strongly, and check that no output before t changes. Gradients would miss leaks by
-    selection."""
+    """Change the tokens from t on strongly: no output before t may change. Gradients would miss leaks by selection."""
     module = subject.build()
     inputs = subject.inputs(subject.batch, subject.time, seed=1)
     since = sorted({1, 2, 5, subject.time // 2, subject.time - 4, subject.time - 1})
@@ -340,8 +337,7 @@ def padding(subject: Subject) -> None:
 
 
 def reset(subject: Subject) -> None:
-    """Check that after a reset, at any position of a chunk, everything is as in a
-    new sequence; partitions agree on it."""
+    """Check that after a reset, anywhere in a chunk, everything is as in a new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
     mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time

@@ -1,6 +1,4 @@
-"""The subject of an examination: a mixer or a whole model behind one narrow interface, so that each law is written
-once.
-"""
+"""The subject of an examination: a mixer or a model behind one narrow interface, so a law is written once."""
 
 from __future__ import annotations
 
@@ -109,12 +107,10 @@ class Subject(ABC):
         """Return a fresh module in eval mode with the same weights on every call."""
         return built(make or self.make, dtype)
 
-    def run(
-        self, module: nn.Module, inputs: Tensor, state: State, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+    def run(self, module: nn.Module, inputs: Tensor, state: State, *masks: Tensor | None) -> tuple[Tensor, State]:
         """Absorb one chunk after a copy of ``state``, so that a module that writes into its state does not spoil other
-        checks."""
-        return self.call(module, inputs, None if state is None else fork(state), valid, reset)
+        checks; ``masks`` as of :meth:`call`."""
+        return self.call(module, inputs, None if state is None else fork(state), *masks)
 
     def started(self, module: nn.Module, batch: int, time: int = 9) -> State:
         """Return a detached state after ``time`` tokens."""
@@ -141,8 +137,7 @@ class Subject(ABC):
 
     @abstractmethod
     def mask(self, counts: Tensor, time: int, seed: int) -> Tensor:
-        """Return a validity mask [batch, time] with ``counts`` [batch] valid
-        tokens per row, as this subject may get it."""
+        """Return a mask [batch, time] that the subject may get, with ``counts`` [batch] valid tokens per row."""
 
     @abstractmethod
     def spoil(self, inputs: Tensor, valid: Tensor) -> Tensor:
@@ -291,8 +286,6 @@ def named_leaves(state: State, name: str = "state", is_slots: bool = False) -> I
         yield from named_leaves(item, f"{name}.{field}", field in getattr(state, "slots", ()))
 
 
-# The declarations of a mixer about its state, compared with measurements.
-
 # The check of analytic derivatives against numerical derivatives. A custom kernel may raise an error for second
 # derivatives and for forward-mode derivatives, but must not return wrong ones.
 
@@ -384,13 +377,14 @@ def _agree(place: str, derivative: Callable[[], tuple[Tensor, ...]], want: Seque
     )
 
 
+# The declarations of a mixer about its state, compared with measurements.
+
 GROWTHS = ("none", "constant", "window", "linear")
 FAR = 1_000_000
 
 
 def structure(subject: MixerSubject) -> None:
-    """Check that states are (named) tuples of tensors, batch first, zero or empty at the
-    start, alike before and after a step."""
+    """Check that states are (named) tuples of tensors, batch first, zero or empty at the start, alike after a step."""
     module = subject.build()
     require(isinstance(module, CausalMixer), f"{type(module).__name__} is no CausalMixer.")
     require(module.growth in GROWTHS, f"growth is {module.growth!r}, expected one of {', '.join(GROWTHS)}.")

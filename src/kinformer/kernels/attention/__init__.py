@@ -135,8 +135,7 @@ class Thresholds(NamedTuple):
     most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
     ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
     products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
-    ``narrow_set_pairs``.
-    ``where``: measured on what.
+    ``narrow_set_pairs``. ``where``: measured on what.
     """
 
     few_heads: int
@@ -362,8 +361,7 @@ def attention(
 
     q: [batch, q_heads, time, head_dim]; with a pattern, query i stands at slot past + i, past = k.shape[2] - time.
     k, v: [batch, kv_heads, slots, head_dim or head_dim_v]; query head h reads kv head h // (q_heads // kv_heads).
-        Slots that nobody sees must hold finite numbers. Both may be ``Projected``, ``Gathered`` by each query, or
-        ``Quantized``.
+        Unseen slots must hold finite numbers. Both may be ``Projected``, ``Gathered`` by each query, or ``Quantized``.
     impl: one of ``IMPLS``; "auto" is the choice of :func:`choose_impl`, any other name is used or refused. lse:
     whether to return the log-sum-exp, by which results over disjoint keys are merged.
 

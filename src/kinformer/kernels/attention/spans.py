@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 from kinformer.core.attention_state import Past, Pinned, PinnedState, SpanState
 from kinformer.core.contract import state_dtype
 from kinformer.core.crossing import Crossing, Row
-from kinformer.core.parts import Position, Relative, Score, TokenSpan
+from kinformer.core.parts import Relative, TokenSpan
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels import AttentionImpl
 from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention, merge
 from kinformer.kernels.softmax import Attended, query_positions
 from kinformer.runtime.autograd import Context, no_autocast
-from kinformer.runtime.host import has_data
+from kinformer.runtime.compiling import has_data
 from kinformer.runtime.process import product_dtype
 
 # Softmax attention whose keys and values go round the processes of a row (Liu, Zaharia and Abbeel 2023, Ring
@@ -124,32 +124,15 @@ def _pieces(kv: Tensor, crossing: Crossing) -> Iterator[tuple[int, Tensor]]:
 # What the queries of a chunk see. A mixer makes one :class:`Reach` for each chunk and calls it on its way.
 
 
-class Reaching(Protocol):
-    """The parts of a softmax mixer that its reach uses. ``pins``: how many first tokens the pattern keeps, and the size
-    of its window, the token itself included."""
-
-    @property
-    def position(self) -> Position: ...
-    @property
-    def score(self) -> Score: ...
-    @property
-    def impl(self) -> AttentionImpl: ...
-    @property
-    def pins(self) -> tuple[int, int]: ...
-
-    def scoring(self, farthest: int) -> Scoring:
-        """Return how pairs of tokens up to the distance ``farthest`` are scored; draw the seed of a dropout."""
-        ...
-
-    def values(self, v: Tensor) -> Tensor:
-        """Return the values [batch, kv_heads, slots, width] as heads read them."""
-        ...
-
-
 class Reach:
-    """The queries of one chunk see the slots that the mixer's pattern allows, and nothing else."""
+    """The queries of one chunk see the slots that the mixer's pattern allows, and nothing else.
 
-    def __init__(self, mixer: Reaching, state: Any, past: Past, x: Tensor) -> None:
+    Of the softmax ``mixer`` a reach uses ``position``, ``score``, ``impl``, ``scoring(farthest)`` (how pairs of tokens
+    up to this distance are scored, with a new seed of a dropout), ``values(v)`` (the values as heads read them) and
+    ``pins``: how many first tokens the pattern keeps, and the size of its window, the token itself included.
+    """
+
+    def __init__(self, mixer: Any, state: Any, past: Past, x: Tensor) -> None:
         """Begin with the ``state`` before the chunk, its ``past`` and the mixer's input x [batch, time, dim]."""
         self.mixer, self.past = mixer, past
 
@@ -161,7 +144,8 @@ class Reach:
         return (k, v), None
 
     def scoring(self, slots: Sequence[Any]) -> Scoring:
-        return self.mixer.scoring(slots[0].shape[2] - 1)
+        scoring: Scoring = self.mixer.scoring(slots[0].shape[2] - 1)
+        return scoring
 
     def attend(self, q: Tensor, slots: Sequence[Any], visibility: Visibility) -> Tensor:
         """Return the heads' outputs [batch, heads, time, width]; q is as the score takes it."""
@@ -242,7 +226,7 @@ def renewed(first: Pinned, new: Pinned, valid: Tensor | None, seen: Tensor) -> P
 class PinnedReach(Reach):
     """A pattern that keeps the first tokens of a sequence: they are attended to apart from the window."""
 
-    def __init__(self, mixer: Reaching, state: PinnedState, past: Past, x: Tensor) -> None:
+    def __init__(self, mixer: Any, state: PinnedState, past: Past, x: Tensor) -> None:
         super().__init__(mixer, state, past, x)
         self.first = Pinned(state.first_keys, state.first_values)
 
@@ -500,9 +484,7 @@ def of_stretch(qkv: Sequence[Tensor], row: Row, pattern: Pattern, scoring: Scori
     last = k.shape[2] if pattern.ahead is None else min(k.shape[2], end + max(0, pattern.ahead))
     # The last query stands at the last key: queries of nothing stand at those ahead.
     visibility = Visibility(
-        pattern,
-        positions=places[:, begin:last],
-        key_padding_mask=None if padding is None else padding[:, first:last],
+        pattern, positions=places[:, begin:last], key_padding_mask=None if padding is None else padding[:, first:last]
     )
     q, k, v = pad(q, (0, 0, 0, last - end)), k[:, :, first:last], v[:, :, first:last]
     return Attended(attention(q, k, v, visibility, scoring, impl=impl).out[:, :, :time])

@@ -340,11 +340,7 @@ class TileLoop:
             if retained is not None:
                 retained_weights = weights * retained
             if self.distances is not None:
-                views = (
-                    self.axes(errors, block),
-                    self.axes(retained_weights, block),
-                    self.axes(grad_block, block),
-                )
+                views = (self.axes(errors, block), self.axes(retained_weights, block), self.axes(grad_block, block))
                 self.distances.add_value_gradients(*views, tile, block.heads)
             if retained is not None:
                 errors.mul_(retained)

@@ -548,8 +548,7 @@ class Summed:
 def sections(
     pattern: Pattern, positions: Tensor, slots: int, heads: int, kv_heads: int, separate_heads: bool
 ) -> Iterator[Section]:
-    """Yield the sections of a call whose queries [batch, time] stand at ``positions`` and at the last of ``slots``
-    slots.
+    """Yield a call's sections, whose queries [batch, time] stand at ``positions`` and at the last of ``slots`` slots.
 
     Heads of different patterns are one section where that pays, unless these are to be ``separate_heads``.
     """

@@ -25,8 +25,7 @@ _ELEMENTS = 1 << 21
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Compute left @ right into ``out``. Inputs of lower precision are not widened, because a CPU product cannot do
-    that."""
+    """Compute left @ right into ``out``. Inputs of lower precision are not widened, as a CPU product cannot do that."""
     if out.dtype == left.dtype:
         return torch.bmm(left, right, out=out)
     return out.copy_(torch.bmm(left, right))

@@ -5,9 +5,8 @@ by rank. The rank of a token counts the earlier tokens of its bucket, and chunk 
 size ... A query of chunk c sees the keys of its bucket in the chunks c - 1 and c, up to itself. The visible keys
 therefore depend on the past alone. In the paper they do not, because chunks are cut from the whole sorted sequence.
 
-Over rounds r, P_i is the union of the P_i^r, and every key counts once. The paper divides by N_ij, the number of
-rounds in which i sees j (equation 6). Here a key counts only in the first round that sees it, which gives the same
-sum.
+Over rounds r, P_i is the union of the P_i^r, and every key counts once. The paper divides by N_ij, the number of rounds
+in which i sees j (equation 6). Here a key counts only in the first round that sees it, which gives the same sum.
 
 PyTorch's FLOP counter and the estimator of memory cannot see inside the operator, so this file tells them the cost
 of a call. The data determine how full buckets are. FLOPs count the pairs that the tiles compute for equally full
@@ -22,8 +21,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels import BucketedImpl, names_of
-from kinformer.kernels.bucketed.chunked import PAIRS, SPARE, BucketedCall, attend, gathered, rows_per_tile
-from kinformer.kernels.bucketed.membership import Membership, counted, members, needed
+from kinformer.kernels.bucketed.chunked import (
+    PAIRS,
+    SPARE,
+    BucketedCall,
+    Membership,
+    attend,
+    counted,
+    gathered,
+    members,
+    needed,
+    rows_per_tile,
+)
 from kinformer.kernels.softmax import Attended
 from kinformer.runtime.autograd import no_autocast, transformed
 from kinformer.runtime.compiling import scratch

@@ -1,12 +1,10 @@
-"""Attention within buckets tile by tile, in PyTorch: each tile of a run meets the tiles of its chunk and of the chunk
-before.
+"""Attention within buckets tile by tile, in PyTorch: each tile of a run meets those of its chunk and of the one before.
 
 Scores stand as [tile, block, key, query] (``layout`` says which tiles lie side by side), so that every product is of
 contiguous matrices and maxima and sums run over rows. The first round gives P_i^1; in a later round, keys seen by an
 earlier round have weight 0. Rounds are joined by their log-sum-exps. The backward recomputes P = exp(S - lse), with the
 lse of all rounds, and uses dS = P * (dP - delta), delta = rowsum(dO * O) - dlse; in the code S is ``scores``, P
-``weights`` and ``errors`` is dP, then dS.
-"""
+``weights`` and ``errors`` is dP, then dS."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kinformer.core.contract import Chunk, advance, positions_of, real_resets, state_dtype, width_of
-from kinformer.kernels.bucketed.membership import Membership, counted, members, members_of_last, needed
+from kinformer.core.contract import Chunk, advance, positions_of, real_resets, state_dtype
 from kinformer.kernels.softmax import Attended, tile_size, unfilled
 from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order, no_autocast
 from kinformer.runtime.compiling import spare_operators
@@ -526,75 +523,11 @@ def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
     return torch.where(retained.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))
 
 
-# Attention within buckets as published: clusters of equal size, and chunks of a sequence sorted by bucket.
-
-# Attention within clusters of equal size, as the Routing Transformer is published (Roy et al. 2021, section 4.1).
-#
-# A cluster takes the ``cluster_size`` queries and the ``cluster_size`` keys that are most similar to its centroid. So a
-# token may be in several clusters, whose outputs are averaged, or in none: then its output is 0. The members of a
-# cluster depend on the full sequence, so a decoder must not use it even with later tokens masked (``causal``).
-
-_ITSELF, _EPS = -5e4, 1e-5
-"""As in routing-transformer: the score of a token with itself where queries are keys, and a number added to counts."""
-
-
-def balanced_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    similar: tuple[Tensor, Tensor | None],
-    cluster_size: int,
-    *,
-    valid: Tensor | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """Return attention within clusters of equal size, [batch, heads, time, head_dim].
-
-    q, k, v: [batch, heads, time, head_dim]; scores are q . k / sqrt(head_dim). similar: [batch, heads, time, clusters]
-        of queries and of keys, whose second is None where both are the same tokens; then a token sees itself only
-        where it sees nothing else. valid: [batch, time] bool, of keys.
-    """
-    wide = state_dtype(q.dtype)
-    asking = _most_similar(similar[0], cluster_size)
-    keys = asking if similar[1] is None else _most_similar(similar[1], cluster_size)
-    with no_autocast(q.device):
-        scores = gathered(q.to(wide), asking) @ gathered(k.to(wide), keys).mT * width_of(q) ** -0.5
-    hidden = torch.zeros((), dtype=torch.bool, device=q.device)
-    if valid is not None:
-        real = valid[:, None, None].expand(-1, *keys.shape[1:3], -1)
-        hidden = ~(real.gather(3, asking).unsqueeze(-1) & real.gather(3, keys).unsqueeze(-2))
-    if causal:
-        hidden = hidden | (asking.unsqueeze(-1) < keys.unsqueeze(-2))
-    # The lowest number, not -inf: a row whose keys are all hidden stays finite.
-    scores = scores.masked_fill(hidden, torch.finfo(wide).min)
-    if similar[1] is None:
-        scores = scores.masked_fill(asking.unsqueeze(-1) == keys.unsqueeze(-2), _ITSELF)
-    with no_autocast(q.device):
-        output = (scores.softmax(-1) @ gathered(v.to(wide), keys)).flatten(2, 3)
-    index = asking.flatten(2, 3).unsqueeze(-1)
-    out = torch.zeros_like(v, dtype=wide).scatter_add(2, index.expand_as(output), output)
-    counts = out.new_zeros(*out.shape[:3], 1).scatter_add_(2, index, torch.ones_like(index, dtype=wide))
-    # The mean over the clusters that took the token, as in the authors' code; a token in none has output 0.
-    return (out / (counts + _EPS)).to(v.dtype)
-
-
-def _most_similar(similar: Tensor, cluster_size: int) -> Tensor:
-    """Return the most similar tokens of each cluster, [batch, heads, clusters, cluster_size] int64; of equal tokens the
-    first.
-
-    Equal means equal up to rounding: the same word without a position, in another batch, or computed again by a
-    reversible stack, differs in the last digits.
-    """
-    steps = (similar / torch.finfo(similar.dtype).eps ** 0.75).round()
-    return steps.sort(dim=2, descending=True, stable=True).indices[:, :, :cluster_size].mT
-
-
 # Attention within chunks of a sequence that is sorted by bucket, as Reformer's authors have it (Kitaev et al. 2020).
 #
 # All rounds stand in one array, each sorted by bucket and then by position, and cut in chunks. A chunk sees itself and
 # the one before it, whatever their buckets; the first chunk of a round sees the last one of the round before (of the
-# first round: of the last). A key that several rounds see counts several times. Rounds are weighed by their
-# log-sum-exps.
+# first round: of the last). A key counts once for each round that sees it. Rounds are weighed by their log-sum-exps.
 #
 # What a token sees depends on the full sequence, also where later tokens are masked (``causal``): how many of them
 # share its bucket decides where chunks are cut. So a decoder must not use it; ``kernels.bucketed.bucketed_attention``
@@ -669,3 +602,85 @@ def _chunks_before(order: Tensor, chunks: int, valid: Tensor | None, chunk_size:
 def _of_chunks(x: Tensor, chunk: Tensor) -> Tensor:
     """Return the chunks ``chunk`` [batch, n] of ``x`` [batch, heads, chunks, ...], as [batch, heads, n, ...]."""
     return x.transpose(1, 2)[torch.arange(len(x), device=x.device)[:, None], chunk].transpose(1, 2)
+
+
+# The membership of tokens in runs: the tokens of one bucket of one sequence, in the order of time, with their ranks.
+
+
+class Membership(NamedTuple):
+    """The run of every slot in every round, and the slot's rank in that run.
+
+    ``runs``, ``ranks`` [batch, heads, rounds, slots] int64, numbered within a row and head; -1 means no run. The ranks
+    of a run are consecutive from 0, in the order of slots; 0 may stand for any multiple of ``size``, the chunk size.
+    ``buckets``: the approximate number of runs, from which costs are computed.
+    """
+
+    runs: Tensor
+    ranks: Tensor
+    size: int
+    buckets: int
+
+
+def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Tensor | None = None) -> Membership:
+    """Return the runs of ``buckets`` [batch, heads, rounds, slots] int64 (-1: an empty slot); the first ``past`` slots
+    come before the chunk.
+
+    counts: [batch, heads, rounds, number of buckets] int64, all tokens so far of the carried sequence by bucket,
+        dropped tokens included. sequence: [batch, slots] int64, 0 for the carried sequence, then 1, 2, ...; None if the
+        chunk has no other sequence.
+    """
+    number = counts.shape[-1]
+    runs = buckets
+    if sequence is not None:
+        runs = torch.where(buckets < 0, buckets, buckets + sequence[:, None, None] * number)
+    ranks = _stored_ranks(runs)
+    if past:
+        shift = counts - _tally(buckets[..., :past], number) - _oldest(counts, size)
+        continued = buckets >= 0 if sequence is None else (buckets >= 0) & (sequence == 0)[:, None, None]
+        ranks = torch.where(continued, ranks + shift.gather(3, buckets.clamp_min(0)), ranks)
+        runs = torch.where(ranks < 0, -1, runs)
+    return Membership(runs, ranks.clamp_min(0), size, number)
+
+
+def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
+    """Return the run of the last of ``buckets`` [batch, heads, rounds, slots], after
+    ``counts``; all other slots are in none."""
+    last = buckets[..., -1:]
+    inside = (buckets == last) & (last >= 0)
+    before = counts.gather(3, last.clamp_min(0))
+    ranks = inside.long().flip(-1).cumsum(-1).flip(-1).neg() + 1 + before - _oldest(before, size)
+    return Membership(torch.where(inside & (ranks >= 0), last, -1), ranks.clamp_min(0), size, counts.shape[-1])
+
+
+def counted(buckets: Tensor, counts: Tensor) -> Tensor:
+    """Return ``counts`` plus the tokens of ``buckets`` [batch, heads, rounds, time]; -1 is not a token."""
+    return counts + _tally(buckets, counts.shape[-1])
+
+
+def needed(buckets: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Return which slots of ``buckets`` [batch, heads, rounds, slots] (-1: none) a later token can see in some round,
+    bool [batch, heads, slots]; ``counts`` include all of these slots."""
+    first = _tally(buckets, counts.shape[-1]) - counts + _oldest(counts, size)
+    return ((buckets >= 0) & (_stored_ranks(buckets) >= first.gather(3, buckets.clamp_min(0)))).any(2)
+
+
+def _oldest(counts: Tensor, size: int) -> Tensor:
+    """Return the first rank that a token after ``counts`` others of its bucket may see."""
+    # The next token has rank ``counts`` and sees the chunks counts // size - 1 and counts // size.
+    return (counts // size - 1).clamp_min(0) * size
+
+
+def _stored_ranks(runs: Tensor) -> Tensor:
+    """Return how many earlier slots are of the same run, [..., slots] int64."""
+    ordered, order = torch.sort(runs, dim=-1, stable=True)
+    index = torch.arange(runs.shape[-1], device=runs.device)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    start = torch.where(begins, index, 0).cummax(-1).values
+    return torch.empty_like(runs).scatter_(-1, order, index - start)
+
+
+def _tally(buckets: Tensor, number: int) -> Tensor:
+    """Return how many of ``buckets`` [..., slots] are 0, 1, ..., ``number`` - 1; -1 is none."""
+    counts = buckets.new_zeros(*buckets.shape[:-1], number + 1)
+    return counts.scatter_add_(-1, buckets + 1, torch.ones_like(buckets))[..., 1:]

@@ -20,8 +20,7 @@ from torch.nn import functional
 from kinformer.core.contract import Chunk, advance, state_dtype
 from kinformer.kernels.softmax import tile_size
 from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order, without_autocast
-from kinformer.runtime.compiling import spare_operators
-from kinformer.runtime.host import has_data
+from kinformer.runtime.compiling import has_data, spare_operators
 
 # The blocks into which positions cut sequences, and the block of each token of a chunk.
 #

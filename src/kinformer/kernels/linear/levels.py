@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kinformer.kernels import LinearImpl
 from kinformer.runtime.autograd import Context, transformed
-from kinformer.runtime.host import host_ints
+from kinformer.runtime.compiling import host_ints
 
 TILE = 64
 """Tokens whose pairs are computed one by one."""

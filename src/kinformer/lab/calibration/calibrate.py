@@ -1,5 +1,4 @@
-"""Calibration of early exits: thresholds are found on held-out text, by a bound on a risk or by a search, and are
-stored in the run."""
+"""Calibration of early exits: thresholds by a bound on a risk or by a search, which the run stores."""
 
 from __future__ import annotations
 
@@ -33,9 +32,7 @@ CALIBRATION = "calibration"
 
 def calibrate(folder: str | Path, options: CalibrateOptions, quiet: bool = True) -> Calibrated | SearchResult:
     """Find thresholds of the run in ``folder``, and replace the thresholds in its config."""
-    if options.search is not None:
-        return search(folder, options)
-    return bound_risk(folder, options, quiet)
+    return bound_risk(folder, options, quiet) if options.search is None else search(folder, options)
 
 
 # One threshold for all exits, whose risk is bounded (``lab.calibration.risk``).
@@ -160,10 +157,8 @@ TOLERANCE, BYTES, TRIED = 0.01, 20_000, 10
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search: the stored ``thresholds``, and the ``bits_per_byte`` and ``exits`` with them.
-
     ``all_layers`` is the bits per byte without early exits. ``thresholds`` is empty if no draw stays within the
-    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers.
-    """
+    tolerance. ``curve`` holds the draws that no other draw beats in both loss and layers."""
 
     run: Run
     thresholds: tuple[float, ...]
@@ -244,11 +239,8 @@ def search(folder: str | Path, options: CalibrateOptions) -> SearchResult:
 def _first_within(
     model: Any, held: HeldOut, windows: Windows, draws: Sequence[Draw], limit: float
 ) -> tuple[tuple[float, ...], float, Exited | None]:
-    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte.
-
-    Each draw is measured with real early exits, because the search neglects one effect (see
-    ``lab.calibration.search``).
-    """
+    """Return the thresholds, bits per byte and exits of the first draw with at most ``limit`` bits per byte. Each draw
+    is measured with real early exits, because the search neglects one effect (see ``lab.calibration.search``)."""
     for draw in draws:
         model.stack.rule.thresholds = draw.thresholds
         with noting_exits(model) as noted:
@@ -265,9 +257,7 @@ def check_thresholds(run: Run) -> None:
     """Refuse a run without thresholds of exits."""
     rule = getattr(run.config.stack, "rule", None)
     if not isinstance(rule, ThresholdConfig):
-        what = (
-            "no token leaves early" if rule is None else f"tokens leave by the rule {rule.kind!r}, without a threshold"
-        )
+        what = "no token leaves early" if rule is None else f"tokens leave by rule {rule.kind!r}, without a threshold"
         raise KinformerError(
             f"{run.folder}: in this run of {run.member!r} {what}; give one of calm, or of a stack whose rule is "
             "softmax_response, saturation or classifier."

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from kinformer.lab.runs.options import Machine
-from kinformer.runtime.errors import KinformerError, marked, require, require_seed
+from kinformer.runtime.errors import KinformerError, marked, require, require_above
 
 MAX_THRESHOLDS, MAX_DRAWN = 10_000, 1_000_000
 
@@ -63,21 +63,37 @@ class CalibrateOptions(Machine):
     seed: int = 0
     """The seed by which samples are drawn."""
 
+    LEAST = dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"), 1) | {
+        "thresholds": 2,
+        "search": 1,
+        "first": 2,
+        "tolerance": 0,
+        "seed": 0,
+    }
+    SHARES = {"risk": "(0, 1)", "confidence": "(0, 1)"}
+
     def __post_init__(self) -> None:
-        for name in ("risk", "confidence"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise KinformerError(f"`{name}` {value:g}: is a share; give a number above 0 and below 1.")
-        for name in ("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"):
-            require(name, getattr(self, name), 1)
         require("thresholds", self.thresholds, 2, MAX_THRESHOLDS)
-        if self.decay_tokens is not None and not self.decay_tokens > 0:
-            raise KinformerError(f"`decay_tokens` {self.decay_tokens:g}: must be above 0 tokens.")
-        require_seed(self.seed)
+        require("search", self.search, 1, MAX_DRAWN)
+        require_above("decay_tokens", self.decay_tokens, 0)
         self.layers()
         super().__post_init__()
+        shared = {
+            "search",
+            "after",
+            "tolerance",
+            "first",
+            "split",
+            "data",
+            "seed",
+            *(item.name for item in fields(Machine)),
+        }
+        for field in fields(CalibrateOptions) if self.search is not None else ():
+            if field.name not in shared and getattr(self, field.name) != field.default:
+                raise KinformerError(
+                    f"{marked(field.name)}: is of a calibration that bounds a risk; leave it or `search` out."
+                )
         if self.search is not None:
-            self._check_search()
             return
         for name in ("tolerance", "first"):
             if getattr(self, name) is not None:
@@ -97,24 +113,3 @@ class CalibrateOptions(Machine):
             return None if self.after is None else [int(layer) for layer in self.after.split(",")]
         except ValueError:
             raise KinformerError(f"`after` {self.after}: is not a list of layers; write as in 2,4.") from None
-
-    def _check_search(self) -> None:
-        require("search", self.search, 1, MAX_DRAWN)
-        require("first", self.first, 2)
-        if self.tolerance is not None and not self.tolerance >= 0:
-            raise KinformerError(f"`tolerance` {self.tolerance:g}: must be 0 or more bits per byte.")
-        search_options = {
-            "search",
-            "after",
-            "tolerance",
-            "first",
-            "split",
-            "data",
-            "seed",
-            *(item.name for item in fields(Machine)),
-        }
-        for field in fields(CalibrateOptions):
-            if field.name not in search_options and getattr(self, field.name) != field.default:
-                raise KinformerError(
-                    f"{marked(field.name)}: is of a calibration that bounds a risk; leave it or `search` out."
-                )

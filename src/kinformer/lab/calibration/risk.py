@@ -124,11 +124,9 @@ def _common(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def upper_bound(losses: np.ndarray, confidence: float) -> float:
-    """Return an upper bound on the expected loss, from independent ``losses`` [n] in [0, 1].
-
-    The expected loss exceeds the bound with a probability of at most 1 - confidence. By Bentkus' inequality (2004) the
-    bound is the largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence.
-    """
+    """Return an upper bound on the expected loss, from independent ``losses`` [n] in [0, 1]. The expected loss exceeds
+    the bound with a probability of at most 1 - confidence. By Bentkus' inequality (2004) the bound is the largest r
+    with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence."""
     count, total = len(losses), _rounded_up(float(losses.sum()))
     low, high = float(losses.mean()), 1.0
     # Bisection; after 60 halvings the interval is below the resolution of float64.

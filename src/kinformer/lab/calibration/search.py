@@ -25,8 +25,7 @@ _AT_ONCE = 1 << 22
 
 
 class Draw(NamedTuple):
-    """A draw: ``thresholds`` of every exit except the last, and the resulting mean ``nats`` and ``layers`` per
-    token."""
+    """A draw: ``thresholds`` of every exit but the last, and the resulting mean ``nats`` and ``layers`` per token."""
 
     thresholds: tuple[float, ...]
     nats: float
@@ -35,21 +34,16 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlook:
-    """The predictions of n tokens at every exit: ``confidence`` [exits - 1, n] and ``nats`` [exits, n].
-
-    ``layers`` is the number of layers before each exit.
-    """
+    """Predictions of n tokens at exits behind ``layers`` layers: ``confidence`` [exits - 1, n], ``nats`` [exits, n]."""
 
     confidence: np.ndarray
     nats: np.ndarray
     layers: tuple[int, ...]
 
     def search(self, draws: int, seed: int) -> list[Draw]:
-        """Draw thresholds ``draws`` times, and return the draws that no other draw beats in both nats and layers.
-
-        The draw with the fewest layers comes first. The threshold of an exit is drawn uniformly between the lowest and
-        the highest confidence at this exit.
-        """
+        """Draw thresholds ``draws`` times, and return the draws that no other draw beats in both nats and layers. The
+        draw with the fewest layers comes first. The threshold of an exit is drawn uniformly between the lowest and the
+        highest confidence at this exit."""
         generator = np.random.default_rng(seed)
         low, high = self.confidence.min(1), self.confidence.max(1)
         thresholds = generator.uniform(low, high, (draws, len(low)))
@@ -76,8 +70,7 @@ class Outlook:
 
 
 def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Outlook:
-    """Return the predictions of every exit for every token of ``split``; the stack of ``model`` has a threshold
-    rule."""
+    """Return the predictions of every exit for every token of ``split``; the stack has a threshold rule."""
     stack, last = model.stack, []
     recorder = _Recorder(stack.rule)
     with torch.inference_mode(), with_rule(stack, recorder):
@@ -93,8 +86,7 @@ def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Ou
 
 
 class _Recorder(ExitRule):
-    """A rule that keeps every token in all layers, and records the confidence of ``rule`` and the nats of ``targets``
-    at every exit."""
+    """A rule that keeps tokens in all layers, and records ``rule``'s confidence and the nats at every exit."""
 
     targets: Tensor
 

@@ -10,9 +10,8 @@ import tyro
 
 from kinformer.lab.cli.form import CommonOptions, Printing, UsingRun
 from kinformer.lab.cli.output import print_json
-from kinformer.lab.runs.options import require_proof
 from kinformer.lab.training.logging import size
-from kinformer.runtime.errors import KinformerError, plural, require, require_share, spelled
+from kinformer.runtime.errors import KinformerError, plural, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +37,8 @@ class Import(CommonOptions):
         for note in done.notes if not self.quiet else ():
             print(f"kinformer: {note}", file=sys.stderr)
         run = done.run
-        return self.show(
-            done.facts, [f"{run.folder}: {run.member} ({run.recipe}), {plural(done.parameters, 'parameter')}"]
-        )
+        line = f"{run.folder}: {run.member} ({run.recipe}), {plural(done.parameters, 'parameter')}"
+        return self.show(done.facts, [line])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +103,8 @@ class Verify(Printing):
     limit: float = 1e-4
     """The largest difference of logits that counts as rounding, as a share of the largest logit."""
 
-    def __post_init__(self) -> None:
-        require_proof(self.length, self.limit)
+    LEAST = {"length": 2}
+    SHARES = {"limit": "(0, 1]"}
 
     def run(self) -> int:
         """Verify the subject, print one table, and return 1 if a law is broken."""
@@ -154,10 +152,11 @@ class Pack(Printing):
     check: bool = False
     """Hold all bytes of the shards in DATA to their checksums, and pack nothing."""
 
+    LEAST = {"shard_mb": 1, "workers": 1}
+    SHARES = {"holdout": "(0, 1)"}
+
     def __post_init__(self) -> None:
-        require("shard_mb", self.shard_mb, 1)
-        require("workers", self.workers, 1)
-        require_share("holdout", self.holdout)
+        super().__post_init__()
         if self.check == (self.out is not None):
             raise KinformerError("`out`: give the new folder of the shards, or `check` an existing folder.")
 
@@ -169,16 +168,9 @@ class Pack(Printing):
         if self.out is None:
             done = check_shards(self.data)
         else:
-            done = packed(
-                self.data,
-                self.out,
-                tokenizer=self.tokenizer,
-                text_field=self.text_field,
-                holdout=self.holdout,
-                shard_mb=self.shard_mb,
-                workers=self.workers,
-                quiet=self.json or self.quiet,
-            )
+            names = ("tokenizer", "text_field", "holdout", "shard_mb", "workers")
+            settings = {name: getattr(self, name) for name in names}
+            done = packed(self.data, self.out, **settings, quiet=self.json or self.quiet)
         tokens = ", ".join(f"{name} {number:,}" for name, number in done.tokens.items())
         says = ", as its manifest says" if self.check else ""
         return self.show(done.facts, [f"{done.folder}: {size(done.bytes)}{says}; tokens: {tokens}"])

@@ -1,10 +1,5 @@
-"""The commands that describe the family.
-
-list: the members, the tasks or the kinds of parts. show: one member. draw: attention patterns and encodings of
-positions as a picture.
-
-``list`` does not import PyTorch for members and tasks.
-"""
+"""The commands that describe the family: list, show and draw. ``list`` does not import PyTorch for members and
+tasks."""
 
 from __future__ import annotations
 
@@ -69,11 +64,8 @@ class List(CommonOptions):
         records = members(lambda sentence: print(f"kinformer: {sentence}", file=sys.stderr))
         groups = None if self.by is None else _groups(records, self.by)
         if self.json:
-            print_json(
-                [record.facts for record in records]
-                if groups is None
-                else {name: [record.facts for record in group] for name, group in groups.items()}
-            )
+            listed = {name: [record.facts for record in group] for name, group in (groups or {"": records}).items()}
+            print_json(listed if groups is not None else listed[""])
             return 0
         if groups is not None:
             _print_tree(groups)
@@ -96,19 +88,14 @@ class List(CommonOptions):
 
 
 GROWTHS = {
-    "none": "no state: reads whole texts",
-    "constant": "constant",
-    "window": "up to a window",
-    "linear": "with every token",
-    "store": "a datastore beside it",
-}
-
+    "none": "no state: reads whole texts", "constant": "constant", "window": "up to a window",
+    "linear": "with every token", "store": "a datastore beside it",
+}  # fmt: skip
 
 COSTS = {
-    "linear": "in proportion to the length",
-    "between": "between the length and its square",
+    "linear": "in proportion to the length", "between": "between the length and its square",
     "quadratic": "with the square of the length",
-}
+}  # fmt: skip
 
 
 def _groups(records: Sequence[Member], by: str) -> dict[str, list[Member]]:
@@ -146,9 +133,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 MAX_PICTURES = 8
 MAX_COLUMN, NARROW = 38, 64
-"""The most columns of a setting with its meaning on the same line; in a terminal narrower than the second number, every
-meaning begins on the next line."""
-DEFAULTS = ""
+"""The most columns of a setting with its meaning behind it, and of a terminal where meanings have their own lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +159,7 @@ class Show(SubjectOptions, CommonOptions):
         elif self.explain:
             _print(facts, explained(config, shutil.get_terminal_size((100, 24)).columns, self.brief))
         else:
-            _print(facts, tree(folded(config) if self.brief else facts["config"], "  "))
+            _print(facts, (line for line, _ in _rows(config, "  ", self.brief, explain=False)))
         return 0
 
 
@@ -191,8 +176,7 @@ def _print(page: DescriptionFacts, config: Iterable[str]) -> None:
     print(f"recipes: {', '.join(page['recipes'])}\n\nconfig of {page['name']}, recipe {page['recipe']}")
     print("\n".join(config))
     _print_training(page["training"])
-    total = page["parameters"]["total"]
-    active = page["parameters"]["active"]
+    total, active = page["parameters"]["total"], page["parameters"]["active"]
     print(f"\nparameters: {total:,}{f' (one token uses {active:,})' if active < total else ''}")
     print_table(("part", "parameters"), [(part, f"{n:,}") for part, n in page["parameters"]["parts"].items()], (1,))
     _print_state(page)
@@ -242,46 +226,9 @@ def _print_state(page: DescriptionFacts) -> None:
     print_table(("tokens", "bytes", ""), states, (0, 1, 2))
 
 
-def folded(config: Config) -> dict[str, object]:
-    """Return a config's dict form, in which the key DEFAULTS lists the names of settings with default values."""
-    from kinformer.core.config import field_types, tags
-
-    field_by_name = {field.name: field for field in fields(config)}  # type: ignore[arg-type]
-    same = [name for name in field_types(type(config)) if getattr(config, name) == field_by_name[name].default]
-    shown = {name: _folded(getattr(config, name)) for name in field_types(type(config)) if name not in same}
-    return {**tags(config), **shown, **({DEFAULTS: ", ".join(same)} if same else {})}
-
-
-def _folded(value: object) -> object:
-    from kinformer.core.config import Config
-
-    if isinstance(value, tuple):
-        return [_folded(item) for item in value]
-    return folded(value) if isinstance(value, Config) else value
-
-
-def tree(config: Mapping[str, object], indent: str) -> Iterator[str]:
-    """Yield a config's dict form as indented lines; equal neighbours in a list are listed once."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield f"{indent}{name}: {value.get('kind', '')}".rstrip()
-            yield from tree(value, indent + "  ")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for first, last, item in runs(value):
-                layers = str(first) if first == last else f"{first} to {last}"
-                yield f"{indent}{name} {layers}: {item.get('kind', '')}".rstrip()
-                yield from tree(item, indent + "  ")
-        elif name == DEFAULTS:
-            yield textwrap.fill(f"{indent}(at their defaults: {value})", 100, subsequent_indent=f"{indent} ")
-        elif name != "kind":
-            yield f"{indent}{name} = {value}"
-
-
 def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
-    """Yield the lines of ``config`` with the meanings of settings, at most ``width`` columns wide.
-
-    A longer word makes a longer line. With ``brief``, settings with default values are left out.
-    """
+    """Yield the lines of ``config`` with the meanings of settings, at most ``width`` columns wide, unless a word is
+    longer. With ``brief``, settings with default values are left out."""
     rows = list(_rows(config, "  ", brief))
     column = min(MAX_COLUMN, max((len(left) for left, _ in rows), default=0)) + 2
     for left, text in rows:
@@ -295,28 +242,33 @@ def explained(config: Config, width: int, brief: bool = False) -> Iterator[str]:
         yield from lines
 
 
-def _rows(config: Config, indent: str, brief: bool) -> Iterator[tuple[str, str]]:
-    """Yield each setting, indented, and its meaning; equal neighbours in a list are listed once."""
+def _rows(config: Config, indent: str, brief: bool, explain: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield each setting, indented, and its meaning; equal neighbours in a list are listed once. With ``brief``,
+    settings with default values are left out. Without ``explain`` there are no meanings, and with ``brief`` a last line
+    then names the settings that were left out."""
     from kinformer.core.config import Config, field_types, tags, to_dict
     from kinformer.family.kinds import meaning
 
     if (package := tags(config).get("package")) is not None:
         yield f"{indent}package = {package}", ""
-    defaults = {field.name: field.default for field in fields(config)}  # type: ignore[arg-type]
+    defaults, same = {field.name: field.default for field in fields(config)}, []  # type: ignore[arg-type]
     for name in field_types(type(config)):
-        value, text = getattr(config, name), meaning(type(config), name)
+        value, text = getattr(config, name), meaning(type(config), name) if explain else ""
         if brief and value == defaults[name]:
-            continue
-        if isinstance(value, Config):
+            same.append(name)
+        elif isinstance(value, Config):
             yield f"{indent}{name}: {value.kind}".rstrip(), text
-            yield from _rows(value, f"{indent}  ", brief)
+            yield from _rows(value, f"{indent}  ", brief, explain)
         elif isinstance(value, tuple) and value and isinstance(value[0], Config):
             for first, last, item in runs(value):
                 numbers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {numbers}: {item.kind}".rstrip(), text
-                yield from _rows(item, f"{indent}  ", brief)
+                yield from _rows(item, f"{indent}  ", brief, explain)
         else:
             yield f"{indent}{name} = {to_dict(value)}", text
+    if same and not explain:
+        line = f"{indent}(at their defaults: {', '.join(same)})"
+        yield textwrap.fill(line, 100, subsequent_indent=f"{indent} "), ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,4 @@
-"""The form of a command: its options as the parser, the help and the shell's completion see them, and the parsing of
-arguments into them."""
+"""The form of a command: its options for the parser, the help and the shell, and the parsing of arguments."""
 
 from __future__ import annotations
 
@@ -22,17 +21,7 @@ from kinformer.lab.cli.output import print_blocks, print_json
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import (
-    FORMER,
-    RARE,
-    Checked,
-    KinformerError,
-    field_docs,
-    nearest,
-    require_seed,
-    spelled,
-    today,
-)
+from kinformer.runtime.errors import FORMER, RARE, Checked, KinformerError, field_docs, nearest, spelled, today
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import parse_count, parse_toml
 from kinformer.runtime.plugins import import_file
@@ -88,9 +77,7 @@ class CommonOptions(Printing):
     seed: int = 0
     """The seed of all random numbers."""
 
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        super().__post_init__()
+    LEAST = {"seed": 0}
 
 
 # The order of options in the help.
@@ -164,13 +151,12 @@ def form_of(
         if entries := [by_name[name] for name in names if name in named]:
             group = make_dataclass(title, entries, frozen=True, kw_only=True)
             groups.append(Entry(title, Annotated[group, tyro.conf.OmitArgPrefixes], field(default_factory=group)))
-    task_groups = [] if kind is None else list(_task_groups(kind, set(by_name), only))
+    task_groups = [] if kind is None else _task_groups(kind, set(by_name), only)
     return make_dataclass(options.__name__, [*ordered, *task_groups, *groups], frozen=True, kw_only=True)
 
 
 def filled(options: type[O], form: DataclassInstance) -> O:
-    """Return ``options`` with the parser's values: ``set`` as a mapping by path, and the options of tasks in
-    ``task_options``."""
+    """Return ``options`` with the parser's values: ``set`` by path, and the options of tasks in ``task_options``."""
     values: dict[str, Any] = {}
     of_task: dict[str, object] = {}
     for item in fields(form):
@@ -210,15 +196,16 @@ def overrides(changes: Sequence[str]) -> dict[str, str]:
 
 def flags(form: type) -> dict[str, object]:
     """Return the types of all options and positional arguments by name; an option's name is the text after ``--``."""
-    flags_by_name: dict[str, object] = {}
-    for item in fields(form):
-        inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
-        if is_dataclass(inner):
-            prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
-            flags_by_name |= {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
-        else:
-            flags_by_name[_flag(item.name)] = item.type
-    return flags_by_name
+    return {name: hint for item in fields(form) for name, hint in _flags_of(item).items()}
+
+
+def _flags_of(item: Field[Any]) -> dict[str, object]:
+    """Return the types of the options in one field of a form, by name: of an option itself, or of a group."""
+    inner, *marks = get_args(item.type) if get_origin(item.type) is Annotated else (item.type,)
+    if not is_dataclass(inner):
+        return {_flag(item.name): item.type}
+    prefix = "" if tyro.conf.OmitArgPrefixes in marks else f"{_flag(item.name.removesuffix('_task'))}."
+    return {prefix + name: hint for name, hint in flags(inner).items()}  # type: ignore[arg-type]
 
 
 def is_positional(hint: object) -> bool:
@@ -232,15 +219,13 @@ def bare(hint: object) -> object:
 
 
 def _entries(options: type, defaults: Mapping[str, object], more: Mapping[str, str] = {}) -> dict[str, Entry]:
-    """Return the entry of every option; the annotation of its type holds the help, which ends with ``more``, and the
-    parser."""
+    """Return the entry of every option; its annotation holds the parser, and the help, which ends with ``more``."""
     hints, docs = get_type_hints(options, include_extras=True), option_docs(options)
     entries = {}
     for item in fields(options):
         hint = hints[item.name]
-        if item.name == "task_options" or tyro.conf.Suppress in getattr(hint, "__metadata__", ()):
-            continue
-        if item.name in RARE and "set" in hints:
+        suppressed = tyro.conf.Suppress in getattr(hint, "__metadata__", ())
+        if item.name == "task_options" or suppressed or (item.name in RARE and "set" in hints):
             continue
         default: Any = field(default=defaults[item.name]) if item.name in defaults else copy(item)
         if item.name == "set":
@@ -249,9 +234,8 @@ def _entries(options: type, defaults: Mapping[str, object], more: Mapping[str, s
             hint = Annotated[(hint, *_REQUIRED[item.name])] if bare(hint) is hint else hint
         elif item.name.endswith("_"):
             hint = Annotated[hint, tyro.conf.arg(name=_flag(item.name))]
-        entries[item.name] = Entry(
-            item.name, _parsed(hint, docs.get(item.name, "") + more.get(item.name, ""), default), default
-        )
+        about = docs.get(item.name, "") + more.get(item.name, "")
+        entries[item.name] = Entry(item.name, _parsed(hint, about, default), default)
     return entries
 
 
@@ -284,18 +268,14 @@ def _task_groups(kind: OptionKind, taken: set[str], only: Collection[str] | None
     for owner, name in owners.items():
         others = {task: forms[other] for other, task in owners.items() if other is not owner}
         also = {
-            key: [task for task, item in others.items() if item.get(key) == form] for key, form in forms[owner].items()
+            key: [task for task, one in others.items() if one.get(key) == item] for key, item in forms[owner].items()
         }
         more = {key: f" (Also of {', '.join(names)}.)" for key, names in also.items() if names}
-        entries = {
-            key: item for key, item in _entries(owner, {}, more).items() if (key, forms[owner][key]) not in shown
-        }
+        made = _entries(owner, {}, more)
+        entries = {key: item for key, item in made.items() if (key, forms[owner][key]) not in shown}
         shown |= {(key, forms[owner][key]) for key in entries}
-        shown_here = [
-            entry
-            for key, entry in entries.items()
-            if only is None or any(other.get(key) == forms[owner][key] for other in wanted)
-        ]
+        same = {key for key in entries if only is None or any(one.get(key) == forms[owner][key] for one in wanted)}
+        shown_here = [entry for key, entry in entries.items() if key in same]
         about = {"__doc__": f"Options of the {name if only is None else ' and '.join(only)} task."}
         group = make_dataclass(owner.__name__, shown_here, frozen=True, kw_only=True, namespace=about)
         hint: object = Annotated[group, tyro.conf.arg(name=name)]
@@ -329,10 +309,8 @@ _COUNT, _NUMBER = _spec("N", parse_count, (int,)), _spec("X", _number, (int, flo
 
 
 def option_docs(options: type) -> dict[str, str]:
-    """Return the text under every field of a dataclass and of its bases, by name, as one line.
-
-    The parser also reads such texts, but it needs source code, and a class that :func:`form_of` makes has none.
-    """
+    """Return the text under every field of a dataclass and of its bases, by name, as one line. The parser also reads
+    such texts, but it needs source code, and a class that :func:`form_of` makes has none."""
     return {name: spelled(text) for name, text in field_docs(options).items()}
 
 
@@ -352,10 +330,7 @@ def parse(
     options: type[O], kind: OptionKind | None, arguments: Sequence[str], *, prog: str, description: str
 ) -> O | None:
     """Return ``options`` filled from ``arguments`` and from the file of ``--config``; None after printing the help.
-
-    ``kind`` names the class of tasks' own options that the command takes too.
-    """
-    name = prog.removeprefix("kinformer ")
+    ``kind`` names the class of tasks' own options that the command takes too."""
     _import_file(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     shape = form_of(options, kind)
     written_options = [_today(argument, flags(shape)) for argument in arguments]
@@ -365,24 +340,35 @@ def parse(
         _import_file(written)
         shape, written_options = form_of(options, kind, defaults), written + written_options
     if {"-h", "--help"} & set(before_dashes):
-        shape, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+        parsed, written_options = form_of(options, kind, only=named_tasks(written_options)), ["--help"]
+    else:
+        parsed = _without_unused_groups(shape, written_options)
     output = io.StringIO()
+    settings = tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction, tyro.conf.HelptextFromCommentsOff
     try:
         with contextlib.redirect_stderr(output):
             form: DataclassInstance = tyro.cli(
-                shape,
-                prog=prog,
-                description=description,
-                args=written_options,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
+                parsed, prog=prog, description=description, args=written_options, config=settings
             )
         return filled(options, form)
     except SystemExit as end:
         if not end.code:
             return None
-    if sentence_text := suggestion(arguments, flags(shape)):
-        raise KinformerError(f"{name}: {sentence_text}")
+    if text := suggestion(arguments, flags(shape)):
+        raise KinformerError(f"{prog.removeprefix('kinformer ')}: {text}")
     raise KinformerError(sentence(output.getvalue(), prog))
+
+
+def _without_unused_groups(form: type, arguments: Sequence[str]) -> type:
+    """Return ``form`` without the groups of tasks' options that ``arguments`` do not name. The parser needs most of its
+    time for them."""
+    names = {argument[2:].partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    entries = [
+        Entry(item.name, item.type, copy(item))
+        for item in fields(form)
+        if not item.name.endswith("_task") or names & _flags_of(item).keys()
+    ]
+    return make_dataclass(form.__name__, entries, frozen=True, kw_only=True)
 
 
 def _import_file(arguments: Sequence[str]) -> None:
@@ -393,9 +379,7 @@ def _import_file(arguments: Sequence[str]) -> None:
 
 def named_tasks(arguments: Sequence[str]) -> list[str]:
     """Return a list with the task that ``--task``, a member or a run folder in ``arguments`` names, or an empty list.
-
-    This does not import PyTorch.
-    """
+    This does not import PyTorch."""
     if (task := _value_of("--task", arguments)) is not None:
         return [task]
     for argument in arguments:
@@ -426,29 +410,26 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def sentence(box: str, prog: str) -> str:
-    """Return the parser's message, a printed ``box``, as one sentence that points to the help.
-
-    The terminal's encoding decides the frame of the box. Tyro's only structured form of these messages is the private
-    and unstable ``tyro._errors``, so this function reads the printed box. ``tests/cli/test_main.py`` tests it with the
-    version in ``constraints.txt``. A box of another form would give a longer sentence, but not lose the message.
-    """
+    """Return the parser's message, a printed ``box``, as one sentence that points to the help. Tyro's only structured
+    form of these messages is the private and unstable ``tyro._errors``, so this function reads the printed box, whose
+    frame follows the terminal's encoding. ``tests/cli/test_main.py`` tests it with the version in ``constraints.txt``.
+    A box of another form would give a longer sentence, but not lose the message."""
     rows = [row.strip("│").rstrip() for row in box.strip("\n").splitlines()]
     rows = rows[1:-1] if box.startswith("╭") else rows[2:]
     message, *hints = re.split(r"\n[─-]{3,}\n", textwrap.dedent("\n".join(rows)).strip("\n"))
     if message.startswith("Missing from"):
-        names = re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE)
-        sentence_text = "needs " + " and ".join(names)
+        text = "needs " + " and ".join(re.findall(r"^ {4}(\S.*)$", message, re.MULTILINE))
     else:
-        sentence_text = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
-        sentence_text = sentence_text.removeprefix("Options: ")
-    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", sentence_text):
+        text = " ".join(message.split("\n\n")[0].split()).rstrip(".").removeprefix("Error parsing ")
+        text = text.removeprefix("Options: ")
+    if choice := re.fullmatch(r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)", text):
         names = sorted(set(re.findall(r"'([^']*)'", choice[3])) - {"None"})
-        sentence_text = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
-    if lacking := re.fullmatch(r"Missing value for argument '(?:\(')?([^']*).*'\. Expected .*", sentence_text):
-        sentence_text = f"{lacking[1]}: needs a value"
+        text = f"{choice[2]}: {choice[1]} is not one of {', '.join(names)}"
+    if lacking := re.fullmatch(r"Missing value for argument '(?:\(')?([^']*).*'\. Expected .*", text):
+        text = f"{lacking[1]}: needs a value"
     near = [name for hint in hints if "meant" in hint for name in re.findall(r"^ {4}(--[\w-]+)", hint, re.MULTILINE)]
     remedy = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"see {prog} --help."
-    return f"{prog.removeprefix('kinformer ')}: {sentence_text}; {remedy}"
+    return f"{prog.removeprefix('kinformer ')}: {text}; {remedy}"
 
 
 # ``--config run.toml``: options by name in a file.
@@ -461,9 +442,7 @@ def sentence(box: str, prog: str) -> str:
 
 def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """Read a file of options, and return its positional arguments by name and its options as command-line arguments.
-
-    ``valid_names`` maps the names of all options and positional arguments to their types.
-    """
+    ``valid_names`` maps the names of all options and positional arguments to their types."""
     require_file(Path(path))
     try:
         settings = parse_toml(Path(path).read_text(encoding="utf-8"))
@@ -512,10 +491,10 @@ OPTIONS = {
     for ours, names in {
         "lr": "learning-rate",
         "batch-size": "batch bs sentences rows",
-        "steps": "max-steps num-steps iterations iters max-iters",
         "max-new-tokens": "max-tokens num-tokens",
-        "length": "max-length seq-len sequence-length block-size context-length context",
+        "steps": "max-steps num-steps iterations iters max-iters",
         "out": "output output-dir save-dir",
+        "length": "max-length seq-len sequence-length block-size context-length context",
         "data": "dataset input",
         "weight-decay": "wd",
         "warmup": "warmup-steps",
@@ -558,10 +537,7 @@ SENTENCES = {
 
 
 def suggestion(arguments: Sequence[str], valid_names: Collection[str]) -> str | None:
-    """Return a sentence about the first option in ``arguments`` that other tools use for one of ``valid_names``.
-
-    The result is None if there is no such option.
-    """
+    """Return a sentence about the first option in ``arguments`` that other tools use for a valid name, or None."""
     for index, argument in enumerate(arguments):
         name, _, value = argument.removeprefix("--").partition("=")
         name = name.replace("_", "-").lower()
@@ -607,12 +583,12 @@ class Completion(CommonOptions):
 
     def run(self) -> int:
         """Print the completion script, or with ``--json`` the words of each command, and return 0."""
-        words_by_command = completions()
+        words = completions()
         if self.json:
-            print_json(words_by_command)
+            print_json(words)
             return 0
-        cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words_by_command.items())
-        script = _SCRIPT.format(cases=cases, commands=" ".join(words_by_command))
+        cases = "\n".join(f'    {name}) words="{" ".join(value)}" ;;' for name, value in words.items())
+        script = _SCRIPT.format(cases=cases, commands=" ".join(words))
         print(_ZSH + script if self.shell == "zsh" else script, end="")
         return 0
 

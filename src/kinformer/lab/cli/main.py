@@ -19,10 +19,10 @@ from kinformer import __version__
 from kinformer.lab.cli.output import (
     BEGUN,
     age_of_process,
-    describing_run,
     open_standard_streams,
     printable,
     printing_notes,
+    reporting,
     set_up,
     started,
 )
@@ -55,9 +55,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "list": Command(
-        "family:List",
-        "List the members of the family, the tasks, or the kinds of parts.",
-        "kinformer list --json",
+        "family:List", "List the members of the family, the tasks, or the kinds of parts.", "kinformer list --json"
     ),
     "show": Command(
         "family:Show",
@@ -68,7 +66,7 @@ COMMANDS = {
         "train:Train",
         "Train a member and write a run folder.",
         "kinformer train gpt --data book.txt --out runs/book --minutes 5",
-        tasks="Options",
+        "Options",
         computes=True,
     ),
     "launch": Command(
@@ -80,14 +78,14 @@ COMMANDS = {
         "using:Evaluate",
         "Measure a run on held-out data, as its task says.",
         "kinformer evaluate runs/book --first 100k",
-        tasks="EvaluationOptions",
+        "EvaluationOptions",
         computes=True,
     ),
     "generate": Command(
         "using:Generate",
         "Continue a text with a trained run, token by token.",
         'kinformer generate runs/book "It was " --max-new-tokens 300',
-        tasks="GenerationOptions",
+        "GenerationOptions",
         computes=True,
     ),
     "chat": Command(
@@ -100,7 +98,7 @@ COMMANDS = {
         "using:Predict",
         "Predict classes, masked words, transcripts or translations with a trained run.",
         "kinformer predict runs/reviews reviews.csv --out predictions.csv",
-        tasks="PredictionOptions",
+        "PredictionOptions",
         computes=True,
     ),
     "embed": Command(
@@ -136,7 +134,7 @@ COMMANDS = {
         "studying:Compare",
         "Train members under one budget, measure them in turns, and write one report.",
         "kinformer compare gpt linear-transformer:3,gpt:1 --data book.txt --steps 500 --seeds 3",
-        tasks="Options",
+        "Options",
         computes=True,
     ),
     "bench": Command(
@@ -185,11 +183,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default the process's) and return its exit code.
-
-    Without ``argv`` the process belongs to the command, so the settings of the process are changed for computing
-    (``runtime.process``). With ``argv`` the caller's settings are restored.
-    """
+    """Run the command line ``argv`` (by default the process's) and return its exit code. Without ``argv`` the process
+    belongs to the command, so the settings of the process are changed for computing (``runtime.process``). With
+    ``argv`` the caller's settings are restored."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     BEGUN.set(time.monotonic() - (age_of_process() if argv is None else 0.0))
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch on Linux: large tensors fault in 2 MiB pages
@@ -242,11 +238,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with (
-            printing_notes(options.quiet),
-            set_up(command.computes, is_command, name != "serve"),
-            describing_run(options),
-        ):
+        with printing_notes(options.quiet), set_up(command.computes, is_command, name != "serve"), reporting(options):
             return options.run()
     except KinformerError as error:
         status = _fail(str(error))
@@ -262,9 +254,8 @@ def _help(words: list[str], is_command: bool) -> int:
     if not words or words[0] in COMMANDS:
         return _dispatch([*words, "--help"], is_command)
     if words[0] not in FAMILY:
-        raise KinformerError(
-            f"help: {words[0]!r} is not a command or a member; {nearest(words[0], [*COMMANDS, *FAMILY])}"
-        )
+        names = nearest(words[0], [*COMMANDS, *FAMILY])
+        raise KinformerError(f"help: {words[0]!r} is not a command or a member; {names} See: kinformer list.")
     return _dispatch(["show", *words], is_command)
 
 

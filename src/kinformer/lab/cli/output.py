@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -80,7 +81,7 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def describing_run(options: Printing) -> Iterator[None]:
+def reporting(options: Printing) -> Iterator[None]:
     """With ``verbose``, print versions and device on standard error, and at the end the command's time and memory."""
     if not options.verbose:
         yield
@@ -111,10 +112,8 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]], numeri
         return
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     for row in [list(headers), *cells]:
-        aligned = (
-            cell.rjust(width) if index in numeric else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        pairs = enumerate(zip(row, widths, strict=True))
+        aligned = (cell.rjust(width) if index in numeric else cell.ljust(width) for index, (cell, width) in pairs)
         print("  ".join(aligned).rstrip())
 
 
@@ -134,11 +133,9 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
 
 def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
     """Yield (first, last, item) of each run of equal items."""
-    first = 0
-    for index in range(1, len(items) + 1):
-        if index == len(items) or items[index] != items[first]:
-            yield first, index - 1, items[first]
-            first = index
+    starts = [index for index in range(len(items)) if index == 0 or items[index] != items[index - 1]]
+    for first, end in pairwise([*starts, len(items)]):
+        yield first, end - 1, items[first]
 
 
 # The process of a command: its standard streams, its garbage collection, and its settings for computing.
@@ -146,10 +143,8 @@ def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
 
 @contextmanager
 def started(is_command: bool) -> Iterator[None]:
-    """Turn garbage collection off until :func:`set_up`, because imports make no garbage.
-
-    This is for a command in a separate process alone; a caller's process keeps its setting.
-    """
+    """Turn garbage collection off until :func:`set_up`, because imports make no garbage. This is for a command in a
+    separate process alone; a caller's process keeps its setting."""
     if not is_command:
         yield
         return

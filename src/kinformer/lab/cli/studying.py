@@ -67,17 +67,7 @@ def _show(options: Estimate, result: MemberEstimate) -> None:
 
 def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
     print(f"training on devices like {options.hardware} ({cluster.device.source}), a device each:")
-    header = (
-        "devices",
-        "--parallel",
-        "--accumulate",
-        "memory",
-        "fits",
-        "sent, data",
-        "sent, rows",
-        "ideal step",
-        "tokens/s",
-    )
+    header = ("devices", "--parallel", "--accumulate", "memory", "fits", "sent, data", "sent, rows", "ideal step")
     rows = []
     for devices, costs in cluster.meshes.items():
         for cost in costs if len(cluster.meshes) == 1 else costs[:1]:
@@ -85,7 +75,7 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
             sent = size(cost.data_bytes), size(cost.tensor_bytes + cost.context_bytes)
             time = f"{cost.step:.2g} s", _two_digits(cost.tokens_per_second)
             rows.append((f"{devices:,}", cost.mesh, cost.accumulate, size(cost.train_bytes), fits, *sent, *time))
-    print_table(header, rows, numeric=(0, 2, 3, 5, 6, 7, 8))
+    print_table((*header, "tokens/s"), rows, numeric=(0, 2, 3, 5, 6, 7, 8))
     if any(costs and costs[0].fits and costs[0].mesh.startswith("dp=") for costs in cluster.meshes.values()):
         print("The model fits on one device: --devices N is enough, and devices need not share it.")
     if cluster.refused:
@@ -96,7 +86,7 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
     print(f"\nserving in {options.precision}, the state of rows at their full length:")
     served = [
         (
-            f"{cost.devices}",
+            cost.devices,
             size(cost.weights),
             size(cost.state),
             f"{cost.rows:,}",
@@ -113,7 +103,7 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
         "ideal token of a row",
         "tokens/s a device",
     )
-    print_table(columns, served, numeric=(0, 1, 2, 3, 4, 5))
+    print_table(columns, served, numeric=range(6))
     print()
 
 

@@ -48,8 +48,7 @@ class Train(TrainOptions, CommonOptions):
 
 PORT = 29500
 CORES = 8
-"""The processor cores that a script requests for each process: one computes, the others load data and write
-checkpoints."""
+"""The processor cores of each process in a script: one computes, the others load data and write checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +74,9 @@ class Launch(CommonOptions):
         """Check the training's options, print the line or script that starts it, and return the exit status."""
         words = self.command[1:] if self.command[:1] == ("kinformer",) else self.command
         if words[:1] != ("train",):
-            raise KinformerError(
-                "launch: needs the training at its end, as in: kinformer launch --nodes 2 train gpt ..."
-            )
+            raise KinformerError("launch: needs the training at its end, as in: kinformer launch train gpt ...")
         if any("\n" in word for word in words):
-            raise KinformerError(
-                "launch: a word of the training holds a line break, which a script would cut; remove it."
-            )
+            raise KinformerError("launch: a word of the training holds a line break, which cuts a script; remove it.")
         training = parse(Train, "Options", words[1:], prog="kinformer train", description="")
         if training is None:
             return 0
@@ -108,11 +103,8 @@ class Launch(CommonOptions):
 
 
 def slurm_script(options: Launch, words: tuple[str, ...], training: Train) -> str:
-    """Return a script for sbatch.
-
-    Slurm queues the job again when a machine fails or the job is pre-empted. So the script adds ``--resume`` if the run
-    folder exists, unless the user's words contain it.
-    """
+    """Return a script for sbatch. Slurm queues the job again after a failure or a pre-emption, so the script adds
+    ``--resume`` if the run folder exists, unless the user's words contain it."""
     gpus = f"#SBATCH --gpus-per-node={options.processes}\n" if training.device != "cpu" else ""
     rendezvous = f'--rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$host:{PORT}"'
     line = _torchrun(f'--nnodes "$SLURM_NNODES" {rendezvous}', options, words)

@@ -107,10 +107,8 @@ class Generate(GenerateOptions, UsingRun):
             samples = [{"text": item.text, "tokens": item.tokens, "stopped": item.stopped} for item in result.samples]
             facts: dict[str, Any] = {"run": self.folder, "prompt_tokens": result.prompt_tokens, "samples": samples}
             facts |= {"seed": result.seed, "state_bytes": state, "tokens_per_second": speed}
-            if result.exits is not None:
-                facts["exits"] = result.exits.facts
-            if result.drafting is not None:
-                facts["drafts"] = result.drafting.facts
+            facts |= {} if result.exits is None else {"exits": result.exits.facts}
+            facts |= {} if result.drafting is None else {"drafts": result.drafting.facts}
             print_json(facts)
             return
         if self.samples > 1:
@@ -132,10 +130,8 @@ class Generate(GenerateOptions, UsingRun):
 
 
 class _Echo:
-    """Writes every piece of text as soon as it arrives, and the prompt before the first piece.
-
-    The prompt waits for the first piece, because an error in the prompt is raised before any piece.
-    """
+    """Writes every piece of text at once, and the prompt before the first piece: an error in the prompt comes before
+    any piece."""
 
     def __init__(self, prompt: str) -> None:
         self._before = prompt

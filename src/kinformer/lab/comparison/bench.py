@@ -18,7 +18,7 @@ from kinformer.family.table import member
 from kinformer.lab.comparison import words, works
 from kinformer.lab.comparison.options import BenchOptions
 from kinformer.lab.comparison.record import MachineFacts
-from kinformer.lab.comparison.speed import Floor, Peak, in_fresh_process, in_turns, machine, measure_floor
+from kinformer.lab.comparison.speed import Floor, in_fresh_process, in_turns, machine, measure_floor, step_peaks
 from kinformer.lab.comparison.works import PeerModel, installed, shape_of
 from kinformer.lab.estimation.estimate import estimate, state_bytes
 from kinformer.runtime.draws import seeding
@@ -33,11 +33,8 @@ WORK_NAMES = {"forward": "a forward", "step": "a training step", "prefill": "rea
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one work of one member at one length.
-
-    seconds: the seconds of a call; in decoding, the seconds of one token of all rows.
-    share: the reached share of the machine's measured limit, None if the operations are unknown.
-    """
+    """The time of one work of one member at one length: the ``seconds`` of a call or, in decoding, of one token of all
+    rows; and the reached ``share`` of the machine's measured limit, None if the operations are unknown."""
 
     member: str
     work: str
@@ -59,12 +56,9 @@ class BenchFacts(TypedDict):
 
 @dataclass(frozen=True)
 class Bench:
-    """The results of a benchmark.
-
-    failed: members that fail the check of correctness, with the reason.
-    memory: bytes by member and length.
-    crossings: sentences about the lengths at which members overtake plain attention.
-    """
+    """The results of a benchmark: ``failed`` has the reasons of members that fail the check of correctness, ``memory``
+    bytes by member and length, and ``crossings`` sentences about the lengths at which members overtake plain
+    attention."""
 
     members: tuple[str, ...]
     timings: tuple[Timing, ...]
@@ -82,9 +76,8 @@ class Bench:
 
     def seconds(self, name: str, work: str) -> dict[int, float]:
         """Return the seconds of one member's work by length."""
-        return {
-            timing.length: timing.seconds for timing in self.timings if (timing.member, timing.work) == (name, work)
-        }
+        timed = [timing for timing in self.timings if (timing.member, timing.work) == (name, work)]
+        return {timing.length: timing.seconds for timing in timed}
 
 
 @seeding
@@ -156,9 +149,8 @@ def _timed(
         if work not in measures:
             continue
         if not works.room_for(model, work, length, options.rounds):
-            note(
-                f"{name}: its positions end at {model.max_length}, so {work} of {plural(length, 'token')} is left out."
-            )
+            text = f"{work} of {plural(length, 'token')}"
+            note(f"{name}: its positions end at {model.max_length}, so {text} is left out.")
             continue
         ready[name] = measures[work](model, options.batch_size, length)
     seconds_by_name = in_turns(ready, options.rounds, device)
@@ -170,11 +162,8 @@ def _timed(
 
 
 def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor: Floor) -> float | None:
-    """Return the reached share of the machine's limit.
-
-    The limit is FLOPs per second. In decoding it is bytes per second, because every token reads all weights and states
-    once.
-    """
+    """Return the reached share of the machine's limit: FLOPs per second or, in decoding, bytes per second, because
+    every token reads all weights and states once."""
     batch, length = sizes
     if not isinstance(model.config, ModelConfig):  # a peer's
         return None
@@ -188,20 +177,12 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
 
 
 def _memory(config: ModelConfig, options: BenchOptions, device: str) -> dict[int, int]:
-    peaks = in_fresh_process(step_peaks, storable(config), options.sizes, options.batch_size, device)
-    return {int(length): size for length, size in peaks}
+    return dict(in_fresh_process(peaks_of, storable(config), options.sizes, options.batch_size, device))
 
 
-def step_peaks(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
-    """Return (length, peak bytes of a training step above the model itself) for each length; for a fresh process."""
-    model = model_config(data).build().to(device)
-    peak, peaks = Peak(device), []
-    for length in lengths:
-        if works.room_for(model, "step", length, 0):
-            peak.restart()
-            works.step(model, batch, length)()
-            peaks.append((length, max(0, peak.bytes)))
-    return peaks
+def peaks_of(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:
+    """Return each length and its peak bytes of a training step of the config ``data``; for a fresh process."""
+    return list(step_peaks(model_config(data).build().to(device), lengths, batch, device))
 
 
 def _crossings(timed: Bench, options: BenchOptions) -> list[str]:

@@ -31,7 +31,7 @@ from kinformer.lab.comparison.plan import (
     with_tokenizer,
 )
 from kinformer.lab.comparison.record import Cache, RunResult, file_name, key_of
-from kinformer.lab.comparison.training import command_of, contexts_of, log_of
+from kinformer.lab.comparison.training import command_of, contexts_of, log_of, validated
 from kinformer.lab.comparison.words import seconds_of, too_few
 from kinformer.lab.data import open_corpus
 from kinformer.lab.runs.create import plan as create_run
@@ -67,11 +67,8 @@ def rate(contestant: Contestant, options: CompareOptions) -> float:
 
 
 def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cache) -> tuple[CompareOptions, Sizes]:
-    """Return ``options`` with a tokenizer, rows, precision and recipe that suit the minutes, and the sizes of models.
-
-    Training within minutes would choose the same for the first entrant in its share of the time. The choice is stored,
-    because it depends on the measured speed.
-    """
+    """Return ``options`` with a tokenizer, rows, precision and recipe that suit the minutes, and the sizes of models:
+    the choice of training within minutes for the first entrant in its share of the time. The choice is stored."""
     assert options.total_minutes is not None
     task, first = first_task(entrants, options), entrants[0]
     minutes = TRAINED_SHARE * options.total_minutes / len(entrants) / (options.seeds or 1)
@@ -100,9 +97,8 @@ def with_sizes(entrants: Sequence[Entrant], options: CompareOptions, store: Cach
         wanted = chosen.options
         names = ("batch_size", "length", "precision", "ema", "recipe")
         dim = None if options.parameters is not None else wanted.set.get("dim")
-        return {name: getattr(wanted, name) for name in names} | {
-            "sizes": [dim, wanted.weight_decay, chosen.steps],
-        }
+        sizes = [dim, wanted.weight_decay, chosen.steps]
+        return {name: getattr(wanted, name) for name in names} | {"sizes": sizes}
 
     key = [options.total_minutes, options.seeds, options.parameters, first.spec, dict(first.changes), len(entrants)]
     key += [options.data, options.task, dict(options.task_options), options.tokenizer, options.length, options.recipe]
@@ -123,8 +119,6 @@ PROBES = 3
 """Steps of every member before the plan is told; the first step is not timed."""
 VALIDATIONS, VALIDATION_SHARE = 5, 0.05
 """The most validations of a run, and the share of its time that they take, unless the last one alone takes more."""
-VALIDATED_SHARE, LEAST_VALIDATED, MOST_VALIDATED = 40, 4096, 65536
-"""A validation has a fortieth of the tokens of the run, within these bounds."""
 
 
 class TurnTrainer(Trainer):
@@ -164,11 +158,8 @@ class TurnTrainer(Trainer):
 
 @dataclass
 class Turn:
-    """A run of a contestant with one ``seed``.
-
-    rounds: the steps of each round, and their seconds.
-    bytes_per_token: the bytes that a token of the data stands for; None for data without running text.
-    """
+    """A run of a contestant with one ``seed``: the steps of each of its ``rounds``, with their seconds, and the bytes
+    that a token of the data stands for (None for data without running text)."""
 
     contestant: Contestant
     seed: int
@@ -200,8 +191,7 @@ class Turn:
 
 def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps: int) -> Turn:
     """Return a run before its first step, in a new folder; ``steps`` is a forecast."""
-    tokens = steps * options.row_length * (options.batch_size or 1) // VALIDATED_SHARE
-    settings = {"validation_tokens": min(MOST_VALIDATED, max(LEAST_VALIDATED, tokens)), "checkpoint_every": 0}
+    settings = {"validation_tokens": validated(options, steps), "checkpoint_every": 0}
     assert contestant.record.lr is not None
     trained = contestant.options(Path(options.out), contestant.record.lr, seed, max(1, steps), **settings)
     folder = Path(options.out) / "runs" / f"{file_name(contestant.name)}-{contestant.run_key(trained)}"
@@ -227,12 +217,9 @@ SLACK, LEAST_BYTES = 1.5, 10_000
 
 
 class Turns:
-    """The runs of a comparison that ends at ``end``, by ``time.monotonic()``.
-
-    done: the steps of each run.
-    aside: the seconds that other measurements take before training.
-    share: the share of the time in which this process computes, less than 1 on a busy machine.
-    """
+    """The runs of a comparison that ends at ``end``, by ``time.monotonic()``: ``done`` are the steps of each run,
+    ``aside`` the seconds of other measurements before training, ``share`` the share of the time in which this process
+    computes."""
 
     share = 1.0
 
@@ -343,8 +330,8 @@ def plan_text(turns: Turns) -> list[str]:
     names, options, steps = {turn.contestant.name for turn in turns.turns}, turns.options, turns.steps
     if steps <= PROBES:
         raise KinformerError(
-            f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more "
-            "minutes or fewer members, or repeat it when nothing else runs."
+            f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more minutes or "
+            "fewer members, or repeat it when nothing else runs."
         )
     runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"
     tokens = options.row_length * (options.batch_size or 1)

@@ -61,10 +61,8 @@ MEASURED_SHARE = 0.15
 def compare(
     members: Sequence[str], options: CompareOptions, command: str, started_at: float | None = None
 ) -> Comparison:
-    """Train and measure ``members`` by ``options``.
-
-    A member that fails is out, with a reason, and the other members continue. The report shows ``command``. The total
-    minutes count from ``started_at``, by ``time.monotonic()``.
+    """Train and measure ``members`` by ``options``. A member that fails is out, with a reason, and the others continue.
+    The report shows ``command``. The total minutes count from ``started_at``, by ``time.monotonic()``.
 
     Errors: ``KinformerError`` for a mistake that concerns all members.
     """
@@ -103,6 +101,7 @@ def compare(
     where, first = machine(str(options.usable_device())) | {"computing": clock.share}, contestants_[0]
     tested = [item for contestant in contestants_ for item in contestant.measured]
     made = {run.steps for contestant in contestants_ for run in contestant.record.runs}
+    count = options.parameters or next((item.parameters for item in contestants_ if item.parameters), 0)
     return Comparison(
         kinformer=__version__,
         created=time.strftime("%Y-%m-%d"),
@@ -114,7 +113,7 @@ def compare(
         data=tested[0]["data"] if tested else first.identity,
         baselines=next((item["baselines"] for item in tested if item["baselines"]), {}),
         budget={
-            "parameters": options.parameters or next((item.parameters for item in contestants_ if item.parameters), 0),
+            "parameters": count,
             "steps": sorted(made),
             "minutes": options.minutes,
             "total_minutes": options.total_minutes,
@@ -151,9 +150,8 @@ def _by_steps(contestants: Sequence[Contestant], options: CompareOptions, cache:
             with guarded(contestant, f"seed {seed}"):
                 with clock("training"):
                     assert contestant.record.lr is not None
-                    done = run(
-                        contestant, options, cache, contestant.record.lr, seed, count, **validations(options, count)
-                    )
+                    lr, checks = contestant.record.lr, validations(options, count)
+                    done = run(contestant, options, cache, lr, seed, count, **checks)
                 if "diverged" in done:
                     raise KinformerError(done["diverged"])
                 _test(contestant, options, cache, clock, done, seed, contestant is contestants[0])
@@ -163,10 +161,8 @@ def _by_steps(contestants: Sequence[Contestant], options: CompareOptions, cache:
 def _within(
     contestants: Sequence[Contestant], options: CompareOptions, sizes: Sizes, cache: Cache, clock: Clock, end: float
 ) -> CompareOptions:
-    """Train the contestants in turns and measure them until ``end``, and return the options with the number of seeds.
-
-    Finished runs are stored, so that a second call with the same options only reports.
-    """
+    """Train the contestants in turns and measure them until ``end``, and return the options with the number of seeds. A
+    second call with the same options only reports the stored runs."""
     for contestant in still_in(contestants):
         contestant.note(lr=rate(contestant, options))
     key = key_of([options.total_minutes, options.seeds, options.seed, options.first,
@@ -214,11 +210,9 @@ def _within(
 
 def _flops(contestant: Contestant) -> float | None:
     """Return the FLOPs of a training step; None if they cannot be estimated."""
-    base = contestant.base
     with suppress(Exception):
-        settings = base.settings()
-        estimated = estimate(contestant.config, length=settings.length, batch=settings.batch_size)
-        return float(estimated.flops_step)
+        settings = contestant.base.settings()
+        return float(estimate(contestant.config, length=settings.length, batch=settings.batch_size).flops_step)
     return None
 
 
@@ -293,15 +287,9 @@ def _measure(
 def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
     """Return the complete record of a contestant; ``where`` describes the machine of the measurements."""
     base, record = contestant.base, contestant.record
-    settings = settings_of(base.settings()) | {
-        "lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe,
-    }  # fmt: skip
-    return record.replace(
-        parameters=contestant.parameters,
-        error=contestant.error,
-        machine=where,
-        settings={name: value for name, value in settings.items() if name != "seed"},
-    )
+    more = {"lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe}
+    settings = {name: value for name, value in settings_of(base.settings()).items() if name != "seed"} | more
+    return record.replace(parameters=contestant.parameters, error=contestant.error, machine=where, settings=settings)
 
 
 # The report of a comparison, from members or from files of comparisons, as JSON, Markdown and one HTML page.
@@ -321,16 +309,10 @@ class Written:
 
 
 def report(
-    members: Sequence[str],
-    options: CompareOptions,
-    merge: Sequence[str],
-    command: str,
-    started_at: float | None = None,
+    members: Sequence[str], options: CompareOptions, merge: Sequence[str], command: str, started_at: float | None = None
 ) -> Written:
-    """Compare ``members``, or merge the files ``merge`` and further files in ``members``, and write the report.
-
-    The report is in the folder ``options.out`` and shows ``command``. The total minutes count from ``started_at``.
-    """
+    """Compare ``members``, or merge the files ``merge`` and further files in ``members``, and write the report, which
+    shows ``command``, into the folder ``options.out``. The total minutes count from ``started_at``."""
     out, files = Path(options.out), list[Path]()
     if merge:
         files = [Path(path) for path in (*merge, *members)]
@@ -343,10 +325,7 @@ def report(
 
 
 def write(comparison: Comparison, folder: Path) -> Written:
-    """Write the report in all forms into ``folder``.
-
-    The page needs matplotlib and Jinja2. Without these packages a note replaces the page.
-    """
+    """Write the report in all forms into ``folder``. The page needs matplotlib and Jinja2; a note may replace it."""
     folder.mkdir(parents=True, exist_ok=True)
     save(comparison, folder / JSON)
     _text_file(folder / MARKDOWN, markdown(comparison))
@@ -356,19 +335,11 @@ def write(comparison: Comparison, folder: Path) -> Written:
     else:
         _text_file(folder / HTML, page(comparison))
         paths.insert(0, folder / HTML)
-    table = TextTable(
-        ("member", *(column.title for column in columns(comparison))),
-        [(entrant.name, *(column.cell(entrant) for column in columns(comparison))) for entrant in ordered(comparison)],
-        range(1, 20),
-    )
-    lines = [
-        *words.summary(comparison),
-        *words.crossovers_of(comparison),
-        *departures(comparison),
-        "",
-        *notes,
-        *(f"wrote {path}" for path in paths),
-    ]
+    shown = columns(comparison)
+    rows = [(entrant.name, *(column.cell(entrant) for column in shown)) for entrant in ordered(comparison)]
+    table = TextTable(("member", *(column.title for column in shown)), rows, range(1, 20))
+    lines = [*words.summary(comparison), *words.crossovers_of(comparison), *departures(comparison), "", *notes]
+    lines += [f"wrote {path}" for path in paths]
     return Written(comparison, tuple(paths), (table, "", *lines))
 
 

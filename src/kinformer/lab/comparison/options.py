@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kinformer.lab.runs.options import LearningOptions, Machine
 from kinformer.lab.training.settings import OptimizerName, Precision
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_seed
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above
 from kinformer.runtime.parsing import parse_counts
 
 HYBRID = "hybrid=gated-deltanet:3,rope:1"
@@ -108,16 +108,14 @@ class CompareOptions(LearningOptions):
 
     LEAST = {
         "steps": 1, "tokens": 1, "seeds": 1, "length": 1, "batch_size": 1, "rounds": 1, "sweep_steps": 1, "sweep": 0,
-        "first": 2,
+        "first": 2, "seed": 0,
     }  # fmt: skip
     SHARES = {"ema": "[0, 1]"}
 
     def __post_init__(self) -> None:
         assert self.measured_lengths
         if not all(re.fullmatch(r" *0*[1-9]\d{0,17}x? *", part, re.ASCII) for part in self.contexts.split(",")):
-            raise KinformerError(
-                f"`contexts` {self.contexts}: is not a list of lengths; write as in 1x,2x,4x or 256,512."
-            )
+            raise KinformerError(f"`contexts` {self.contexts}: is not a list of lengths; write as in 1x,2x or 256.")
         require("parameters", self.parameters, 1, MAX_PARAMETERS)
         limits = [name for name in BUDGETS if getattr(self, name) is not None]
         for name in limits:
@@ -126,13 +124,12 @@ class CompareOptions(LearningOptions):
             raise KinformerError(f"{' and '.join(map(marked, limits))} contradict; give one.")
         if self.total_minutes is not None and (self.sweep or self.sweep_steps):
             raise KinformerError(
-                f"`total_minutes` {self.total_minutes:g}: takes learning rates from a table instead of a sweep; give "
-                "`steps` instead, or leave `sweep` and `sweep_steps` out."
+                f"`total_minutes` {self.total_minutes:g}: takes learning rates from a table; give `steps` instead, or "
+                "leave `sweep` and `sweep_steps` out."
             )
         if self.sweep == 2:
             raise KinformerError("`sweep` 2: does not have a middle; try 3 learning rates or more, or 0 for none.")
         require_above("lr", self.lr, 0)
-        require_seed(self.seed)
         super().__post_init__()
 
     @property
@@ -176,10 +173,9 @@ class BenchOptions(Machine):
     seed: int = 0
     """The seed of weights and tokens."""
 
-    LEAST = {"batch_size": 1, "rounds": 1}
+    LEAST = {"batch_size": 1, "rounds": 1, "seed": 0}
 
     def __post_init__(self) -> None:
-        require_seed(self.seed)
         super().__post_init__()
         for name in self.works:
             choose(name, WORKS, "`work`")
@@ -201,16 +197,11 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     try:
         return tuple(parse_counts(text))
     except ValueError:
-        raise KinformerError(
-            f"{flag} {text}: is not a list of whole numbers; write as in 128,512,2048 or 1k,4k."
-        ) from None
+        raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512 or 1k,4k.") from None
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
-    """Return the members and options of a comparison; the use chooses missing members and options.
-
-    Without a use, named members keep their options.
-    """
+    """Return the members and options of a comparison; the use, if any, chooses missing members and options."""
     use: Any = options.for_ or (None if members else DEFAULT_USE)
     chosen = dict(USES[use]) if use else {}
     members = members or chosen["members"]

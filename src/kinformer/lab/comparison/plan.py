@@ -34,8 +34,7 @@ from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, p
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
-# The entrants of a comparison: members, or hybrids of members in a ratio, with their changes, at one budget of
-# parameters.
+# The entrants of a comparison: members or hybrids of members, with their changes, at one budget of parameters.
 
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
@@ -47,7 +46,6 @@ _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+
 class Entrant:
     """A model to compare.
 
-    name: the name in the comparison.
     parts: the members of a hybrid with their numbers of consecutive layers in the stack's cycle. The first part also
         gives everything except layers. A plain member is one part.
     changes: the changes of the config.
@@ -65,11 +63,9 @@ class Entrant:
 
     def needs(self, task_options: type) -> dict[str, object]:
         """Return the options of the task that belong to the method of its members."""
-        option_fields = {item.name for item in fields(task_options)}
-        needed: dict[str, object] = {}
-        for name, _ in self.parts:
-            needed |= {option: value for option, value in member(name).needs.items() if option in option_fields}
-        return needed
+        names = {item.name for item in fields(task_options)}
+        needs = (need for name, _ in self.parts for need in member(name).needs.items())
+        return {option: value for option, value in needs if option in names}
 
     def layers(self, recipe: str, config: ModelConfig) -> dict[str, object]:
         """Return the changes that put the layers of the other members into the cycle; empty for a plain member."""
@@ -86,10 +82,8 @@ class Entrant:
 
 
 def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entrant]:
-    """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``.
-
-    ``changes`` maps ``path`` to a value for all entrants, or ``NAME:path`` to a value for one entrant.
-    """
+    """Return the entrants that ``specs`` name, as ``gpt``, ``linear-transformer:3,gpt:1`` or ``wide=gpt``. ``changes``
+    maps ``path`` to a value for all entrants, or ``NAME:path`` to a value for one entrant."""
 
     def owner_of(path: str) -> str:
         return path.rpartition(":")[0]
@@ -102,25 +96,19 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
     for path in changes:
         if (owner := owner_of(path)) and owner not in names:
             raise KinformerError(f"`set` {path}: {owner!r} is not compared; {nearest(owner, names)}")
-    return [
-        Entrant(
-            entrant.name,
-            entrant.spec,
-            entrant.parts,
-            {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", entrant.name)},
-        )
-        for entrant in parsed
-    ]
+
+    def changes_of(name: str) -> dict[str, object]:
+        return {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", name)}
+
+    return [replace(entrant, changes=changes_of(entrant.name)) for entrant in parsed]
 
 
 def _parsed(spec: str) -> Entrant:
     require_kind("member", spec, str)
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise KinformerError(
-            f"{spec}: is not a member; write a name, a hybrid as in linear-transformer:3,gpt:1, or wide=gpt for "
-            "another name."
-        )
+        examples = "gpt, wide=gpt, or a hybrid as in linear-transformer:3,gpt:1"
+        raise KinformerError(f"{spec}: is not a member; write as in {examples}.")
     parts = []
     for part in match["parts"].split(","):
         name, _, count = part.partition(":")
@@ -142,9 +130,7 @@ def parameters_of(config: ModelConfig) -> int:
 
 def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name: str) -> dict[str, int]:
     """Return changes of width that bring a model of ``config`` with ``changes`` within 5 % of ``budget`` parameters.
-
-    The width is the nearest multiple of 16 (or of 4), and the number of heads stays. Then the feed-forwards become
-    wider or narrower to meet the rest of the budget.
+    The width is the nearest multiple of 16 (or of 4), the number of heads stays, and feed-forwards meet the rest.
 
     Errors: ``KinformerError`` if no width fits.
     """
@@ -160,10 +146,10 @@ def sized(config: ModelConfig, changes: Mapping[str, object], budget: int, name:
             break
     if best[0] > TOLERANCE:
         parameters = _count(config, {**best[1], **changes})
+        closest = f" (the nearest has {parameters:,})" if parameters else ""
         raise KinformerError(
-            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}"
-            + (f" (the nearest has {parameters:,})" if parameters else "")
-            + "; give another `parameters`, or `set` NAME:dim=... less."
+            f"{name}: no width gives {plural(budget, 'parameter')} within {TOLERANCE:.0%}{closest}; give another "
+            "`parameters`, or `set` NAME:dim=... less."
         )
     return {path: value for path, value in best[1].items() if path not in changes}
 
@@ -220,16 +206,15 @@ def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
         model = config.build()
     limit = model.max_length
     lengths = [length for length in STATE_LENGTHS if limit is None or length <= limit] + ([limit] if limit else [])
-    records = [member(name) for name, _ in entrant.parts]
+    sheets = [member(name).sheet for name, _ in entrant.parts]
     return {
         "members": [
-            {**record.sheet, "axes": list(record.sheet["axes"]), "departures": list(record.sheet["departures"])}
-            for record in records
+            {**sheet, "axes": list(sheet["axes"]), "departures": list(sheet["departures"])} for sheet in sheets
         ],
         "config": to_dict(config),
         "max_length": limit,
         "state_bytes": {str(length): state_bytes(model, length) for length in sorted(set(lengths))},
-        "needs": sorted({f"{name}={value}" for record in records for name, value in record.needs.items()}),
+        "needs": sorted({f"{name}={value}" for part, _ in entrant.parts for name, value in member(part).needs.items()}),
     }
 
 
@@ -247,10 +232,8 @@ class Contestant:
 
     base: the options of training; steps, learning rate and folder are still open.
     fitted: the config of the model at the budget; None before the fit.
-    parameters: the number of parameters.
     error: the reason why the contestant is out.
-    record: the results so far.
-    measured: the metrics of the contestant's runs on the test split.
+    measured: the metrics of the contestant's runs on the test split. Results so far are in ``record``.
     """
 
     entrant: Entrant
@@ -330,8 +313,7 @@ def with_length(entrants: Sequence[Entrant], options: CompareOptions) -> Compare
 
 
 def with_tokenizer(entrants: Sequence[Entrant], options: CompareOptions) -> CompareOptions:
-    """Return ``options`` with the tokenizer that ``train_tokenizer`` asks for, trained once and stored in the
-    folder."""
+    """Return ``options`` with the tokenizer of ``train_tokenizer``, trained once and stored in the folder."""
     size = options.train_tokenizer
     if size is None:
         return options
@@ -356,7 +338,7 @@ def first_task(entrants: Sequence[Entrant], options: CompareOptions) -> Task:
 
 class Sizes(NamedTuple):
     """Sizes that suit a budget of minutes: the ``dim`` of the first entrant (None: by the parameters), the weight decay
-    of all (None: the usual value), and the ``steps`` of a run in the time, roughly."""
+    of all (None: the usual value), and roughly the ``steps`` of a run in the time."""
 
     dim: int | None = None
     weight_decay: float | None = None
@@ -368,9 +350,8 @@ def contestants(
     options: CompareOptions,
     sizes: Sizes = Sizes(),  # noqa: B008
 ) -> list[Contestant]:
-    """Return the entrants as contestants at the parameter budget; an entrant that does not fit the budget is out.
-
-    The budget is ``options.parameters``, or the parameters of the first entrant, which has ``sizes``.
+    """Return the entrants as contestants at the parameter budget, ``options.parameters`` or the parameters of the first
+    entrant, which has ``sizes``; an entrant that does not fit the budget is out.
 
     Errors: ``KinformerError`` for a mistake that concerns all entrants: the data, the task, the recipe of training.
     """
@@ -380,7 +361,7 @@ def contestants(
     reads_lengths = any(option.name == "contexts" for option in fields(task.EvaluationOptions))
     if options.contexts != CompareOptions.contexts and not reads_lengths:
         raise KinformerError(
-            f"`contexts` {options.contexts}: the task {task.name} is measured at no other lengths; leave it out."
+            f"`contexts` {options.contexts}: {task.name} is measured at no other lengths; leave it out."
         )
     for entrant in entrants:
         base = replace(base_of(entrant, options, task), weight_decay=sizes.weight_decay)  # type: ignore[arg-type]
@@ -431,11 +412,8 @@ def base_of(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptio
 
 
 def _fit(contestant: Contestant, budget: int, dim: int | None) -> None:
-    """Put a hybrid's layers in their places, solve for the width, and check the plan as a new run does.
-
-    Without a ``budget`` the model has the width ``dim``, or the width of its recipe. With ``dim``, heads are as wide as
-    in a model of this width.
-    """
+    """Put a hybrid's layers in their places, solve for the width, and check the plan as a new run does. Without a
+    ``budget`` the model has the width of its recipe, or ``dim``, with heads as wide as in a model of this width."""
     entrant, base = contestant.entrant, replace(contestant.base, set={})
     _, plan = planned(base)
     layers = entrant.layers(str(base.recipe), plan.config)
@@ -490,11 +468,8 @@ class Clock:
 
     @property
     def share(self) -> float | None:
-        """The share of the time of training in which this thread computed; a busy machine lowers the share.
-
-        The thread that makes the steps also waits for no other work on a CPU, so an idle machine gives almost 1. The
-        share is None where no training took more than ``LEAST_SHARED`` seconds.
-        """
+        """The share of the time of training in which this thread computed: almost 1 on an idle machine, less on a busy
+        one. The share is None where no training took more than ``LEAST_SHARED`` seconds."""
         stages = [stage for stage in ("sweeps", "training") if self.seconds.get(stage, 0.0) > LEAST_SHARED]
         seconds = sum(self.seconds[stage] for stage in stages)
         return min(1.0, sum(self.computing[stage] for stage in stages) / seconds) if stages else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
 
@@ -16,7 +17,6 @@ from kinformer.runtime.files import json_digest, read_json, require_signature, s
 from kinformer.runtime.parsing import JsonObject
 
 # A cache of results under keys of their inputs, so that no result is computed twice.
-
 
 T = TypeVar("T")
 
@@ -70,12 +70,8 @@ class Cache:
 
 
 class FactSheet(TypedDict, total=False):
-    """An entrant's fact sheet, which is empty if it could not be made.
-
-    config: the config of the model.
-    state_bytes: the bytes of the state of one row, by absorbed tokens.
-    needs: the options of training that belong to the member's method.
-    """
+    """An entrant's fact sheet, which is empty if it could not be made: ``config`` of the model, ``state_bytes`` of one
+    row by absorbed tokens, ``needs``: the options of training that belong to the member's method."""
 
     members: list[MemberSheet]
     config: JsonObject
@@ -85,8 +81,7 @@ class FactSheet(TypedDict, total=False):
 
 
 class StepTime(TypedDict):
-    """The ``seconds`` of a training step, the seconds of the ``anchor`` (an entrant) in the same rounds, and the
-    ``date``."""
+    """The ``seconds`` of a training step, and of the ``anchor`` (an entrant) in the same rounds, and the ``date``."""
 
     seconds: float
     anchor: str
@@ -127,10 +122,8 @@ class Memory(TypedDict):
 
 
 class MachineFacts(TypedDict, total=False):
-    """The facts of the machine of a measurement, and the ``versions`` of its packages.
-
-    computing: the share of the time of training in which the comparison computed, less than 1 on a busy machine.
-    """
+    """The facts of the machine of a measurement, the ``versions`` of its packages, and the share of the time of
+    training in which the comparison was ``computing``, less than 1 on a busy machine."""
 
     processor: str
     architecture: str
@@ -162,8 +155,7 @@ class ContextValue(TypedDict):
 
 
 class Budget(TypedDict, total=False):
-    """The budget of all entrants, and the ``use`` of the members. ``steps`` and ``sweep_steps`` list the different
-    numbers of steps, in order."""
+    """The budget of all entrants, and the ``use`` of the members; ``steps`` lists the different numbers of steps."""
 
     parameters: int
     steps: list[int]
@@ -176,10 +168,7 @@ class Budget(TypedDict, total=False):
 
 
 class RunResult(TypedDict, total=False):
-    """A training run: its ``folder``, best ``validation``, ``log`` and the ``command`` that repeats it.
-
-    A run that ``diverged`` has only the reason.
-    """
+    """A training run: its best ``validation``, ``log`` and the ``command`` that repeats it, or why it ``diverged``."""
 
     folder: str
     validation: dict[str, float | None]
@@ -213,11 +202,7 @@ class Trial(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(Config):
-    """A point of a run's curve: the deciding metric of a ``validation`` after ``step`` steps, ``seconds`` of training
-    and ``flops``.
-
-    ``seconds`` and ``flops`` are None if unknown.
-    """
+    """A point of a run's curve: a ``validation`` after ``step`` steps, ``seconds`` and ``flops``, None if unknown."""
 
     step: int
     validation: float
@@ -242,11 +227,8 @@ class SeedRun(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
-    """The results of one entrant by stage; a missing measurement is None.
-
-    moved: a sentence about an optimum at an end of the sweep.
-    error: the reason why the entrant is out.
-    """
+    """The results of one entrant by stage; a missing measurement is None. ``moved``: a sentence about an optimum at an
+    end of the sweep. ``error``: the reason why the entrant is out."""
 
     name: str
     spec: str
@@ -275,10 +257,7 @@ class EntrantRecord(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Config):
-    """A comparison of entrants on one task and data.
-
-    ``budget`` and ``settings`` repeat the command. ``seconds`` are the seconds of each stage.
-    """
+    """A comparison of entrants on one task and data; ``budget`` and ``settings`` repeat the command."""
 
     kinformer: str
     created: str
@@ -356,18 +335,13 @@ def _renamed(data: Any, place: str = "") -> Any:
     if not isinstance(data, dict) or place == "facts":
         return data
     names = NAMES.get(place, {})
-    return {
-        str(names.get(name, name)): _renamed(value, name)
-        for name, value in data.items()
-        if names.get(name, name) is not None
-    }
+    pairs = ((names.get(name, name), _renamed(value, name)) for name, value in data.items())
+    return {name: value for name, value in pairs if name is not None}
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
-    """Return one comparison with the entrants of several comparisons on one task and the same data.
-
-    If two entrants have the same name, the name of the file is added to the second name. Runs of the same entrant with
-    different seeds are joined.
+    """Return one comparison with the entrants of several comparisons on one task and the same data. The second of two
+    entrants of one name gets the name of its file; runs of the same entrant with different seeds are joined.
 
     Errors: ``KinformerError`` for another task, other data or another deciding metric.
     """
@@ -377,13 +351,11 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
         for what in ("task", "figure"):
             if getattr(other, what) != getattr(first, what):
                 raise KinformerError(
-                    f"{path}: its {what} is {getattr(other, what)}, but {first_path} has {getattr(first, what)}; "
-                    "merge comparisons of one task."
+                    f"{path}: its {what} is {getattr(other, what)}, but {first_path} has {getattr(first, what)}; merge "
+                    "comparisons of one task."
                 )
         if _fingerprint(other) != _fingerprint(first):
-            raise KinformerError(
-                f"{path}: was measured on other data than {first_path}; figures from different data do not compare."
-            )
+            raise KinformerError(f"{path}: is of other data than {first_path}; merge comparisons of the same data.")
         for entrant in other.entrants:
             previous = entrants.get(entrant.name)
             if previous is None:
@@ -393,10 +365,9 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
                 more = tuple(run for run in entrant.runs if run.seed not in seeds)
                 entrants[entrant.name] = previous.replace(runs=previous.runs + more)
             else:
-                name, count = f"{entrant.name} ({path.stem})", 1
-                while name in entrants:
-                    count += 1
-                    name = f"{entrant.name} ({path.stem}) {count}"
+                base = f"{entrant.name} ({path.stem})"
+                names = chain([base], (f"{base} {number}" for number in count(2)))
+                name = next(name for name in names if name not in entrants)
                 entrants[name] = entrant.replace(name=name)
     seconds = {"in all": sum(sum(comparison.seconds.values()) for _, comparison in comparisons)}
     return first.replace(entrants=tuple(entrants.values()), seconds=seconds)

@@ -40,8 +40,7 @@ ChartPoint: TypeAlias = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its ``name``, its ``index`` among the entrants (which decides colour, marker and dashes), and its
-    points."""
+    """A curve: its ``name``, its ``index`` among the entrants, which decides its look, and its points."""
 
     name: str
     index: int
@@ -64,10 +63,8 @@ class Chart:
     @property
     def description(self) -> str:
         """Describe the chart in words for readers who cannot see it."""
-        return (
-            f"{self.title}: {self.y} against {self.x}, {plural(len(self.series), 'curve')}; the numbers are in the "
-            "table below."
-        )
+        curves = plural(len(self.series), "curve")
+        return f"{self.title}: {self.y} against {self.x}, {curves}; the numbers are in the table below."
 
 
 def svg(chart: Chart) -> str:
@@ -145,11 +142,7 @@ def _shape(index: int) -> int:
 
 def _drawable(points: Sequence[ChartPoint], log: str) -> Sequence[ChartPoint]:
     """Return at most ``MAX_POINTS`` points that the axes can show, with the first and the last point."""
-    points = [
-        point
-        for point in points
-        if all(isfinite(value) and (axis not in log or value > 0) for axis, value in zip("xy", point[:2], strict=True))
-    ]
+    points = [at for at in points if all(map(isfinite, at[:2])) and all(at[:2]["xy".index(axis)] > 0 for axis in log)]
     if len(points) <= MAX_POINTS:
         return points
     return [points[round(index * (len(points) - 1) / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]
@@ -287,7 +280,7 @@ def columns(comparison: Comparison) -> list[Measure]:
 
 
 def ordered(comparison: Comparison) -> list[EntrantRecord]:
-    """Return the entrants from the best to the worst, with failed entrants last; as named where no ranking is made."""
+    """Return the entrants from the best to the worst, failed ones last; as named where no ranking is made."""
     if comparison.finished and words.doubts(comparison):
         return list(comparison.entrants)
     return [*comparison.finished, *(entrant for entrant in comparison.entrants if not entrant.runs)]
@@ -335,10 +328,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return ``text`` with escapes, so that Markdown shows it unchanged, without HTML, links or formatting.
-
-    ``text`` may hold names from other people.
-    """
+    """Return ``text``, which may hold names from other people, so that Markdown shows it unchanged, without links."""
     marked = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", _line(text))
     plain = escape(marked, quote=False).replace("://", "&#58;//").replace("@", "&#64;").replace("www.", "www&#46;")
     return re.sub(r"^(\d*)([-+.)]) ", r"\1\\\2 ", plain)
@@ -395,11 +385,12 @@ def _rows(comparison: Comparison) -> Iterator[tuple[EntrantRecord, list[tuple[st
         best.append((min if column.less else max)(all_values) if column.less is not None and all_values else None)
     for entrant in ordered(comparison):
         values = [column.value(entrant) for column in table]
+        cells = zip(table, values, best, strict=True)
         yield (
             entrant,
             [
                 (column.cell(entrant), "" if value is None else repr(value), value is not None and value == top)
-                for column, value, top in zip(table, values, best, strict=True)
+                for column, value, top in cells
             ],
         )
 

@@ -10,14 +10,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from kinformer.lab.children import end_with_parent, safe_path
 from kinformer.lab.comparison import works
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
-from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, Speeds, key_of
+from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, key_of
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.loop import Trainer
@@ -47,13 +47,9 @@ SLOWEST = 30.0
 def in_turns(
     works: Mapping[K, Callable[[], object]], rounds: int, device: str = "cpu", end: float = inf
 ) -> dict[K, float]:
-    """Return the median seconds of each work over ``rounds``, after one warm-up round.
-
-    After the time ``end``, by ``time.monotonic()``, no further round begins except for the first.
-
-    Every round has a new random order, so that other load on the machine affects all works alike. A work that fails,
-    for example because memory is short, is left out with a note.
-    """
+    """Return the median seconds of each work over ``rounds``, after one warm-up round. After the time ``end``, by
+    ``time.monotonic()``, no further round begins except for the first. Every round has a new random order, so that
+    other load on the machine affects all works alike. A work that fails is left out with a note."""
     seconds: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
     for index in range(rounds + 1):
@@ -95,7 +91,7 @@ class Peak:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.before = self._now()
+        self.before = self._read(peak=False)
 
     def restart(self) -> None:
         """Forget the peak so far; only a GPU and Linux support this."""
@@ -108,18 +104,12 @@ class Peak:
     @property
     def bytes(self) -> int:
         """The peak bytes of the device, or of this process on a CPU, above the bytes at the start."""
-        if self.device.startswith("cuda"):
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        if sys.platform == "linux":
-            return _status("VmHWM") - self.before
-        return process_peak() - self.before
+        return self._read(peak=True) - self.before
 
-    def _now(self) -> int:
+    def _read(self, peak: bool) -> int:
         if self.device.startswith("cuda"):
-            return torch.cuda.memory_allocated(self.device)
-        if sys.platform == "linux":
-            return _status("VmRSS")
-        return process_peak()
+            return (torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated)(self.device)
+        return _status("VmHWM" if peak else "VmRSS") if sys.platform == "linux" else process_peak()
 
 
 def _status(name: str) -> int:
@@ -132,20 +122,15 @@ def _status(name: str) -> int:
 def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """Call ``function``, which must be importable, in a fresh process, and return its result.
 
-    Errors: the exception of ``function``; ``KinformerError`` if the system ended the process, for example because
-    memory is short.
+    Errors: the exception of ``function``; ``KinformerError`` if the system ended the process, as when memory is short.
     """
     context = multiprocessing.get_context("spawn")
     try:
-        with (
-            safe_path(),
-            ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(torch.get_num_threads(),)) as pool,
-        ):
+        threads = (torch.get_num_threads(),)
+        with safe_path(), ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=threads) as pool:
             return pool.submit(function, *arguments, **options).result()
     except BrokenProcessPool:
-        raise KinformerError(
-            "its process was ended by the system, which happens when memory is short; choose smaller sizes."
-        ) from None
+        raise KinformerError("the system ended its process, as when memory is short; choose smaller sizes.") from None
 
 
 def _begin(threads: int) -> None:
@@ -200,11 +185,9 @@ def _version(name: str) -> str | None:
 class Floor:
     """The measured limits of a machine.
 
-    flops: the FLOPs per second of the best square product in float32.
-    narrow_flops: the same in bfloat16.
+    flops, narrow_flops: the FLOPs per second of the best square product in float32 and in bfloat16.
     bandwidth: the bytes per second that a product of one row with a large matrix reads.
-    call: the seconds of a call of an empty Python function.
-    operator: the seconds of a sum of two single numbers in PyTorch.
+    call, operator: the seconds of a call of an empty Python function, and of a sum of two single numbers in PyTorch.
     """
 
     flops: float
@@ -266,11 +249,8 @@ def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callab
 
 
 def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
-    """Record the ``training`` speed of each contestant.
-
-    The speed is the seconds of a step, the seconds of the anchor (the first contestant) in the same rounds, and the
-    date. Cached speeds stay unchanged. The other contestants are measured in turns, together with the anchor.
-    """
+    """Record the ``training`` speed of each contestant: the seconds of a step, the seconds of the anchor (the first
+    contestant) in the same rounds, and the date. Contestants without a cached speed are measured in turns."""
     device = options.usable_device()
     sizes = ["training", options.length, options.batch_size, options.optimizer, options.precision, device.type]
     keys = {item.name: key_of([sizes, item.model_key, torch.get_num_threads()]) for item in still_in(contestants)}
@@ -293,18 +273,19 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
         if contestant.name not in seconds:
             contestant.error = contestant.error or "its first training steps failed."
         else:
-            anchored = {"anchor": anchor.name, "anchor_value": seconds.get(anchor.name)}
-            contestant.note(
-                training={"seconds": seconds[contestant.name], **anchored, "date": time.strftime("%Y-%m-%d")}
-            )
+            anchored = {
+                "anchor": anchor.name,
+                "anchor_value": seconds.get(anchor.name),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+            contestant.note(training={"seconds": seconds[contestant.name], **anchored})
             cache.put("speed", keys[contestant.name], contestant.record.training)
 
 
 def generation_speeds(
     contestants: Sequence[Contestant], options: CompareOptions, cache: Cache, end: float = inf
 ) -> None:
-    """Record the speed of ``generation``: the seconds of a token for all rows, by the number of rows, after a prompt of
-    128 tokens."""
+    """Record the speed of ``generation``: the seconds of a token by the rows, after a prompt of 128 tokens."""
     subjects = [contestant for contestant in still_in(contestants) if works.generates(contestant.config)]
     _measured(subjects, "generation", [("decode", batch, PROMPT) for batch in BATCHES], options, cache, end)
 
@@ -324,21 +305,11 @@ def _measured(
     cache: Cache,
     end: float,
 ) -> None:
-    """Measure each missing point of all contestants in turns, together with the anchor.
-
-    A point that would take longer than the time until ``end`` is left out: a work of twice as many tokens takes at most
-    four times as long.
-    """
+    """Measure each missing point of all contestants in turns, together with the anchor. A point that would take longer
+    than the time until ``end`` is left out: a work of twice as many tokens takes at most four times as long."""
     device = options.usable_device()
-    content: list[object] = [
-        stage,
-        list(map(list, points)),
-        options.rounds,
-        device.type,
-        torch.get_num_threads(),
-        options.precision,
-    ]
-    content.append(options.total_minutes if end < inf else None)
+    sizes = [options.rounds, device.type, torch.get_num_threads(), options.precision]
+    content = [stage, list(map(list, points)), *sizes, options.total_minutes if end < inf else None]
     keys = {item.name: key_of([content, item.model_key]) for item in subjects}
     for contestant in subjects:
         contestant.note(**{stage: cache.get("speed", keys[contestant.name])})
@@ -376,24 +347,29 @@ def _measured(
         note(f"not timed, because `total_minutes` does not suffice: {', '.join(dict.fromkeys(skipped))}.")
     for contestant in missing:
         if contestant.name in rows:
-            speeds: Speeds = {
-                "points": rows[contestant.name],
-                "anchor": subjects[0].name,
-                "anchor_value": rows.get(subjects[0].name),
-                "date": time.strftime("%Y-%m-%d"),
-            }
+            anchored = {"anchor": subjects[0].name, "anchor_value": rows.get(subjects[0].name)}
+            speeds = {"points": rows[contestant.name], **anchored, "date": time.strftime("%Y-%m-%d")}
             contestant.note(**{stage: speeds})
             cache.put("speed", keys[contestant.name], speeds)
 
 
 def memory_of(contestant: Contestant, options: CompareOptions, cache: Cache) -> Memory:
-    """Return the peak bytes of training with these options above an empty process, and of a step of one row by length
-    above the model."""
+    """Return the peak bytes of training above an empty process, and of a step of one row by length above the model."""
     device = options.usable_device()
     job = contestant.options(Path(), options.middle, options.seed, 1)
     content = ["memory", options.lengths, options.length, options.batch_size, options.optimizer, device.type]
     key = key_of([content, options.precision, contestant.model_key, torch.get_num_threads()])
     return cache.once("memory", key, lambda: in_fresh_process(peaks, job, options.measured_lengths, str(device)))
+
+
+def step_peaks(model: Any, lengths: Sequence[int], batch: int, device: str) -> Iterator[tuple[int, int]]:
+    """Yield each length that ``model`` reads, and the peak bytes of a training step above the model itself."""
+    peak = Peak(device)
+    for length in lengths:
+        if works.room_for(model, "step", length, 0):
+            peak.restart()
+            works.step(model, batch, length)()
+            yield length, max(0, peak.bytes)
 
 
 def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
@@ -403,12 +379,8 @@ def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
     by_length: list[LengthBytes] = []
     if works.reads_tokens(plan.config):
         model = plan.config.build().to(device)
-        built = Peak(device)
-        for length in lengths:
-            if works.room_for(model, "step", length, 0):
-                built.restart()
-                works.step(model, 1, length)()
-                by_length.append({"length": length, "bytes": max(0, built.bytes)})
+        for length, count in step_peaks(model, lengths, 1, device):
+            by_length.append({"length": length, "bytes": count})
         del model
     empty.restart()
     with tempfile.TemporaryDirectory() as folder:

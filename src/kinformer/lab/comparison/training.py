@@ -38,19 +38,21 @@ def sweep_steps(options: CompareOptions, steps: int) -> int:
     return options.sweep_steps or min(steps, max(MIN_SWEEP, steps // SWEEP_SHARE))
 
 
-def validations(options: CompareOptions, steps: int) -> dict[str, Any]:
-    """Return the settings of validation: ten validations of a run, all runs on the same tokens, fewer for short
-    runs."""
+def validated(options: CompareOptions, steps: int) -> int:
+    """Return the tokens of a validation: a fortieth of the tokens of a run, within bounds."""
     tokens = steps * options.row_length * (options.batch_size or 1) // VALIDATED_SHARE
-    tokens = SWEEP_TOKENS if options.minutes is not None else min(MAX_TOKENS, max(MIN_TOKENS, tokens))
+    return min(MAX_TOKENS, max(MIN_TOKENS, tokens))
+
+
+def validations(options: CompareOptions, steps: int) -> dict[str, Any]:
+    """Return the settings of ten validations of a run, all runs on the same tokens, fewer for short runs."""
+    tokens = SWEEP_TOKENS if options.minutes is not None else validated(options, steps)
     return {"validation_tokens": tokens, "validate_every": -(-steps // PARTS_OF_A_RUN)}
 
 
 def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: int, metric: Metric) -> None:
-    """Record the ``sweep`` (learning rates with their metrics), the best ``lr``, and ``moved``.
-
-    If the best learning rate is at an end, the sweep continues beyond this end; ``moved`` is a sentence about it.
-    """
+    """Record the ``sweep`` (learning rates with their metrics), the best ``lr``, and ``moved``, a sentence about a
+    sweep that continues because the best learning rate is at an end."""
     short = sweep_steps(options, steps)
     if not options.sweep:
         contestant.note(lr=options.middle)
@@ -65,9 +67,8 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
                 tried[power] = _trial(contestant, options, cache, short, power, metric)
         finite = {power: value for power, value in tried.items() if value is not None}
         if not finite:
-            raise KinformerError(
-                f"training diverged at every learning rate tried; give a lower `lr` than {options.middle:g}."
-            )
+            lowest = f"give a lower `lr` than {options.middle:g}"
+            raise KinformerError(f"training diverged at every learning rate tried; {lowest}.")
         best = (min if metric.lower_is_better else max)(finite, key=lambda power: finite[power])
         beyond = best - 1 if best == min(tried) else best + 1 if best == max(tried) else None
         if beyond is None or moves == MAX_MOVES:
@@ -153,10 +154,7 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
     before = cache.get("attempts", key) or 0
     if before >= ATTEMPTS:
         cache.path("attempts", key).unlink()
-        raise KinformerError(
-            f"its process was ended {before} times before its first checkpoint, as happens when memory is short; "
-            "choose smaller sizes."
-        )
+        raise KinformerError(f"its process ended {before} times before its first checkpoint; choose smaller sizes.")
     cache.put("attempts", key, before + 1)
 
 
@@ -167,8 +165,7 @@ def curve(run: RunResult, metric: Metric, flops_step: float | None) -> tuple[Poi
     for line in run["log"]:
         if "seconds" in line:
             seconds[line["step"]] = line["seconds"]
-        value = line.get(f"validation_{metric.name}")
-        if value is not None:
+        if (value := line.get(f"validation_{metric.name}")) is not None:
             step = line["step"]
             flops = None if flops_step is None else flops_step * step
             points.append(Point(step=step, validation=value, seconds=seconds.get(step), flops=flops))
@@ -184,10 +181,7 @@ def contexts_of(options: CompareOptions) -> dict[str, int]:
 def measured(
     contestant: Contestant, options: CompareOptions, cache: Cache, done: RunResult, first: bool, baseline: bool
 ) -> Measurement:
-    """Return the results of a run on the test split.
-
-    The ``first`` seed is also measured by position and at further lengths of context.
-    """
+    """Return the results of a run on the test split; of the ``first`` seed also by position and at further contexts."""
     task = contestant.task
     option_fields = {field.name for field in fields(task.EvaluationOptions)}
     task_options: dict[str, object] = {}
@@ -205,9 +199,8 @@ def measured(
     )
 
     def make() -> Measurement:
-        evaluation = evaluate(
-            [Path(options.out) / "runs" / done["folder"]], evaluation_options, quiet=True
-        ).evaluations[0]
+        folder = Path(options.out) / "runs" / done["folder"]
+        evaluation = evaluate([folder], evaluation_options, quiet=True).evaluations[0]
         facts, further = evaluation.facts, evaluation.facts.get("lengths", ())
         assert isinstance(further, list | tuple)
         lengths = {item["context"]: _context(item) for item in (facts, *further) if "context" in item}
@@ -238,13 +231,11 @@ def command_of(options: TrainOptions) -> str:
         value = getattr(options, field.name)
         if field.name in ("member", "set", "task_options", "resume", "out") or value is None:
             continue
-        if value != field.default and not (
-            field.name in plain and value == plain[field.name] and field.name != "length"
-        ):
+        usual = field.name in plain and value == plain[field.name] and field.name != "length"
+        if value != field.default and not usual:
             text = f"{value:g}" if isinstance(value, float) else _text(value)
-            words += (
-                [flag_of("set"), f"training.{field.name}={text}"] if field.name in RARE else [flag_of(field.name), text]
-            )
+            rare = [flag_of("set"), f"training.{field.name}={text}"]
+            words += rare if field.name in RARE else [flag_of(field.name), text]
     for name, value in options.task_options.items():
         words += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     for path, value in options.set.items():

@@ -21,8 +21,7 @@ SIGNIFICANT = 0.05
 
 
 class Welch(NamedTuple):
-    """Welch's test: the ``difference`` of the means (first minus second), ``t``, ``degrees`` of freedom, and the
-    two-sided ``p``."""
+    """Welch's test: the ``difference`` of the means, ``t``, ``degrees`` of freedom, and the two-sided ``p``."""
 
     difference: float
     t: float
@@ -62,11 +61,8 @@ def two_sided(t: float, degrees: float) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return the p-values of several tests with Holm's correction, which bounds the probability of any false positive.
-
-    The k-th smallest of n values is multiplied by n - k + 1. A corrected value is never below the corrected value of a
-    smaller p.
-    """
+    """Return the p-values of several tests with Holm's correction, which bounds the probability of any false positive:
+    the k-th smallest of n values is multiplied by n - k + 1, and is never below the value of a smaller p."""
     adjusted, highest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda item: ps[item])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[index]))
@@ -75,11 +71,8 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 class Difference(NamedTuple):
-    """The difference between the means of an entrant and of the best entrant.
-
-    ``p`` is the result of Welch's test, and ``together`` is p after Holm's correction for all tests. Both are None for
-    a single seed, which does not allow a test.
-    """
+    """The difference between the means of an entrant and of the best entrant. ``p`` is the result of Welch's test, and
+    ``together`` is p after Holm's correction. Both are None for a single seed, which does not allow a test."""
 
     name: str
     difference: float
@@ -114,8 +107,7 @@ class Measure(NamedTuple):
     """A column of the table of results.
 
     title: the heading.
-    value: a function that computes an entrant's value; None for an unknown value.
-    text: a function that formats the value.
+    value, text: functions that compute an entrant's value (None for an unknown value) and format it.
     less: whether less is better; None if neither is better.
     best: the beginning of the sentence about the entrant with the best value; empty without such a sentence.
     unit: the text after the value in this sentence.
@@ -137,10 +129,8 @@ class Measure(NamedTuple):
 
 
 def costs(comparison: Comparison) -> list[Measure]:
-    """Return the measures beside the deciding metric, for the table and for the sentences above it.
-
-    The first three stand side by side: quality with the longest context, time and memory at the longest length.
-    """
+    """Return the measures beside the deciding metric, for the table and for the sentences above it. The first three
+    stand side by side: quality with the longest context, time and memory at the longest length."""
     metric, state = comparison.deciding, common_length(comparison)
     context, length = longest_context(comparison), longest_step(comparison)
     return [
@@ -182,8 +172,7 @@ def longest_step(comparison: Comparison) -> int:
 
 
 def step_bytes(entrant: EntrantRecord, length: int) -> int | None:
-    """Return the peak bytes of a training step of one row of ``length`` tokens, above the model itself; None if
-    unknown."""
+    """Return the peak bytes of a training step of one row of ``length`` tokens, above the model; None if unknown."""
     rows = entrant.memory["lengths"] if entrant.memory else ()
     return next((int(row["bytes"]) for row in rows if row["length"] == length), None)
 
@@ -321,20 +310,18 @@ def _kinds(kinds: Mapping[str, Mapping[str, object]]) -> str:
 RULES = {"ngram": "counting", "bigram": "counting", "unigram": "counting", "neighbours": "counting", "copy": "copying"}
 """The method of a baseline in words, by the first word of its name."""
 
-
 LEAST_STEPS = 300
 """The fewest steps from which on members are told apart. In ``docs/comparison/comparison.json`` the five members differ
 by 0.04 bits after 78 steps of 1,024 tokens, and their groups are the final ones from 312 steps on."""
 SEED_SPREAD = 0.01
-"""The standard deviation between seeds, as a share of bits per byte: 0.6 to 1.3 % in ``docs/comparison``. The
-difference of two runs is within three times as much."""
+"""The standard deviation between seeds, as a share of bits per byte: 0.6 to 1.3 % in ``docs/comparison``. Two runs
+differ by at most three times as much."""
 BUSY = 0.85
 """The share of the time that a comparison computes on an idle machine, at least."""
 
 
 def too_few(steps: int, members: int, minutes: float) -> str:
-    """Return a sentence that ``steps`` in so many ``minutes`` do not tell ``members`` apart, and the remedy; "" where
-    they do."""
+    """Return a sentence that ``steps`` in so many ``minutes`` do not tell ``members`` apart; "" where they do."""
     if steps >= LEAST_STEPS:
         return ""
     needed, fewer = minutes * LEAST_STEPS / max(1, steps), members * steps // LEAST_STEPS
@@ -345,8 +332,7 @@ def too_few(steps: int, members: int, minutes: float) -> str:
 
 
 def busy(share: float | None) -> str:
-    """Return a sentence about a machine on which a comparison computed for this ``share`` of the time; "" for an idle
-    machine."""
+    """Return a sentence about a machine that computed for this ``share`` of the time; "" for an idle machine."""
     if share is None or share >= BUSY:
         return ""
     return (
@@ -388,9 +374,8 @@ def _floor(comparison: Comparison) -> str:
     worse = [entrant.name for entrant in finished if not metric.better(mean_of(entrant), value)]
     if len(worse) == len(finished):
         return f"Every member is worse than {rule}: do not choose by this."
-    return f"Better than {rule}: {_list(item.name for item in finished if item.name not in worse)}." + (
-        f" Worse: {_list(worse)}." if worse else ""
-    )
+    better = _list(item.name for item in finished if item.name not in worse)
+    return f"Better than {rule}: {better}." + (f" Worse: {_list(worse)}." if worse else "")
 
 
 def _significance(comparison: Comparison) -> Iterator[str]:
@@ -437,8 +422,7 @@ def _costs(comparison: Comparison, measures: Sequence[Measure]) -> Iterator[str]
 
 
 def _beyond(comparison: Comparison, ranks: bool) -> Iterator[str]:
-    """Yield sentences about the members that improve, and get worse, with more context than in training, and about
-    members that cannot read so much."""
+    """Yield sentences about members that improve, get worse or cannot read with more context than in training."""
     metric, texts, longest = comparison.deciding, dict[bool, list[str]](), longest_context(comparison)
     for entrant in comparison.finished:
         values, trained = contexts_of(entrant), entrant.settings.get("length")
@@ -473,11 +457,8 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
 
 
 def crossovers_of(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences about the lengths at which the others overtake the first entrant.
-
-    One sentence names all entrants with a faster time at every length, and one sentence all entrants with a slower
-    time.
-    """
+    """Yield sentences about the lengths at which the others overtake the first entrant. One sentence names all entrants
+    that are faster at every length, and one sentence all slower entrants."""
     timed = [item for item in comparison.entrants if item.lengths and item.lengths["points"]]
     for kind, work in (("step", "In a training step"), ("forward", "In a forward")) if len(timed) > 1 else ():
         names_by_sentence: dict[str, list[str]] = {}
@@ -490,10 +471,8 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
 
 
 def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
-    """Return a sentence that holds at every length, or "", and a text about the crossings with ``base``.
-
-    The length of a crossing is interpolated between two lengths in the logarithms of length and time.
-    """
+    """Return a sentence that holds at every length, or "", and a text about the crossings with ``base``. A crossing is
+    interpolated between two lengths in the logarithms of length and time."""
     lengths = sorted(ours.keys() & theirs.keys())
     if not lengths:
         return "", f"no length in common with {base}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from kinformer.runtime.process import few_rows
 Work = Callable[[], object]
 Begin = Callable[[Any, int, int], Work]
 """Makes a work from a model (a member or a peer), a number of rows and a number of tokens."""
-
 
 TOLERANCE = 2e-3
 DECODED = 16
@@ -49,9 +49,8 @@ def generates(config: Any) -> bool:
 def tokens_for(model: Any, batch: int, length: int, seed: int = 0) -> Tensor:
     """Return random ids [batch, length] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(model.input.vocab_size, (batch, length), generator=generator).to(
-        next(model.parameters()).device
-    )
+    tokens = torch.randint(model.input.vocab_size, (batch, length), generator=generator)
+    return tokens.to(next(model.parameters()).device)
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
@@ -63,13 +62,7 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 def forward(model: Any, batch: int, length: int) -> Work:
     """Return the work of one forward without gradients."""
     tokens = tokens_for(model, batch, length)
-
-    def work() -> None:
-        model.eval()
-        with torch.inference_mode():
-            logits_of(model, tokens)
-
-    return work
+    return torch.inference_mode()(lambda: logits_of(model.eval(), tokens))
 
 
 def step(model: Any, batch: int, length: int) -> Work:
@@ -89,11 +82,7 @@ def step(model: Any, batch: int, length: int) -> Work:
 def prefill(model: Any, batch: int, length: int) -> Work:
     """Return the work of reading a prompt for generation, with the state."""
     tokens = tokens_for(model, batch, length)
-
-    def work() -> None:
-        Session(model.eval(), batch, seed=0).feed(tokens)
-
-    return work
+    return lambda: Session(model.eval(), batch, seed=0).feed(tokens)
 
 
 def decode(model: Any, batch: int, length: int) -> Work:
@@ -125,10 +114,8 @@ def room_for(model: Any, kind: str, length: int, rounds: int) -> bool:
 
 
 def check_correct(model: Any, length: int = 48) -> None:
-    """Check a model before it is timed.
-
-    The outputs of every model must be finite. A causal model must predict the same for a text in chunks, token by token
-    and as a whole, and its predictions must not depend on later tokens.
+    """Check a model before it is timed: its outputs must be finite. A causal model must predict the same for a text in
+    chunks, token by token and as a whole, and its predictions must not depend on later tokens.
 
     Errors: ``KinformerError`` that names the difference.
     """
@@ -201,11 +188,12 @@ def shape_of(config: Any) -> PeerShape:
     layer = config.layers[0]
     if config.position.kind != "learned" or layer.mixer.kind != "softmax" or layer.feed_forward.kind != "mlp":
         raise KinformerError("peers have the parts of gpt; leave out what `set` changes of them, or `peers`.")
+    heads = layer.mixer.num_heads
     return PeerShape(
         layers=len(config.layers),
         dim=config.dim,
-        heads=layer.mixer.num_heads,
-        head_dim=config.dim // layer.mixer.num_heads,
+        heads=heads,
+        head_dim=config.dim // heads,
         hidden=layer.feed_forward.hidden_dim,
         length=config.position.max_length,
         vocab=config.input.vocab_size,
@@ -247,13 +235,7 @@ def x_transformers(shape: PeerShape, flash: bool) -> nn.Module:
 
 def _prefill(peer: HuggingFace, batch: int, length: int) -> Work:
     tokens = tokens_for(peer, batch, length)
-
-    def work() -> None:
-        peer.eval()
-        with torch.inference_mode():
-            peer.last(tokens)
-
-    return work
+    return torch.inference_mode()(lambda: peer.eval().last(tokens))
 
 
 def _decode(peer: HuggingFace, batch: int, length: int) -> Work:
@@ -271,21 +253,6 @@ def _decode(peer: HuggingFace, batch: int, length: int) -> Work:
     return work
 
 
-@dataclass(frozen=True)
-class PeerInput:
-    """The input of a peer, with the size of the vocabulary at the same attribute as in members."""
-
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class PeerConfig:
-    """The config of a peer, with the fields that timing reads from the config of a member."""
-
-    input: PeerInput
-    protocol: ClassVar[type] = CausalModel
-
-
 class PeerModel(nn.Module):
     """A decoder of another library with the sizes ``shape``; ``works`` are the works that can be timed."""
 
@@ -295,8 +262,8 @@ class PeerModel(nn.Module):
     def __init__(self, model: nn.Module, shape: PeerShape) -> None:
         super().__init__()
         self.model, self.max_length = model, shape.length
-        self.input = PeerInput(shape.vocab)
-        self.config = PeerConfig(self.input)
+        self.input = SimpleNamespace(vocab_size=shape.vocab)
+        self.config = SimpleNamespace(input=self.input, protocol=CausalModel)  # the fields that timing reads
 
     @property
     def version(self) -> str:

@@ -25,6 +25,7 @@ from kinformer.lab.control.environments import Box, Discrete, Environments
 from kinformer.lab.data.sampling import mix
 from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.files import write_atomic
+from kinformer.runtime.plugins import import_extra
 from kinformer.runtime.process import few_rows
 from kinformer.runtime.progress import ProgressCallback
 
@@ -67,20 +68,16 @@ class Policy(Protocol):
 
     def begin(self, episodes: np.ndarray) -> None:
         """Begin new episodes with the numbers ``episodes``."""
-        ...
 
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         """Return actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
-        ...
 
     def keep(self, rows: np.ndarray) -> None:
         """Continue with ``rows`` [rows] bool only."""
-        ...
 
 
 class Rollouts(NamedTuple):
-    """The results of episodes, all [episodes]: ``returns``, ``lengths`` in steps, and ``optimal``, the best possible
-    return of each episode (NaN if unknown)."""
+    """Results [episodes]: ``returns``, ``lengths`` in steps, and the best return ``optimal`` (NaN: unknown)."""
 
     returns: np.ndarray
     lengths: np.ndarray
@@ -107,25 +104,6 @@ class Summary(TypedDict):
     optimal_share: NotRequired[float]
 
 
-def draw(
-    predicted: Tensor, actions: Discrete | Box, temperature: float, uniforms: Callable[[int], np.ndarray]
-) -> np.ndarray:
-    """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; ``uniforms(n)`` returns n numbers for each
-    row, [rows, n]. Continuous actions may lie outside of their box."""
-    result = predicted.double().cpu().numpy()
-    if isinstance(actions, Discrete):
-        if temperature == 0:
-            return result.argmax(-1)
-        # Gumbel-max: argmax(logits / T - log(-log u)) draws from softmax(logits / T).
-        return (result / temperature - np.log(-np.log(uniforms(actions.n)))).argmax(-1)
-    mean = result[:, : actions.dim]
-    if result.shape[1] > actions.dim and temperature:
-        u = uniforms(2 * actions.dim)
-        normal = np.sqrt(-2 * np.log(u[:, : actions.dim])) * np.cos(2 * np.pi * u[:, actions.dim :])
-        mean = mean + temperature * np.exp(result[:, actions.dim :]) * normal
-    return mean.astype(np.float32)
-
-
 def within(actions: np.ndarray, space: Discrete | Box) -> np.ndarray:
     """Return ``actions`` clipped to their space: an action outside of a box is moved to its edge."""
     return actions if isinstance(space, Discrete) else np.clip(actions, space.low, space.high).astype(np.float32)
@@ -144,13 +122,29 @@ class ActionSampler:
         return within(self.drawn(predicted, episodes, step), self.actions)
 
     def drawn(self, predicted: Tensor, episodes: np.ndarray, step: int) -> np.ndarray:
-        """Return actions as :func:`draw` does."""
+        """Return actions drawn from a head's outputs ``predicted`` [rows, ...]; continuous ones may leave their box."""
 
         def uniforms(count: int) -> np.ndarray:
-            bits = mix(self.seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
-            return (bits + 0.5) * 2.0**-53
+            return (_random_bits(self.seed, episodes, step, count) + 0.5) * 2.0**-53
 
-        return draw(predicted, self.actions, self.temperature, uniforms)
+        result = predicted.double().cpu().numpy()
+        if isinstance(self.actions, Discrete):
+            if self.temperature == 0:
+                return result.argmax(-1)
+            # Gumbel-max: argmax(logits / T - log(-log u)) draws from softmax(logits / T).
+            return (result / self.temperature - np.log(-np.log(uniforms(self.actions.n)))).argmax(-1)
+        dim = self.actions.dim
+        mean = result[:, :dim]
+        if result.shape[1] > dim and self.temperature:
+            u = uniforms(2 * dim)
+            normal = np.sqrt(-2 * np.log(u[:, :dim])) * np.cos(2 * np.pi * u[:, dim:])
+            mean = mean + self.temperature * np.exp(result[:, dim:]) * normal
+        return mean.astype(np.float32)
+
+
+def _random_bits(seed: int, episodes: np.ndarray, step: int, count: int) -> np.ndarray:
+    """Return ``count`` random numbers of 53 bits for each row, [rows, count]."""
+    return mix(seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
 
 
 class RandomPolicy:
@@ -165,8 +159,7 @@ class RandomPolicy:
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         self.step += 1
         size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
-        bits = mix(self.seed, self.episodes[:, None], self.step, np.arange(size)[None]) >> np.uint64(11)
-        drawn = bits * 2.0**-53
+        drawn = _random_bits(self.seed, self.episodes, self.step, size) * 2.0**-53
         if isinstance(self.actions, Discrete):
             return (drawn[:, 0] * self.actions.n).astype(np.int64)
         low, high = np.array(self.actions.low), np.array(self.actions.high)
@@ -178,10 +171,7 @@ class RandomPolicy:
 
 class Agent:
     """A policy by ``model`` in eval mode. ``window``: how many positions the model reads again at every step; None
-    carries the state instead.
-
-    A subclass makes a step's new positions in :meth:`positions`.
-    """
+    carries the state instead. A subclass makes a step's new positions in :meth:`positions`."""
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, window: int | None) -> None:
         self.model, self.drawing, self.window = model, drawing, window
@@ -313,8 +303,7 @@ def summary(rollouts_: Rollouts) -> Summary:
 
 
 def cells(facts: Summary) -> list[str]:
-    """Return a summary as cells of a table: return, its confidence, steps and, if known, the share of optimal
-    episodes."""
+    """Return a summary as cells: return, its confidence, steps and, if known, the share of optimal episodes."""
     shown = [f"{facts['mean']:.2f}", f"± {facts['confidence']:.2f}", f"{facts['steps']:.1f}"]
     return [*shown, f"{facts['optimal_share']:.1%}"] if "optimal_share" in facts else shown
 
@@ -324,7 +313,6 @@ def cells(facts: Summary) -> list[str]:
 FRAME_MILLISECONDS = 120
 SHOWN = 6
 """Numbers of an observation that a line shows."""
-
 
 EpisodeFacts = TypedDict(
     "EpisodeFacts", {"return": float, "steps": int, "rewards": list[float], "steps_per_second": float}
@@ -396,12 +384,7 @@ def _action(actions: np.ndarray, environment: Environments) -> str:
 
 def write_gif(path: Path, frames: list[np.ndarray]) -> None:
     """Write pictures [height, width, 3] uint8 as an animation."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise KinformerError(
-            f"`render` {path}: needs Pillow, which is not installed; pip install 'kinformer[rl]' gets it."
-        ) from None
+    Image = import_extra("PIL.Image", f"`render` {path}:", "Pillow", "'kinformer[rl]'")
     first, *rest = [Image.fromarray(frame) for frame in frames]
     options = {"save_all": True, "append_images": rest, "duration": FRAME_MILLISECONDS, "loop": 0}
     write_atomic(path, lambda target: first.save(target, "GIF", **options))

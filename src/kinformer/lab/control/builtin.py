@@ -37,8 +37,7 @@ def fill(picture: np.ndarray, cell: np.ndarray | tuple[int, int], colour: Colour
 
 
 class Environment(gymnasium.Env[np.ndarray, int]):
-    """An environment whose episodes are truncated after ``max_steps`` steps (MiniGrid has this name too). ``steps``
-    counts them."""
+    """An environment whose episodes are truncated after ``max_steps`` (as in MiniGrid); ``steps`` counts them."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}
     max_steps: int
@@ -196,12 +195,10 @@ DISTANCES = distances(EDGES)
 
 
 class ShortestPath(Environment):
-    """The shortest path to one node of a random graph (Chen et al. 2021, section 2, figure 2).
-
-    A step costs 1, and the goal ends the episode, so the best return is the negative distance. The graph is the same
-    in all episodes. An episode begins at any node with a path to the goal. An action names the next node; without an
-    edge to that node the agent stays. Observation: the node, one-hot.
-    """
+    """The shortest path to one node of a random graph (Chen et al. 2021, section 2, figure 2). A step costs 1, and the
+    goal ends the episode, so the best return is the negative distance. The graph is the same in all episodes. An
+    episode begins at any node with a path to the goal. An action names the next node; without an edge to that node the
+    agent stays. Observation: the node, one-hot."""
 
     metadata: dict[str, Any] = {"render_modes": []}
     observation_space = Box(0.0, 1.0, (NODES,))
@@ -281,10 +278,8 @@ BOUNDS = np.array([2.4, 12 * pi / 180])
 
 class MaskedCartPole(gymnasium.ObservationWrapper[np.ndarray, int, np.ndarray]):
     """gymnasium's CartPole-v1 without velocities (after Wierstra et al. 2007). The velocities follow only from earlier
-    observations. The optimum is 500.
-
-    Observation: the cart's place and the pole's angle, each as a share of its bound. Actions: push left, push right.
-    """
+    observations. The optimum is 500. Observation: the cart's place and the pole's angle, each as a share of its bound.
+    Actions: push left, push right."""
 
     def __init__(self) -> None:
         super().__init__(gymnasium.make("CartPole-v1", render_mode="rgb_array"))

@@ -53,8 +53,7 @@ class StepsBatch(NamedTuple):
 def rows_of(
     trajectories: Trajectories, action_dim: int, episodes: np.ndarray, first: np.ndarray, steps: int
 ) -> StepsBatch:
-    """Return a batch of ``steps`` steps of the ``episodes`` [rows], from step ``first`` [rows] of each on; shorter
-    episodes are padded."""
+    """Return ``steps`` steps of the ``episodes`` [rows], from step ``first`` [rows] of each on, padded."""
     offset = first[:, None] + np.arange(steps)
     real = offset < trajectories.lengths[episodes][:, None]
     index = np.where(real, trajectories.starts[episodes][:, None] + offset, 0)
@@ -177,8 +176,7 @@ class ActionLoss:
 
 
 def predictions(model: CausalModel, batch: StepsBatch, state: State = None) -> tuple[Tensor, Tensor, State]:
-    """Return the outputs of ``model`` for every real step [steps, ...] in float32, the actions [steps, ...], and the
-    state after."""
+    """Return the outputs for every real step [steps, ...] in float32, the actions [steps, ...], and the state after."""
     inputs, state = model.head_inputs(batch.values, state, valid=None if bool(batch.real.all()) else batch.valid)
     at_states = map_tensors(lambda item: item[:, 1::PER_STEP][batch.real][None], inputs)
     return model.logits(at_states)[0].float(), batch.actions[batch.real], state
@@ -186,10 +184,8 @@ def predictions(model: CausalModel, batch: StepsBatch, state: State = None) -> t
 
 class TrajectoryAgent(Agent):
     """A policy by a model of trajectories. At every step the model absorbs three positions: the previous action, the
-    return still to get, and the environment's state (Chen et al. 2021, algorithm 1).
-
-    ``context``: how many steps the model reads again at every step; None carries the state instead.
-    """
+    return still to get, and the environment's state (Chen et al. 2021, algorithm 1). ``context``: how many steps the
+    model reads again at every step; None carries the state instead."""
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, None if context is None else PER_STEP * context - 1)
@@ -242,8 +238,7 @@ WIDTH, ROWS, RATE = 128, 256, 1e-3
 class Clone:
     """Behaviour cloning (Pomerleau 1988): a small network predicts the actions of the data from the state alone,
     whatever return they led to. The network has two hidden layers of 128 over normalised states. It is trained on the
-    same episodes when an agent is measured.
-    """
+    same episodes when an agent is measured."""
 
     def __init__(self, data: TrajectoryData, steps: int, drawing: ActionSampler, seed: int) -> None:
         self.drawing = drawing

@@ -23,15 +23,12 @@ from typing import Any
 import numpy as np
 
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.plugins import current_folder
+from kinformer.runtime.plugins import current_folder, import_extra
 
 BUILTIN = {
-    "key-to-door": "KeyToDoor",
-    "shortest-path": "ShortestPath",
-    "t-maze": "TMaze",
-    "poc-memory": "PocMemory",
+    "key-to-door": "KeyToDoor", "shortest-path": "ShortestPath", "t-maze": "TMaze", "poc-memory": "PocMemory",
     "masked-cartpole": "MaskedCartPole",
-}
+}  # fmt: skip
 """The library's own environments (``lab.control.builtin``) by name. All other names are gymnasium's."""
 ENDLESS = 10_000
 """The steps after which an episode is truncated where the environment sets no limit."""
@@ -107,10 +104,7 @@ class Environments:
             self._vector = vector.SyncVectorEnv([lambda: first, *[create] * (count - 1)], autoreset_mode=mode)
 
     def reset(self, seeds: Sequence[int], rows: np.ndarray | None = None) -> np.ndarray:
-        """Begin new episodes in all rows, or in ``rows`` [rows] bool; return all rows' observations.
-
-        seeds: one for each row.
-        """
+        """Begin new episodes in all rows, or in ``rows`` [rows] bool, each by its seed; return all observations."""
         options = None if rows is None else {"reset_mask": rows}
         observations, infos = self._call(self._vector.reset, seed=list(seeds), options=options)
         if rows is None:
@@ -173,10 +167,7 @@ def _preserving_variables() -> Iterator[None]:
 
 
 def import_named(env: str | None) -> str | None:
-    """Return ``env``, which the user of this call names; import the module of a name such as ``module:Class``.
-
-    Errors: ``KinformerError`` where the import fails.
-    """
+    """Return ``env``, which the user of this call names, with the module of ``module:Class`` imported."""
     module, colon, _ = (env or "").rpartition(":")
     if colon and module not in BUILTIN:
         try:
@@ -184,29 +175,19 @@ def import_named(env: str | None) -> str | None:
                 import_module(module)
         except Exception as error:  # the user's module can raise any error
             raise KinformerError(
-                f"`env` {env}: the module {module} cannot be imported ({type(error).__name__}: {error}); mend it, or "
-                "give the name of an environment alone."
+                f"`env` {env}: the module {module} cannot be imported ({type(error).__name__}: {error}); mend it."
             ) from error
     return env
 
 
 def _gymnasium(name: str) -> Any:
-    try:
-        import gymnasium
-        import gymnasium.vector
-    except ImportError:
-        raise KinformerError(
-            f"`env` {name}: needs gymnasium, which is not installed; pip install 'kinformer[rl]' gets it."
-        ) from None
-    return gymnasium
+    import_extra("gymnasium.vector", f"`env` {name}:", "gymnasium", "'kinformer[rl]'")
+    return sys.modules["gymnasium"]
 
 
 def _create(name: str, render: bool) -> Any:
-    """Return one copy of the environment ``name`` with flat observations and a limit of steps.
-
-    The module of ``module:Class`` is not imported here, because a run folder can hold the name; :func:`import_named`
-    imports it.
-    """
+    """Return one copy of the environment ``name`` with flat observations and a limit of steps. The module of
+    ``module:Class`` is not imported here, because a run folder can hold the name; :func:`import_named` imports it."""
     gymnasium = _gymnasium(name)
     setting = name.partition(":")[0]
     created = _create_builtin(name, setting) if setting in BUILTIN else _create_registered(name, render)
@@ -314,9 +295,7 @@ def _actions(space: Any, name: str) -> Discrete | Box:
         return Discrete(int(space.n))
     if kind == "Box" and np.isfinite(space.low).all() and np.isfinite(space.high).all():
         return Box(tuple(map(float, space.low.reshape(-1))), tuple(map(float, space.high.reshape(-1))))
-    raise KinformerError(
-        f"`env` {name}: actions are of the kind {space}, but must be Discrete from 0 or a bounded Box."
-    )
+    raise KinformerError(f"`env` {name}: actions are {space}, but must be Discrete from 0 or a bounded Box.")
 
 
 def _no_picture(name: str) -> KinformerError:

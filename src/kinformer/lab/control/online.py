@@ -27,8 +27,7 @@ from kinformer.runtime.process import few_rows
 
 
 class ControlAgent(Agent):
-    """A policy by a model of observations. ``context``: how many steps the model reads again at every step; None
-    carries the state instead."""
+    """A policy by a model of observations. ``context``: how many steps it reads again each time; None: a state."""
 
     def __init__(self, model: CausalModel, drawing: ActionSampler, context: int | None) -> None:
         super().__init__(model, drawing, context)
@@ -61,8 +60,7 @@ class Rollout(NamedTuple):
     """A rollout: ``observations`` [rows, time, features]; ``begun`` [rows, time] bool: whether the step is an episode's
     first; ``actions`` [rows, time] int64 or [rows, time, dim], not clipped; ``log_densities``, ``advantages`` (with
     mean 0 and deviation 1) and ``returns`` (the targets of the value) [rows, time]; ``state``: the model's state before
-    the first step.
-    """
+    the first step."""
 
     observations: Tensor
     begun: Tensor
@@ -91,8 +89,7 @@ class Transition(NamedTuple):
 
 
 class Actor:
-    """The actor of training: a rollout has ``time`` steps in each row of the environment. A row whose episode ended
-    begins another episode."""
+    """The actor of training: ``time`` steps a rollout in each row, where episode follows episode."""
 
     def __init__(self, data: ControlData, time: int, seed: int) -> None:
         self.data, self.options, self.time, self.seed = data, data.options, time, seed
@@ -157,11 +154,9 @@ class Actor:
                 self.state = states.fork(states.to(rebuilt(template, leaves), device_of(model)))
 
     def _act_again(self, done: np.ndarray, lengths: list[int]) -> None:
-        """Repeat the actions ``done`` of every row (``lengths`` actions) from the beginning of its episode.
-
-        All rows reach the present at the same step, so a row with fewer actions begins its episode later. Before that
-        it takes arbitrary actions, and begins again whenever they end an episode.
-        """
+        """Repeat the actions ``done`` of every row (``lengths`` actions) from the beginning of its episode. All rows
+        reach the present at the same step, so a row with fewer actions begins its episode later. Before that it takes
+        arbitrary actions, and begins again whenever they end an episode."""
         self.episodes -= 1
         self.observations = self._begin(np.ones(len(self.rows), bool))
         parts = np.split(done, np.cumsum(lengths)[:-1])
@@ -255,11 +250,8 @@ SUMS = ("cost", "policy_cost", "value_cost", "entropy", "divergence", "clipped")
 
 
 class PolicyShift:
-    """The distance of the policy from the policy that acted: the largest divergence in an update so far.
-
-    The objective adds divergences, which stay on the device; :class:`ControlRows` reads the largest before the next
-    batch.
-    """
+    """The distance of the policy from the policy that acted: the largest divergence in an update so far. The objective
+    adds divergences, which stay on the device; :class:`ControlRows` reads the largest before the next batch."""
 
     def __init__(self) -> None:
         self.largest: float | Tensor = 0.0
@@ -357,10 +349,7 @@ class ControlRows(DataModule):
 class PolicyLoss:
     """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, the mean over steps. r is the density of
     an action divided by its density when it was drawn, A its advantage, V the value, R the return, and H the policy's
-    entropy.
-
-    The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``.
-    """
+    entropy. The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``."""
 
     def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
         self.options, self.shift = options, shift

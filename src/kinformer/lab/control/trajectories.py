@@ -9,12 +9,11 @@ walks in the library's environments are made here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,8 @@ from kinformer.lab.control.environments import Box, Discrete, Environments, impo
 from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
 from kinformer.lab.tables import read_arrays
-from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.errors import KinformerError, plural, require_share
+from kinformer.runtime.plugins import import_extra
 
 # Files of trajectories: .npz without pickles, with the array names of common collections; folders; and Minari.
 
@@ -41,10 +41,8 @@ without the last episode (as in the library imitation). ``terminations`` and ``t
 
 
 def read_npz(path: Path) -> Arrays:
-    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it.
-
-    Errors: ``KinformerError`` for a file that is not an archive, lacks an array, or holds an array as a pickle.
-    """
+    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it. Errors:
+    ``KinformerError`` for a file that is not an archive, lacks an array, or holds an array as a pickle."""
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
     result: Arrays = {}
@@ -84,9 +82,7 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
         if name in arrays:
             ends = arrays[name]
             if ends.dtype.kind not in "iu" or ends.ndim != 1:
-                raise KinformerError(
-                    f"{place}: ends of episodes are {ends.dtype} {list(ends.shape)}, not whole numbers."
-                )
+                raise KinformerError(f"{place}: ends of episodes are {ends.dtype} {ends.shape}, not whole numbers.")
             return ends.astype(np.int64) if name == "ends" else np.concatenate([ends, [steps]]).astype(np.int64)
     marks = [arrays[name] for name in ("terminations", "truncations") if name in arrays]
     if not marks:
@@ -97,8 +93,7 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
     for mark in marks:
         if len(mark) != steps:
             raise KinformerError(
-                f"{place}: has {plural(len(mark), 'mark')} of ends for {plural(steps, 'step')}; give one for every "
-                "step."
+                f"{place}: has {plural(len(mark), 'mark')} of ends for {plural(steps, 'step')}; give one a step."
             )
     over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
     over[-1] = True
@@ -110,22 +105,14 @@ def _brief(numbers: np.ndarray) -> str:
     return ", ".join(shown + ["..."] * (len(numbers) > 4))
 
 
-def read_folder(path: Path) -> Arrays:
-    """Return all .npz files of a folder, joined in the order of their names."""
-    files = sorted(path.glob("*.npz"))
-    if not files:
-        raise KinformerError(f"`data` {path}: holds no .npz files; give a folder of trajectories.")
-    return _joined([read_npz(file) for file in files], str(path))
-
-
 def _joined(parts: list[Arrays], place: str) -> Arrays:
+    if len(parts) == 1:
+        return parts[0]
     for name in ("observations", "actions"):
         shapes = sorted({part[name].shape[1:] for part in parts})
         if len(shapes) > 1:
             shapes_text = " and ".join(str(list(shape)) for shape in shapes[:2])
-            raise KinformerError(
-                f"{place}: {name} have the shapes {shapes_text} in different files; keep to one environment."
-            )
+            raise KinformerError(f"{place}: {name} have the shapes {shapes_text} in different files; give equal ones.")
     joined = {name: np.concatenate([part[name] for part in parts]) for name in ("observations", "actions", "rewards")}
     offsets = np.cumsum([0, *(part["starts"][-1] for part in parts)])
     starts = [part["starts"][:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
@@ -134,31 +121,19 @@ def _joined(parts: list[Arrays], place: str) -> Arrays:
 
 def read_minari(name: str) -> Arrays:
     """Return a data set of Minari from this machine."""
-    try:
-        import minari
-    except ImportError:
-        raise KinformerError(
-            f"`data` minari:{name}: needs Minari, which is not installed; pip install minari gets it."
-        ) from None
+    place, parts = f"minari:{name}", []
+    minari = import_extra("minari", f"`data` {place}:", "Minari", "minari")
     try:
         dataset = minari.load_dataset(name)
     except (FileNotFoundError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise KinformerError(f"`data` minari:{name}: cannot be opened ({reason}); see: minari list remote.") from None
-    return _joined(list(_episodes(dataset, name)), f"minari:{name}")
-
-
-def _episodes(dataset: Any, name: str) -> Iterator[Arrays]:
+        raise KinformerError(f"`data` {place}: cannot be opened ({reason}); see: minari list remote.") from None
     for episode in dataset.iterate_episodes():
         if isinstance(episode.observations, Mapping | tuple) or isinstance(episode.actions, Mapping | tuple):
-            raise KinformerError(f"`data` minari:{name}: observations or actions are structured, but must be arrays.")
-        rewards = np.asarray(episode.rewards)
-        parts = {
-            "observations": np.asarray(episode.observations),
-            "actions": np.asarray(episode.actions),
-            "rewards": rewards,
-        }
-        yield _cut(parts | {"ends": np.array([len(rewards)])}, f"minari:{name}")
+            raise KinformerError(f"`data` {place}: observations or actions are structured, but must be arrays.")
+        arrays = {name: np.asarray(getattr(episode, name)) for name in ("observations", "actions", "rewards")}
+        parts.append(_cut(arrays | {"ends": np.array([len(arrays["rewards"])])}, place))
+    return _joined(parts, place)
 
 
 VERSION = "1"
@@ -253,16 +228,14 @@ class Trajectories:
 
     @cached_property
     def normalisation(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation [features] of the training split's observations; the deviation of a constant
-        feature is 1."""
+        """Mean and deviation [features] of the training split's observations; the deviation of a constant is 1."""
         seen = self.observations[self.steps_of(self.splits["train"])].astype(np.float64)
         std = seen.std(0)
         return seen.mean(0), np.where(std < SMALLEST_STD, 1.0, std)
 
     @property
     def space(self) -> Discrete | Box:
-        """Return the smallest space that holds all actions; equal bounds of continuous actions are moved apart by 1
-        each."""
+        """Return the smallest space that holds all actions; equal bounds of continuous ones are moved apart by 2."""
         if self.discrete:
             return Discrete(self.action_dim)
         low, high = self.actions.min(0).astype(np.float64), self.actions.max(0).astype(np.float64)
@@ -271,11 +244,9 @@ class Trajectories:
 
 
 def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdout: float | None = None) -> Trajectories:
-    """Check ``observations``, ``actions``, ``rewards`` and ``starts`` and return them as trajectories; ``place`` names
-    them in messages.
-
-    Errors: ``KinformerError`` for unequal lengths, NaN or infinite numbers, invalid actions, too few episodes.
-    """
+    """Check ``observations``, ``actions``, ``rewards`` and rising ``starts`` and return them as trajectories; ``place``
+    names them in messages. Errors: ``KinformerError`` for unequal lengths, NaN or infinite numbers, invalid actions,
+    too few episodes."""
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:
         raise KinformerError(
@@ -283,21 +254,16 @@ def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdou
             f"{plural(len(rewards), 'reward')} for {plural(starts[-1], 'step')}; there must be one of each for every "
             "step (an episode may have an observation more)."
         )
-    if (np.diff(starts) < 1).any():
-        raise KinformerError(f"{place}: an episode ends before it begins; its ends must rise from episode to episode.")
     if len(starts) - 1 < FEWEST_EPISODES:
         raise KinformerError(
             f"{place}: holds {plural(len(starts) - 1, 'episode')}, but {FEWEST_EPISODES} or more are needed to train "
             "on some and to hold others out."
         )
-    if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"`holdout` {holdout:g}: must lie between 0 and 1; 0.1 holds out a tenth of the episodes.")
+    require_share("holdout", holdout)
     if rewards.ndim == 2 and rewards.shape[1] == 1:
         rewards = rewards[:, 0]
     if rewards.ndim != 1:
-        raise KinformerError(
-            f"{place}: rewards are {list(rewards.shape)}, but must be [steps], a number for each step."
-        )
+        raise KinformerError(f"{place}: rewards are {list(rewards.shape)}, but must be [steps], one for each step.")
     shape = observations.shape[1:]
     images = len(shape) == 3 and observations.dtype == np.uint8  # whose intensities take a byte each
     observations = observations.reshape(len(observations), -1)
@@ -337,15 +303,16 @@ def _actions(actions: np.ndarray, place: str) -> np.ndarray:
 
 
 def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
-    """Read the trajectories of a .npz file, a folder of such files, or ``minari:NAME``; KinformerError if there is
-    none."""
-
+    """Read the trajectories of a .npz file, a folder of such files, or ``minari:NAME``."""
     if spec.startswith("minari:"):
         return trajectories(read_minari(spec.removeprefix("minari:")), spec, spec, holdout)
     path = Path(spec)
     if not path.exists():
         raise KinformerError(f"`data` {spec}: is neither a file nor a folder; give an .npz of trajectories.")
-    return trajectories(read_folder(path) if path.is_dir() else read_npz(path), path.resolve().name, spec, holdout)
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise KinformerError(f"`data` {path}: holds no .npz files; give a folder of trajectories.")
+    return trajectories(_joined([read_npz(file) for file in files], spec), path.resolve().name, spec, holdout)
 
 
 # Trajectories that need no file: random walks in environments that come with the library.
@@ -424,9 +391,7 @@ class TrajectoryData:
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_user: bool = False) -> TrajectoryData:
     """Return the trajectories that ``spec`` names. ``by_user``: the user gives the environment's name in this call.
-
-    Errors: ``KinformerError`` for trajectories of another environment than ``options`` name.
-    """
+    Errors: ``KinformerError`` for trajectories of another environment than ``options`` name."""
     made = spec in MADE
     result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)

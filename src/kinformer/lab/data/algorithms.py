@@ -37,8 +37,7 @@ class AlgorithmRows(NamedTuple):
 
 
 class _Algorithm(NamedTuple):
-    """An algorithm: ``base`` of the digits; ``solve`` (digits [count, numbers, n]) ->
-    answers [count, m]; a problem's ``numbers``."""
+    """An algorithm: ``base`` of the digits; ``solve`` (digits [count, numbers, n]) -> answers [count, m]."""
 
     base: int
     solve: Callable[[np.ndarray], np.ndarray]
@@ -46,8 +45,7 @@ class _Algorithm(NamedTuple):
 
 
 def _sum(digits: np.ndarray) -> np.ndarray:
-    """Return the sums of numbers [count, 2, n], the lowest digit first; the last of n + 1 digits is END without a
-    carry."""
+    """Return the sums of numbers [count, 2, n], the lowest digit first; digit n + 1 is END without a carry."""
     count, _, length = digits.shape
     answer, carry = np.full((count, length + 1), END, np.int64), np.zeros(count, np.int64)
     for place in range(length):
@@ -114,8 +112,7 @@ class AlgorithmData:
             )
 
     def rows(self, split: str, part: int, count: int, seed: int = 0, digits: int | None = None) -> AlgorithmRows:
-        """Return ``count`` rows as ``split``, ``seed`` and ``part`` decide, of this many ``digits`` unless None; all
-        have the width of the longest possible problem."""
+        """Return ``count`` rows as ``split``, ``seed`` and ``part`` decide, of this many ``digits`` unless None."""
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         lengths = draw.integers(self.least, self.most + 1, count) if digits is None else np.full(count, digits)
         width = self.width(digits)

@@ -23,10 +23,8 @@ IGNORED = -100
 
 class Rows(NamedTuple):
     """The rows of an encoder's batch: ``tokens`` int64 [rows, time], ``valid`` bool [rows, time] or None (all valid).
-
     ``labels``: int64, [rows] of whole rows, or [rows, n] of the tokens at ``positions`` int64 [rows, n] (of all tokens
-    in order where ``positions`` is None). IGNORED labels do not count.
-    """
+    in order where ``positions`` is None). IGNORED labels do not count."""
 
     tokens: np.ndarray
     valid: np.ndarray | None
@@ -79,10 +77,8 @@ def lay(texts: list[np.ndarray], ends: BosEos, width: int) -> tuple[np.ndarray, 
 
 
 class Order:
-    """The order of examples of these ``lengths``: which are in the batch of a step, each once per epoch.
-
-    A pool of ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again.
-    """
+    """The order of examples of these ``lengths``: which are in the batch of a step, each once per epoch. A pool of
+    ``POOL`` batches of the shuffled epochs is sorted by length and its batches are shuffled again."""
 
     def __init__(self, lengths: np.ndarray, batch_size: int, seed: int) -> None:
         self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
@@ -166,8 +162,7 @@ class TokenBatches:
         return len(self.starts) - 1
 
     def indices(self, step: int) -> np.ndarray:
-        """Return the pairs of batch number ``step``, int64; the last batch is filled up to a multiple with its first
-        pairs."""
+        """Return the pairs of batch number ``step``, int64; the last batch is filled up with its first pairs."""
         epoch, number = divmod(step, self.batches)
         if self._epoch[0] != epoch:
             ties = mix(self.seed, _TIES, epoch, np.arange(len(self.widths)))

@@ -35,7 +35,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import encode_split, is_packed, open_packed
 from kinformer.lab.data.sampling import RandomWindows, Sampler, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, require_share
 
 # Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
 # order.
@@ -45,7 +45,6 @@ from kinformer.runtime.errors import KinformerError
 #
 # So a row follows from its number alone: a run resumes exactly, with any number of processes, and a corpus begins its
 # next epoch when its own rows are used up.
-
 
 CYCLE = 1000
 _ORDER, _CORPUS = 0x4D49584F, 0x4D495843
@@ -165,23 +164,15 @@ class Corpus(Identified):
     def require_single(self, what: str) -> None:
         """Refuse a mixture where rows are not windows of text in random order."""
         if self.mixture is not None:
-            raise KinformerError(
-                f"`data` is a mixture of corpora, but `{what}` cannot take rows by weights; give one corpus."
-            )
+            raise KinformerError(f"`data` is a mixture, but `{what}` cannot take rows by weights; give one corpus.")
 
     @property
     def identity(self) -> dict[str, object]:
-        return super().identity | {
-            "bytes": {name: split.bytes for name, split in self.splits.items()},
-        }
+        return super().identity | {"bytes": {name: split.bytes for name, split in self.splits.items()}}
 
 
 def open_corpus(
-    spec: str = STDLIB,
-    *,
-    cache: Path | None = None,
-    tokenizer: Tokenizer | None = None,
-    holdout: float | None = None,
+    spec: str = STDLIB, *, cache: Path | None = None, tokenizer: Tokenizer | None = None, holdout: float | None = None
 ) -> Corpus:
     """Open the data that ``spec`` names, without reading more of it than its fingerprint needs.
 
@@ -272,14 +263,11 @@ _FULL = 0.95
 
 
 def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict[str, list[Extent]]:
-    """Return pieces of files for each of "train", "validation" and "test".
-
-    Without ``holdout`` about 90, 5 and 5 % of the bytes. With it, that share is held out and is validation and test
-    at once. Ten files or more are split by file. Fewer, or files too different in size to come within a factor of two
-    of the shares, are split within each file by position: its last bytes are held out.
-    """
-    if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out the last tenth.")
+    """Return pieces of files for each of "train", "validation" and "test". Without ``holdout`` about 90, 5 and 5 % of
+    the bytes. With it, that share is held out and is validation and test at once. Ten files or more are split by file.
+    Fewer, or files too different in size to come within a factor of two of the shares, are split within each file by
+    position: its last bytes are held out."""
+    require_share("holdout", holdout)
     shares = SHARES if holdout is None else (1 - holdout, holdout)
     parts = _by_file(files, shares)
     sizes = [sum(piece.size for piece in part) for part in parts]
@@ -317,15 +305,14 @@ def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
 def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:
     parts: list[list[Extent]] = [[] for _ in shares]
     for file in files:
-        cuts = [0] + [_character_start(file, int(file.size * sum(shares[: n + 1]))) for n in range(len(shares) - 1)]
+        whole = Extent(file.path, 0, file.size)
+        cuts = [0] + [character_start(whole, int(file.size * sum(shares[: n + 1]))) for n in range(len(shares) - 1)]
         for part, start, stop in zip(parts, cuts, [*cuts[1:], file.size], strict=True):
             part.append(Extent(file.path, start, stop - start))
     return parts
 
 
-def _character_start(file: SourceFile, position: int) -> int:
+def character_start(extent: Extent, position: int) -> int:
     """Return the first position from ``position`` on, at most 3 bytes later, outside of any UTF-8 character."""
-    size = min(3, file.size - position)
-    following = Extents([Extent(file.path, position, size)]).read(0, size)
-    inside = len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))
-    return position + inside
+    following = Extents([extent]).read(position, min(position + 3, extent.size))
+    return position + len(following) - len(following.lstrip(bytes(range(0x80, 0xC0))))

@@ -40,7 +40,6 @@ from kinformer.runtime.progress import note, note_once
 
 # Formats of data files other than text and plain bytes, recognised by their first bytes.
 
-
 _HEAD = 1 << 16
 _COLUMN = "write its column of text into a text file first, as with pandas or pyarrow"
 _PACKED = {
@@ -59,42 +58,26 @@ _PACKED = {
     b"{\\rtf": ("an RTF document", "save it as plain text first"),
 }
 _BINARY = {
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8\xff": "a JPEG picture",
-    b"GIF8": "a GIF picture",
-    b"RIFF": "sound or video (RIFF)",
-    b"fLaC": "sound (FLAC)",
-    b"OggS": "sound (Ogg)",
-    b"\x7fELF": "a program (ELF)",
-    b"MZ": "a program (Windows)",
-    b"\x93NUMPY": "an array of NumPy",
-    b"\x89HDF": "an HDF5 file",
+    b"\x89PNG": "a PNG picture", b"\xff\xd8\xff": "a JPEG picture", b"GIF8": "a GIF picture",
+    b"RIFF": "sound or video (RIFF)", b"fLaC": "sound (FLAC)", b"OggS": "sound (Ogg)", b"\x7fELF": "a program (ELF)",
+    b"MZ": "a program (Windows)", b"\x93NUMPY": "an array of NumPy", b"\x89HDF": "an HDF5 file",
     b"\x80\x04\x95": "a pickle",
-}
+}  # fmt: skip
 """Formats whose bytes can be learnt from, but rarely are on purpose."""
 
 
 def check_plain(path: Path) -> None:
-    """Refuse packed files, tables, documents, UTF-16 and JSON lines. Other bytes are accepted as data, with a note
-    where they are not text."""
+    """Refuse packed files, tables, documents, UTF-16 and JSON lines; note bytes without text."""
     refuse_packed(path)
     head = _head(path)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
-        raise KinformerError(
-            f"{path}: is UTF-16 text, in which every other byte says little; convert it first, as with "
-            f"iconv -f UTF-16 -t UTF-8."
-        )
-    if (names := _fields(head)) is not None:
-        shown = ", ".join(names) or "none"
-        raise KinformerError(
-            f"{path}: is JSON lines with the fields {shown}; train on one field with `text_field` NAME, or write the "
-            "texts into a plain file first."
-        )
-    if (names := _fields_of_array(head)) is not None:
-        raise KinformerError(
-            f"{path}: is an array of JSON objects with the fields {', '.join(names) or 'none'}; name the field to "
-            "train on by `text_field` NAME, or write the texts into a plain file first."
-        )
+        raise KinformerError(f"{path}: is UTF-16 text; convert it, as with iconv -f UTF-16 -t UTF-8.")
+    for what, names in (("JSON lines", _fields(head)), ("an array of JSON objects", _fields_of_array(head))):
+        if names is not None:
+            raise KinformerError(
+                f"{path}: is {what} with the fields {', '.join(names) or 'none'}; train on one field with `text_field` "
+                "NAME, or write the texts into a plain file first."
+            )
     if b"\0" in head:
         what = next((what for magic, what in _BINARY.items() if head.startswith(magic)), "no text")
         note_once(f"note: {path}: looks like {what} and is learnt byte by byte, unchanged.")
@@ -153,8 +136,7 @@ def _head(path: Path) -> bytes:
 
 
 def _packed(head: bytes) -> tuple[str, str] | None:
-    """Return the format of a file that begins with ``head``, and what to do with it,
-    where it is neither text nor plain bytes."""
+    """Return the format of a file that begins with ``head``, and what to do with it, unless it is text or plain."""
     for magic, packed in _PACKED.items():
         if head.startswith(magic) and (magic in (b"%PDF-", b"{\\rtf") or not _is_text(head)):
             return packed
@@ -165,7 +147,18 @@ def _packed(head: bytes) -> tuple[str, str] | None:
 def write_field(path: Path, name: str, target: BinaryIO) -> None:
     """Write the texts of the field ``name`` of a file of JSON lines, each with a line's end, to ``target``."""
     with reading_corpus(path), open(path, "rb") as file:
-        for number, row in _objects(path, file):
+        array = _fields_of_array(file.read(_HEAD)) is not None
+        file.seek(0)
+        rows: Iterable[tuple[int, object]]
+        if array:
+            items = parse_json_line(path, 1, file.read(), "`text_field` reads JSON lines, or one array of objects")
+            rows = enumerate(items if isinstance(items, list) else [items], start=1)
+        else:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            rows = (
+                (number, parse_json_line(path, number, line, "`text_field` reads JSON lines")) for number, line in lines
+            )
+        for number, row in rows:
             target.write(text_of(row, name, f"{path}, line {number}"))
 
 
@@ -176,19 +169,6 @@ def text_of(row: object, field: str, place: str) -> bytes:
         names = [key for key, item in cells.items() if isinstance(item, str)]
         raise KinformerError(f"{place}: does not have text in the field {field!r}; {nearest(field, names)}")
     return value.encode("utf-8", "replace") + b"\n"
-
-
-def _objects(path: Path, file: BinaryIO) -> Iterator[tuple[int, object]]:
-    """Yield the objects of JSON lines, or of one array, with their numbers."""
-    array = _fields_of_array(file.read(_HEAD)) is not None
-    file.seek(0)
-    if array:
-        rows = parse_json_line(path, 1, file.read(), "`text_field` reads JSON lines, or one array of objects")
-        yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
-        return
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            yield number, parse_json_line(path, number, line, "`text_field` reads JSON lines")
 
 
 def _is_text(head: bytes) -> bool:
@@ -248,10 +228,8 @@ def default_cache() -> Path:
 
 def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str, np.ndarray]]:
     """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
-
     ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each
-    writes the same. Every file is checked against its checksum.
-    """
+    writes the same. Every file is checked against its checksum."""
     folder = folder.with_name(f"{folder.name}.v{schema}")
     if not (folder / _ABOUT).is_file():
         _fill(folder, schema, fill)
@@ -266,8 +244,7 @@ def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str,
 
 
 def save_joined(path: Path, pieces: Iterable[np.ndarray]) -> np.ndarray:
-    """Write ``pieces``, arrays of one dimension, as one array, holding one piece in memory at a time; return where
-    each begins, and at last where they end."""
+    """Write ``pieces``, arrays of one dimension, as one array, one by one; return where each begins, and the end."""
     starts, dtype, bare = array("q", [0]), np.dtype(np.uint8), path.with_suffix(".bare")
     with bare.open("wb") as file:
         for piece in pieces:
@@ -350,11 +327,8 @@ def existing_path(spec: str | Path, remedy: str) -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Write ``path`` whole or not at all, by renaming a temporary file beside it at the end.
-
-    Processes may race. Each holds a lock on its temporary file, so that :func:`remove_abandoned` recognises the files
-    of dead processes.
-    """
+    """Write ``path`` whole or not at all, by renaming a temporary file beside it at the end. Processes may race. Each
+    holds a lock on its temporary file, so that :func:`remove_abandoned` recognises the files of dead processes."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -371,11 +345,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, seconds: float = _SECONDS_TO_LOCK) -> None:
-    """Remove the files and folders that processes left in ``folder`` when they died while writing them.
-
-    A file that is younger than ``seconds`` stays, because its process may be about to lock it; a caller that has locked
-    the folder gives 0.
-    """
+    """Remove the files and folders that processes left in ``folder`` when they died while writing them. A file that is
+    younger than ``seconds`` stays, because its process may be about to lock it; a caller that has locked the folder
+    gives 0."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -387,10 +359,8 @@ def remove_abandoned(folder: Path, seconds: float = _SECONDS_TO_LOCK) -> None:
 
 
 def spool(stream: BinaryIO, folder: Path) -> Path:
-    """Copy a stream that cannot be read twice (standard input) into ``folder``; return the file's path.
-
-    The caller owns the folder, usually a ``tempfile.TemporaryDirectory``, and keeps it while the corpus is used.
-    """
+    """Copy a stream that cannot be read twice (standard input) into ``folder``; return the file's path. The caller owns
+    the folder, usually a ``tempfile.TemporaryDirectory``, and keeps it while the corpus is used."""
     path = folder / SPOOLED
     with atomic_write(path) as file:
         shutil.copyfileobj(stream, file, 1 << 20)
@@ -425,8 +395,7 @@ R = TypeVar("R")
 
 
 def readable(files: Iterable[P], read: Callable[[P], R], skip_bad: bool) -> Iterator[tuple[P, R]]:
-    """Yield ``files``, each with what ``read`` returns of it. With ``skip_bad``, one that ``read`` refuses is noted and
-    left out."""
+    """Yield ``files``, each with what ``read`` returns. With ``skip_bad``, a refused one is noted and left out."""
     for file in files:
         try:
             result = read(file)
@@ -439,27 +408,18 @@ def readable(files: Iterable[P], read: Callable[[P], R], skip_bad: bool) -> Iter
 
 
 def folder_files(folder: Path, empty: bool = False) -> list[SourceFile]:
-    """Return the regular files under ``folder``, recursively, sorted by relative name; ``empty`` ones too if set.
-
-    Names that begin with a dot are left out, folders with such names too; links to folders are not followed.
-    """
-    files = _walk(
-        folder,
-        accept_folder=lambda name: not name.startswith("."),
-        accept_file=lambda name: name[0] != ".",
-        empty=empty,
-    )
+    """Return the regular files under ``folder``, recursively, sorted by relative name; ``empty`` ones too if set. Names
+    that begin with a dot are left out, folders with such names too; links to folders are not followed."""
+    files = _walk(folder, lambda name: name[0] != ".", lambda name: name[0] != ".", empty)
     if not files:
         raise KinformerError(f"{folder} does not hold a regular file with anything in it; give a folder of data files.")
     return files
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Return the sources of the Python standard library, sorted by relative name.
-
-    Its tests, installed packages and the files that a build generates (``_sysconfigdata*``, ``config-*``) are left out,
-    so that the same version of Python gives the same corpus on every machine.
-    """
+    """Return the sources of the Python standard library, sorted by relative name. Its tests, installed packages and the
+    files that a build generates (``_sysconfigdata*``, ``config-*``) are left out, so that the same version of Python
+    gives the same corpus on every machine."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = _walk(
         folder,
@@ -508,11 +468,9 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Pieces of files, end to end, as one run of bytes.
-
-    Reads go through ``pread``: no address space is taken, so a file larger than memory opens at once, and threads
-    and forked processes may share the object. :meth:`load` keeps a small run in memory instead.
-    """
+    """Pieces of files, end to end, as one run of bytes. Reads go through ``pread``: no address space is taken, so a
+    file larger than memory opens at once, and threads and forked processes may share the object. :meth:`load` keeps a
+    small run in memory instead."""
 
     def __init__(self, pieces: Sequence[Extent]) -> None:
         self.pieces = [piece for piece in pieces if piece.size]
@@ -539,55 +497,38 @@ class Extents:
         return self
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from ``start`` up to ``stop``, positions in the run; a
-        stop beyond the end is an ``IndexError``."""
+        """Return the bytes from ``start`` up to ``stop``, of the run; a stop beyond it is an ``IndexError``."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"bytes {start} to {stop} of a run of {len(self)}")
         if self._held is not None:
             return self._held[start:stop]
-        return b"".join(self._pieces_between(start, stop))
+        return b"".join(map(self._read_piece, self._pieces_between(start, stop)))
 
-    def head(self, size: int) -> Extents:
-        """Return the first ``size`` bytes as another run."""
-        pieces = [
-            piece._replace(size=min(piece.size, size - int(begin)))
-            for piece, begin in zip(self.pieces, self.starts, strict=False)
-            if begin < size
-        ]
-        part = Extents(pieces)
-        part._held = None if self._held is None else self._held[:size]
+    def part(self, start: int, stop: int) -> Extents:
+        """Return the bytes from ``start`` up to ``stop``, or to the end, as another run."""
+        part = Extents(list(self._pieces_between(start, min(stop, len(self)))))
+        part._held = None if self._held is None else self._held[start:stop]
         return part
 
-    def tail(self, start: int) -> Extents:
-        """Return the bytes from ``start`` on as another run."""
-        pieces = [
-            piece._replace(offset=piece.offset + cut, size=piece.size - cut)
-            for piece, begin in zip(self.pieces, self.starts, strict=False)
-            if (cut := max(0, start - int(begin))) < piece.size
-        ]
-        part = Extents(pieces)
-        part._held = None if self._held is None else self._held[start:]
-        return part
-
-    def _pieces_between(self, start: int, stop: int) -> Iterator[bytes]:
+    def _pieces_between(self, start: int, stop: int) -> Iterator[Extent]:
         number = bisect_right(self.starts, start) - 1
         while start < stop:
             piece, skipped = self.pieces[number], start - int(self.starts[number])
             size = min(stop - start, piece.size - skipped)
-            yield self._read_file(piece.path, piece.offset + skipped, size)
+            yield Extent(piece.path, piece.offset + skipped, size)
             start += size
             number += 1
 
-    def _read_file(self, path: str, offset: int, size: int) -> bytes:
-        parts, missing = [], size
+    def _read_piece(self, piece: Extent) -> bytes:
+        path, end, missing, parts = piece.path, piece.offset + piece.size, piece.size, []
         with reading_corpus(path):
             descriptor = self._descriptor(path)
-            while missing and (part := os.pread(descriptor.number, missing, offset + size - missing)):
+            while missing and (part := os.pread(descriptor.number, missing, end - missing)):
                 parts.append(part)
                 missing -= len(part)
         if missing:
             raise KinformerError(
-                f"{path} ended {plural(missing, 'byte')} early at byte {offset + size - missing}, it was cut while in "
+                f"{path} ended {plural(missing, 'byte')} early at byte {end - missing}, it was cut while in "
                 "use; leave data files alone while they are read and start again."
             )
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -630,11 +571,9 @@ def shared_bytes(stored: Iterable[Extent], text: Iterable[Extent]) -> int:
 
 
 def fingerprint_of(files: Sequence[SourceFile]) -> str:
-    """Return ``"sha256:..."`` over the names, sizes and contents of ``files``.
-
-    Beyond 256 MiB in all it is ``"sampled-sha256:..."``: of the contents only 64 blocks of 1 MiB enter, evenly
-    spread from the first byte to the last.
-    """
+    """Return ``"sha256:..."`` over the names, sizes and contents of ``files``. Beyond 256 MiB in all it is
+    ``"sampled-sha256:..."``: of the contents only 64 blocks of 1 MiB enter, evenly spread from the first byte to the
+    last."""
     digest = sha256()
     for file in files:
         digest.update(f"{file.size}:{file.name}\n".encode("utf-8", "surrogateescape"))

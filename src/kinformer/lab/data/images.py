@@ -7,25 +7,19 @@ since metrics on different data do not compare.
 scikit-learn ships it: 1,797 images of 8 x 8 pixels, whose 17 shades are here bytes from 0 to 255.
 """
 
-from __future__ import annotations
-
-import gzip
 import math
-import os
 import re
 import struct
 import warnings
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,34 +32,28 @@ from kinformer.lab.data.files import (
     existing_path,
     fingerprint_of,
     folder_files,
-    reading_corpus,
     single_file,
     stored,
 )
-from kinformer.lab.tables import GZIP, check_ratio, read_arrays
-from kinformer.runtime.errors import KinformerError, plural
+from kinformer.lab.tables import read_arrays, read_unpacked
+from kinformer.runtime.errors import KinformerError, plural, require, require_share
 from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.plugins import import_extra
 
 # The result of a reader of images: the images of each split, of one shape, before some are held out and all stored.
 
-SPLITS = {
-    "train": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-}
+SPLITS = dict.fromkeys(("validation", "valid", "val", "dev"), "validation") | {"train": "train", "test": "test"}
 """Names that people give to splits, and ours."""
+PARTS = ("train", "validation", "test")
+HELD_OUT = 0.05
 
 
 class Part(NamedTuple):
     """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, for grey images, [height, width];
-    ``labels`` are names of classes; ``keys()`` are bytes that identify images, whose hashes say which are held out."""
+    ``labels`` are names of classes."""
 
     images: np.ndarray | Sequence[np.ndarray]
     labels: Sequence[str] | None
-    keys: Callable[[], list[bytes]]
 
     def __len__(self) -> int:
         return len(self.images)
@@ -80,30 +68,71 @@ class ImageSet:
     notes: list[str] = field(default_factory=list)
 
 
-def array_part(images: np.ndarray, labels: np.ndarray | None) -> Part:
-    """Return a part whose images, uint8 [count, height, width] or [count, height, width, channels], are in memory."""
-    names = None if labels is None else [str(label) for label in labels.tolist()]
-    return Part(images, names, lambda: [image.tobytes() for image in images])
+def check_splits(place: Path, names: Collection[str], stray: str) -> None:
+    """Refuse data in splits called ``names`` ("" where none is named) beside ``stray`` data, or without "train"."""
+    named = [name for name in names if name]
+    if named and "" in names:
+        raise KinformerError(f"{place}: holds {stray} beside the splits {', '.join(named)}; put every file into one.")
+    if named and "train" not in named:
+        raise KinformerError(f"{place}: does not hold a train split; add a folder, or a table, of that name.")
 
 
-def hold_out(present: Collection[str], train: np.ndarray, share: float, once: bool) -> dict[str, np.ndarray]:
+def hold_out(
+    present: Collection[str],
+    digests: Sequence[bytes] | np.ndarray,
+    holdout: float | None,
+    place: str | Path,
+    what: str,
+    share: float = HELD_OUT,
+) -> dict[str, np.ndarray]:
     """Return the indices of the splits that are not ``present``, in the training data, and of the rest of these data.
-
-    ``train``: the indices of the training data, of which each missing split takes the next ``share``. ``once``: one
-    share is both validation and test.
-    """
-    count, rows = math.ceil(share * len(train)), dict[str, np.ndarray]()
+    Each missing split takes the next ``share`` of the training data in the order of their ``digests``, the same shuffle
+    on every machine. With ``holdout``, this share is both validation and test. Errors: ``KinformerError`` where nothing
+    is left of the data at ``place``, which are called ``what``."""
+    train, rows = np.argsort(np.asarray(digests), kind="stable"), dict[str, np.ndarray]()
+    count = math.ceil((share if holdout is None else holdout) * len(train))
     for name in ("test", "validation"):
-        if once and name == "validation" and "test" not in present and name not in present:
+        if holdout is not None and name == "validation" and "test" not in present and name not in present:
             rows[name] = rows["test"]
         elif name not in present:
             rows[name], train = train[:count], train[count:]
+    if not len(train):
+        raise KinformerError(f"{place}: too few {what} ({len(digests)}) to hold some out; give more data.")
     return rows | {"train": train}
 
 
 def ordered(labels: Collection[str]) -> list[str]:
     """Return labels by number where all are numbers, else by letter."""
     return sorted(labels, key=int if all(label.isdecimal() for label in labels) else str)
+
+
+def _in_memory(place: Path, images: Mapping[str, np.ndarray], labels: Mapping[str, np.ndarray]) -> ImageSet:
+    """Return ``images`` [count, height, width] or [count, height, width, channels], and ``labels``, of every split."""
+    parts = {}
+    for split, some in images.items():
+        count, shape, numbers = len(some), " x ".join(map(str, some.shape)), labels.get(split)
+        if some.dtype != np.uint8:
+            raise KinformerError(
+                f"{place}: its images are {some.dtype}, bytes are expected; save them as "
+                "(255 * images).round().astype('uint8') if they lie between 0 and 1."
+            )
+        if some.ndim not in (3, 4) or not some.size or (some.ndim == 4 and some.shape[3] not in (1, 3)):
+            raise KinformerError(
+                f"{place}: its images are {shape}, expected are count x height x width, with 1 or 3 channels behind."
+            )
+        if some.shape[1:] != images["train"].shape[1:]:
+            raise KinformerError(
+                f"{place}: has images of unlike sizes, {some.shape[1:]} and {images['train'].shape[1:]}; give one size."
+            )
+        if numbers is not None and (numbers.shape not in ((count,), (count, 1)) or numbers.dtype.kind not in "iub"):
+            shape = " x ".join(map(str, numbers.shape))
+            raise KinformerError(
+                f"{place}: its labels of {split} are {numbers.dtype}, {shape}; expected are {count} whole numbers."
+            )
+        names = None if numbers is None else list(map(str, numbers.reshape(count).astype(np.int64).tolist()))
+        parts[split] = Part(some, names)
+    height, width, *channels = images["train"].shape[1:]
+    return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
 
 # Files in the IDX format, in which MNIST and its relatives come, plain or compressed by gzip.
@@ -124,35 +153,23 @@ def is_images(name: str) -> bool:
 
 def read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     """Return the array in the IDX file ``path``, uint8; it must have one of these numbers of dimensions."""
-    with reading_corpus(path), path.open("rb") as raw:
-        packed = raw.read(2) == GZIP
-        raw.seek(0)
-        try:
-            return _read(path, gzip.GzipFile(fileobj=raw) if packed else raw, dimensions, packed)  # type: ignore[arg-type]
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise KinformerError(f"{path}: is truncated or damaged ({error}); fetch it again.") from None
-
-
-def _read(path: Path, file: BinaryIO, dimensions: tuple[int, ...], packed: bool) -> np.ndarray:
-    head = file.read(4)
+    content = read_unpacked(path)
+    head = content[:4]
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _BYTES or head[3] not in dimensions:
         kinds = " or ".join(map(str, dimensions))
         raise KinformerError(
             f"{path}: begins with {head.hex(' ') or 'nothing'}, so it is no IDX file of bytes in {kinds} dimensions "
             f"(00 00 08 and their number); give one as MNIST's are."
         )
-    sizes = file.read(4 * head[3])
-    shape = struct.unpack(f">{head[3]}I", sizes) if len(sizes) == 4 * head[3] else (0,)
-    expected, size = math.prod(shape), path.stat().st_size
-    if not expected:
+    start = 4 + 4 * head[3]
+    shape = struct.unpack(f">{head[3]}I", content[4:start]) if len(content) >= start else (0,)
+    if not math.prod(shape):
         raise KinformerError(f"{path}: holds nothing (its sizes are {shape}); fetch it again.")
-    check_ratio(path, expected, size if packed else expected)
-    content = file.read(expected + 1) if packed or expected <= size else b""
-    if len(content) != expected:
-        amount = "more" if len(content) > expected else "fewer"
+    if len(content) - start != math.prod(shape):
+        amount = "more" if len(content) - start > math.prod(shape) else "fewer"
         shown = " x ".join(map(str, shape))
         raise KinformerError(f"{path}: has {amount} bytes than the {shown} that its head announces; fetch it again.")
-    return np.frombuffer(content, np.uint8).reshape(shape)
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
@@ -164,43 +181,21 @@ def read_idx_folder(folder: Path, files: list[Path]) -> ImageSet:
         other = by_split.setdefault(split, path)
         if other != path and other.name.removesuffix(".gz") != path.name.removesuffix(".gz"):
             raise KinformerError(
-                f"{folder}: holds two files of images for {split}, {other.name} and {path.name}; give a folder with "
-                "one such file, or a file."
+                f"{folder}: holds two files of images for {split}, {other.name} and {path.name}; give one of them."
             )
     if "train" not in by_split:
         raise KinformerError(f"{folder}: does not hold a file of training images; name it train-images-idx3-ubyte.gz.")
-    return _image_set(by_split)
+    return _of_idx(folder, by_split)
 
 
-def _image_set(paths: dict[str, Path]) -> ImageSet:
-    parts = {split: _part(path) for split, path in paths.items()}
-    shapes = {np.asarray(part.images).shape[1:]: split for split, part in parts.items()}
-    if len(shapes) > 1:
-        shown = " and ".join(f"{' x '.join(map(str, shape))} ({split})" for shape, split in shapes.items())
-        raise KinformerError(f"{paths['train'].parent}: has images of unlike sizes, {shown}; give one set of images.")
-    (shape,) = shapes
-    height, width, *channels = shape
-    if channels not in ([], [1], [3]):
-        raise KinformerError(f"{paths['train']}: has images of {plural(channels[0], 'channel')}; 1 and 3 are known.")
-    return ImageSet(parts, (height, width, channels[0] if channels else 1))
-
-
-def _part(path: Path) -> Part:
-    images = read_idx(path, (3, 4))
-    labels = labels_beside(path)
-    if labels is None:
-        return array_part(images, None)
-    numbers = read_idx(labels, (1,))
-    if len(numbers) != len(images):
-        raise KinformerError(
-            f"{labels}: has {plural(len(numbers), 'label')} for the {plural(len(images), 'image')} of {path.name}."
-        )
-    return array_part(images, numbers)
+def _of_idx(place: Path, paths: Mapping[str, Path]) -> ImageSet:
+    images = {split: read_idx(path, (3, 4)) for split, path in paths.items()}
+    beside = {split: labels for split, path in paths.items() if (labels := labels_beside(path)) is not None}
+    return _in_memory(place, images, {split: read_idx(path, (1,)) for split, path in beside.items()})
 
 
 def labels_beside(path: Path) -> Path | None:
-    """Return the file of labels for the images ``path``, such as ``train-labels-idx1-ubyte.gz`` of MNIST; None if
-    missing."""
+    """Return the labels' file of the images ``path``, such as ``train-labels-idx1-ubyte.gz``; None if missing."""
     start = path.name.lower().rindex("image")
     rest = re.sub("(?i)idx[0-9]", "idx1", re.sub("(?i)^image", "label", path.name[start:])).removesuffix(".gz")
     names = (f"{path.name[:start]}{rest}", f"{path.name[:start]}{rest}.gz")
@@ -215,21 +210,17 @@ _LIKE = "images and labels, x_train and y_train, or train_images and train_label
 
 def read_npz(path: Path) -> ImageSet:
     """Return the images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
-
     Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
-    behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives.
-    """
+    behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives."""
     named, names = read_arrays(path, lambda name: _role(name) is not None)
-    arrays = {role: array for name, array in named.items() if (role := _role(name)) is not None}
-    if "train" not in {split for split, what in arrays if what == "images"}:
+    roles = [(_role(name), array) for name, array in named.items()]
+    images, labels = (
+        {role[0]: array for role, array in roles if role is not None and role[1] == what}
+        for what in ("images", "labels")
+    )
+    if "train" not in images:
         raise KinformerError(f"{path}: holds {', '.join(sorted(names)) or 'nothing'}; name its arrays {_LIKE}.")
-    parts = {}
-    for (split, what), images in arrays.items():
-        if what == "images":
-            _check_images(path, images, arrays["train", "images"])
-            parts[split] = array_part(images, _labels(path, split, arrays.get((split, "labels")), len(images)))
-    height, width, *channels = arrays["train", "images"].shape[1:]
-    return ImageSet(parts, (height, width, channels[0] if channels else 1))
+    return _in_memory(path, images, labels)
 
 
 def _role(name: str) -> tuple[str, str] | None:
@@ -241,34 +232,7 @@ def _role(name: str) -> tuple[str, str] | None:
     return None if what is None else (split, what)
 
 
-def _check_images(path: Path, images: np.ndarray, train: np.ndarray) -> None:
-    shape = " x ".join(map(str, images.shape))
-    if images.dtype != np.uint8:
-        raise KinformerError(
-            f"{path}: its images are {images.dtype}, bytes are expected; save them as "
-            "(255 * images).round().astype('uint8') if they lie between 0 and 1."
-        )
-    if images.ndim not in (3, 4) or not images.size or (images.ndim == 4 and images.shape[3] not in (1, 3)):
-        raise KinformerError(
-            f"{path}: its images are {shape}, expected are count x height x width, with x 1 or x 3 channels behind."
-        )
-    if images.shape[1:] != train.shape[1:]:
-        raise KinformerError(f"{path}: has images of unlike sizes, {images.shape[1:]} and {train.shape[1:]}.")
-
-
-def _labels(path: Path, split: str, labels: np.ndarray | None, count: int) -> np.ndarray | None:
-    if labels is None:
-        return None
-    if labels.shape not in ((count,), (count, 1)) or labels.dtype.kind not in "iub":
-        shape = " x ".join(map(str, labels.shape))
-        raise KinformerError(
-            f"{path}: its labels of {split} are {labels.dtype}, {shape}; expected are {count} whole numbers."
-        )
-    return labels.reshape(count).astype(np.int64)
-
-
-# The chunks of a PNG: a check that it holds all of its rows, since Pillow decodes one whose data end early as if the
-# rest were black, and its EXIF, which may stand behind the rows.
+# A check that a PNG holds all of its rows, since Pillow decodes one whose data end early as if the rest were black.
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -276,47 +240,24 @@ _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _WHOLE = ((0, 0, 1, 1),)
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 """First column and row of each pass of an interlaced picture, and the steps to the next."""
-_BLOCK = 1 << 20
 
 
 def require_rows(path: Path) -> None:
-    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass.
-
-    Errors: ``KinformerError`` for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format
-    after its head.
-    """
-    with path.open("rb") as file:
-        if file.read(len(SIGNATURE)) != SIGNATURE:
-            return
-        size, expected, present, unpacking = os.fstat(file.fileno()).st_size, 0, 0, zlib.decompressobj()
-        while len(head := file.read(8)) == 8:
-            length, name = struct.unpack(">I4s", head)
-            end = file.tell() + length + 4
-            if name == b"IHDR":
-                expected = _bytes(*struct.unpack(">IIBBBBB", file.read(13)))
-            elif name == b"IDAT":
-                packed = file.read(min(length, size))
-                while packed and present < expected:
-                    present += len(unpacking.decompress(packed, _BLOCK))
-                    packed = unpacking.unconsumed_tail
-            file.seek(end)
-        present += len(unpacking.flush())
+    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``KinformerError``
+    for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format after its head."""
+    data = path.read_bytes()
+    at, rows, expected = len(SIGNATURE), b"", 0
+    while data.startswith(SIGNATURE) and len(head := data[at : at + 8]) == 8:
+        length, name = struct.unpack(">I4s", head)
+        chunk = data[at + 8 : at + 8 + length]
+        if name == b"IHDR":
+            expected = _bytes(*struct.unpack(">IIBBBBB", chunk))
+        elif name == b"IDAT":
+            rows += chunk
+        at += length + 12
+    present = len(zlib.decompressobj().decompress(rows, expected)) if expected else 0
     if present < expected:
-        raise KinformerError(
-            f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace or remove it."
-        )
-
-
-def exif_of(path: Path) -> bytes:
-    """Return the EXIF of a PNG, as JPEG has it; empty where there is none. No row is read."""
-    with path.open("rb") as file:
-        file.seek(len(SIGNATURE))
-        while len(head := file.read(8)) == 8:
-            length, name = struct.unpack(">I4s", head)
-            if name == b"eXIf":
-                return b"Exif\0\0" + file.read(length)
-            file.seek(length + 4, 1)
-    return b""
+        raise KinformerError(f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace it.")
 
 
 def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filter: int, interlaced: int) -> int:
@@ -342,15 +283,14 @@ def _bytes(width: int, height: int, depth: int, colour: int, _method: int, _filt
 SUFFIXES = (".png", ".jpg", ".jpeg")
 _PICTURES = ("a PNG picture", "a JPEG picture")
 MOST_PIXELS = 1 << 26
-_GREY, _COLOUR, _DEEP = (
-    {"1", "L", "LA", "La"},
-    {"RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr"},
-    {"I;16", "I;16B"},
-)
+_GREY, _DEEP = {"1", "L", "LA", "La"}, {"I;16", "I;16B"}
+_COLOUR = {"RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr"}
 _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
 _TURNS = dict(
-    enumerate(
-        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"), 2
+    zip(
+        range(2, 9),
+        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
+        strict=True,
     )
 )
 """How a picture of each orientation is made upright."""
@@ -366,43 +306,42 @@ class Head(NamedTuple):
     turned: bool
 
 
-def require_pillow(place: Path | str) -> ModuleType:
+def require_pillow(place: Path | str) -> Any:
     """Return Pillow's module of images, or raise one sentence."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise KinformerError(
-            f"{place}: needs Pillow to be read, which is not installed; pip install 'kinformer[vision]' gets it."
-        ) from None
-    return Image
+    return import_extra("PIL.Image", f"{place}:", "Pillow", "'kinformer[vision]'")
 
 
 def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
     """Return the pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter
-    side has this many pixels, and the middle square is taken.
-
-    Raises :class:`KinformerError` for a picture that cannot be read, and for unlike sizes where ``size`` is None.
-    """
+    side has this many pixels, and the middle square is taken. Raises :class:`KinformerError` for a picture that cannot
+    be read, and for unlike sizes where ``size`` is None."""
     pictures = [file for file in files if Path(file.name).suffix.lower() in SUFFIXES]
     others = [file.name for file in files if Path(file.name).suffix.lower() not in SUFFIXES]
     heads = [read_head(Path(file.path)) for file in pictures]
-    if size is None:
-        _check_sizes(folder, pictures, heads)
+    sizes = Counter((head.width, head.height) for head in heads)
+    if size is None and len(sizes) > 1:
+        usual = sizes.most_common(1)[0][0]
+        odd, head = next(pair for pair in zip(pictures, heads, strict=True) if pair[1][:2] != usual)
+        raise KinformerError(
+            f"{folder}: {odd.name} has {head.width} x {head.height} pixels, {sizes[usual]} of "
+            f"{plural(len(pictures), 'picture')} have {usual[0]} x {usual[1]}; give one size, or a size that all "
+            "are scaled to."
+        )
     colour = any(head.mode in _COLOUR for head in heads)
     height, width = (size, size) if size else (heads[0].height, heads[0].width)
     shape = (height, width, 3 if colour else 1)
-    groups: dict[str, list[int]] = defaultdict(list)
-    labels = []
-    for index, file in enumerate(pictures):
+    by_split: dict[str, list[tuple[SourceFile, str | None]]] = {}
+    for file in pictures:
         split, label = _place(file.name)
-        groups[split].append(index)
-        labels.append(label)
-    _check_groups(folder, pictures, groups, labels)
+        by_split.setdefault(split, []).append((file, label))
+    check_splits(folder, by_split, by_split[""][0][0].name if "" in by_split else "")
+    loose = [file.name for some in by_split.values() for file, label in some if label is None]
+    if loose and len(loose) < len(pictures):
+        raise KinformerError(f"{folder}: {loose[0]} stands in no class's folder, others do; move it into one.")
     parts = {}
-    for split, members in groups.items():
-        chosen = [pictures[index] for index in members]
-        names = [name for index in members if (name := labels[index]) is not None] or None
-        parts[split or "train"] = Part(Pictures(chosen, shape), names, partial(_keys, chosen))
+    for split, some in by_split.items():
+        labels = None if loose else [str(label) for _, label in some]
+        parts[split or "train"] = Part(Pictures([file for file, _ in some], shape), labels)
     return ImageSet(parts, shape, _notes(heads, others))
 
 
@@ -426,23 +365,20 @@ def read_head(path: Path) -> Head:
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as image:
         width, height = image.size
         if width * height > MOST_PIXELS:
-            raise KinformerError(
-                f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down, or leave it out."
-            )
+            raise KinformerError(f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down.")
         if image.mode not in _GREY | _COLOUR | _DEEP:
             raise KinformerError(f"{path}: has pixels of the mode {image.mode}; save it as RGB or grey of 8 bits.")
-        turned = _orientation(image, path) in _TURNED
+        turned = image.getexif().get(_ORIENTATION) in _TURNED
         transparent = image.has_transparency_data
         return Head(*((height, width) if turned else (width, height)), image.mode, transparent, turned)
 
 
 def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the picture ``path`` as uint8 of ``shape`` (height, width, channels),
-    scaled and cropped where it has another."""
+    """Return the picture ``path`` as uint8 of ``shape`` (height, width, channels), scaled and cropped if it must."""
     Image = require_pillow(path)
     height, width, channels = shape
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as file:
-        turn = _TURNS.get(_orientation(file, path) or 1)
+        turn = _TURNS.get(file.getexif().get(_ORIENTATION, 1))
         image = file if turn is None else file.transpose(Image.Transpose[turn])
         if image.mode in _DEEP:
             image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
@@ -460,16 +396,6 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
         return np.array(image, np.uint8).reshape(shape)
 
 
-def _orientation(image: Any, path: Path) -> int | None:
-    """Return how a camera held the picture, by its EXIF; of JPEG, also with several pictures (MPO), and of PNG."""
-    from PIL.Image import Image
-
-    if image.format == "PNG" and "exif" not in image.info and (exif := exif_of(path)):
-        image.info["exif"] = exif
-    orientation: int | None = Image.getexif(image).get(_ORIENTATION)  # PNG's own method decodes the rows first
-    return orientation
-
-
 def write_png(path: Path, pixels: np.ndarray) -> None:
     """Write ``pixels``, uint8 [height, width, 1 or 3], as a PNG."""
     Image = require_pillow(path)
@@ -480,10 +406,7 @@ def write_png(path: Path, pixels: np.ndarray) -> None:
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """Report Pillow's errors about a damaged file as one sentence, or name the content of a file without a picture.
-
-    Pillow's warnings of size are errors.
-    """
+    """Report Pillow's errors and warnings of size as one sentence, or name the content of a file without a picture."""
     from PIL import UnidentifiedImageError
 
     with reading(path, "is no PNG or JPEG that can be read", "mend, replace or remove it"), warnings.catch_warnings():
@@ -497,43 +420,11 @@ def _decoding(path: Path) -> Iterator[None]:
             raise KinformerError(f"{path}: is {what}, not a picture; give a PNG or JPEG.") from None
 
 
-def _keys(files: Sequence[SourceFile]) -> list[bytes]:
-    return [file.name.encode("utf-8", "surrogateescape") for file in files]
-
-
 def _place(name: str) -> tuple[str, str | None]:
     """Return the split ("" if none is named) and the class (None if there is none) of a file of this name."""
     *folders, _ = name.split("/")
     split = SPLITS[folders.pop(0)] if folders and folders[0] in SPLITS else ""
     return split, folders[0] if folders else None
-
-
-def _check_groups(
-    folder: Path, files: Sequence[SourceFile], groups: dict[str, list[int]], labels: Sequence[str | None]
-) -> None:
-    if "" in groups and len(groups) > 1:
-        named = ", ".join(name for name in groups if name)
-        raise KinformerError(
-            f"{folder}: holds {files[groups[''][0]].name} beside the splits {named}; move it into one."
-        )
-    if "train" not in groups and "" not in groups:
-        raise KinformerError(f"{folder}: does not hold training pictures; add a folder called train.")
-    if None in labels and any(label is not None for label in labels):
-        raise KinformerError(
-            f"{folder}: {files[labels.index(None)].name} stands in no class's folder, others do; move it into one."
-        )
-
-
-def _check_sizes(folder: Path, files: Sequence[SourceFile], heads: Sequence[Head]) -> None:
-    sizes = Counter((head.width, head.height) for head in heads)
-    if len(sizes) > 1:
-        usual = sizes.most_common(1)[0][0]
-        index = next(index for index, head in enumerate(heads) if (head.width, head.height) != usual)
-        odd = f"{heads[index].width} x {heads[index].height}"
-        raise KinformerError(
-            f"{folder}: {files[index].name} has {odd} pixels, {sizes[usual]} of {plural(len(files), 'picture')} have "
-            f"{usual[0]} x {usual[1]}; give pictures of one size, or a size that all are scaled to."
-        )
 
 
 def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
@@ -582,8 +473,7 @@ def floor_over_source(train: np.ndarray, held_out: np.ndarray, factor: int) -> f
 
 
 def reduced(images: np.ndarray, factor: int) -> np.ndarray:
-    """Return ``images`` uint8 [count, height, width, channels] ``factor`` times smaller on each side: every pixel is
-    the mean of a block, rounded."""
+    """Return ``images`` uint8 [count, height, width, channels] with rounded means of blocks of ``factor`` pixels."""
     count, height, width, channels = images.shape
     blocks = images.reshape(count, height // factor, factor, width // factor, factor, channels)
     return np.rint(blocks.mean((2, 4), dtype=np.float64)).astype(np.uint8)
@@ -613,8 +503,7 @@ def _neighbours(train: np.ndarray, held_out: np.ndarray, factor: int | None = No
 
 
 def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
-    """Return the number of every value's context, channel by channel, int64 of the shape of ``images``; with ``factor``
-    the mean of its block is known."""
+    """Return the number of every value's context, int64 of the shape of ``images``."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
     left, upper_left, upper, upper_right = (
@@ -642,9 +531,8 @@ def _parts(images: np.ndarray) -> list[np.ndarray]:
 
 
 DIGITS = "digits"
-HELD_OUT, HELD_OUT_OF_FEW, FEW = 0.05, 0.1, 10_000
+HELD_OUT_OF_FEW, FEW = 0.1, 10_000
 SCHEMA = 3
-_SPLITS = ("train", "validation", "test")
 _FORMATS = "a folder of PNG or JPEG pictures, IDX files as MNIST's, an .npz archive, or 'digits'"
 
 
@@ -719,45 +607,30 @@ def read_images(
     takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given. Raises
     :class:`KinformerError` for a missing path, and for damaged images or images of different sizes.
     """
-    if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
-    if size is not None and size < 1:
-        raise KinformerError(f"size is {size} but must be 1 or more.")
-    if data == DIGITS:
-        with resources.as_file(resources.files("kinformer.lab.data") / "digits.npz") as path:
-            return _read_cached(path, DIGITS, cache, holdout, size)
-    path = existing_path(data, f"give {_FORMATS}")
-    return _read_cached(path, path.resolve().name, cache, holdout, size)
+    require_share("holdout", holdout)
+    require("size", size, 1)
+    digits = resources.as_file(resources.files("kinformer.lab.data") / "digits.npz")
+    with digits if data == DIGITS else nullcontext(existing_path(data, f"give {_FORMATS}")) as path:
+        labels = labels_beside(path) if path.is_file() and is_images(path.name) else None
+        single = [file for file in (path, labels) if file is not None]
+        files = folder_files(path, empty=True) if path.is_dir() else list(map(single_file, single))
+        fingerprint = fingerprint_of(files)
+        key = f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode("utf-8", "surrogateescape")
 
+        def fill(folder: Path) -> dict[str, object]:
+            images = _find(path, files, size)
+            classes = ordered({label for part in images.parts.values() for label in part.labels or ()})
+            for split, (part, order) in _held_out(images.parts, holdout, path).items():
+                _write(folder, split, part, order, images.shape, classes)
+            return {"classes": classes, "notes": images.notes}
 
-def _read_cached(path: Path, name: str, cache: Path | None, holdout: float | None, size: int | None) -> ImageData:
-    files = _files(path)
-    fingerprint = fingerprint_of(files)
-    key = sha256(
-        f"{'' if path.is_dir() else path.name}:{fingerprint}{holdout}{size}".encode("utf-8", "surrogateescape")
-    ).hexdigest()[:32]
-
-    def fill(folder: Path) -> dict[str, object]:
-        images = _find(path, files, size)
-        classes = ordered({label for part in images.parts.values() for label in part.labels or ()})
-        for split, (part, order) in _held_out(images.parts, holdout, str(path)).items():
-            _write(folder, split, part, order, images.shape, classes)
-        return {"classes": classes, "notes": images.notes}
-
-    about, arrays = stored((cache or default_cache()) / "images" / key, SCHEMA, fill)
+        about, arrays = stored((cache or default_cache()) / "images" / sha256(key).hexdigest()[:32], SCHEMA, fill)
+        name = DIGITS if data == DIGITS else path.resolve().name
     splits = {
         split: Images(arrays[f"{split}.pixels"], arrays.get(f"{split}.labels"), tuple(about["classes"]), split)
-        for split in _SPLITS
+        for split in PARTS
     }
     return ImageData(name, fingerprint.split(":")[1][:12], fingerprint, splits, tuple(about["notes"]))
-
-
-def _files(path: Path) -> list[SourceFile]:
-    """Return the files that the images of ``path`` are read from."""
-    if path.is_dir():
-        return folder_files(path, empty=True)
-    labels = labels_beside(path) if is_images(path.name) else None
-    return [single_file(path), *([] if labels is None else [single_file(labels)])]
 
 
 def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
@@ -771,7 +644,7 @@ def _find(path: Path, files: list[SourceFile], size: int | None) -> ImageSet:
             raise KinformerError(f"{path}: holds neither pictures nor IDX files of images; give {_FORMATS}.")
         return read_idx_folder(path, named)
     if is_images(path.name):
-        return _image_set({"train": path})
+        return _of_idx(path, {"train": path})
     if path.suffix.lower() == ".npz":
         return read_npz(path)
     what = content_of(path) or "not a known file of images"
@@ -790,14 +663,15 @@ def _write(
         np.save(folder / f"{split}.labels.npy", np.array([numbers[part.labels[index]] for index in order], np.int64))
 
 
-def _held_out(parts: Mapping[str, Part], holdout: float | None, place: str) -> dict[str, tuple[Part, np.ndarray]]:
+def _held_out(parts: Mapping[str, Part], holdout: float | None, place: Path) -> dict[str, tuple[Part, np.ndarray]]:
     """Return for each split the part that holds its images, and their indices in it."""
-    # The order of hashes is the same shuffle on every machine.
-    hashes = [blake2b(key, digest_size=16).digest() for key in parts["train"].keys()]  # noqa: SIM118 (a method of a part)
-    train = np.array(sorted(range(len(hashes)), key=hashes.__getitem__), np.int64)
-    few = HELD_OUT_OF_FEW if len(train) < FEW else HELD_OUT
-    rows = hold_out(parts, train, few if holdout is None else holdout, once=holdout is not None)
-    if not len(rows["train"]):
-        raise KinformerError(f"{place}: too few images ({len(parts['train'])}) to hold some out; give more.")
+    images = parts["train"].images
+    if isinstance(images, Pictures):
+        keys = [file.name.encode("utf-8", "surrogateescape") for file in images.files]
+    else:
+        keys = [image.tobytes() for image in images]
+    digests = [blake2b(key, digest_size=16).digest() for key in keys]
+    share = HELD_OUT_OF_FEW if len(keys) < FEW else HELD_OUT
+    rows = hold_out(parts, digests, holdout, place, "images", share)
     whole = {name: (part, np.arange(len(part))) for name, part in parts.items()}
     return whole | {name: (parts["train"], indices) for name, indices in rows.items()}

@@ -16,13 +16,12 @@ import csv
 import re
 import sys
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -40,9 +39,9 @@ from kinformer.lab.data.files import (
     single_file,
     stored,
 )
-from kinformer.lab.data.images import SPLITS, hold_out, ordered
+from kinformer.lab.data.images import PARTS, SPLITS, check_splits, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path, require_share
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 
@@ -104,13 +103,11 @@ class Labelled(Identified):
 Written = Mapping[str, tuple[Iterable[np.ndarray], np.ndarray]]
 """The examples' ids of each split, one array for each and all of one dtype, and their labels."""
 
-Make = Callable[[], tuple[Sequence[str], Written]]
-"""A function that makes the names of the classes, and the splits."""
 
-
-def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]]:
-    """Return the classes and splits in ``folder``, which is filled from ``make()`` if it is not there (see
-    :func:`kinformer.lab.data.files.stored`)."""
+def keep(
+    folder: Path, make: Callable[[], tuple[Sequence[str], Written]]
+) -> tuple[tuple[str, ...], dict[str, Examples]]:
+    """Return the classes and splits in ``folder``, which ``make()`` fills if it is not there (see ``files.stored``)."""
 
     def fill(target: Path) -> dict[str, object]:
         classes, written = make()
@@ -122,11 +119,8 @@ def keep(folder: Path, make: Make) -> tuple[tuple[str, ...], dict[str, Examples]
 
     about, arrays = stored(folder, SCHEMA, fill)
     parts = ("ids", "starts", "labels")
-    splits = {name: Examples(name, *(arrays[f"{name}.{part}"] for part in parts)) for name in _SPLITS}
+    splits = {name: Examples(name, *(arrays[f"{name}.{part}"] for part in parts)) for name in PARTS}
     return tuple(map(str, about["classes"])), splits
-
-
-_SPLITS = ("train", "validation", "test")
 
 
 # Tables of texts, with or without labels: TSV, CSV and JSON lines, read row by row.
@@ -168,8 +162,7 @@ class Row(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The cells that hold text and label, the number of cells, and the names in the first line (None where that line is
-    a row)."""
+    """The cells that hold text and label, how many there are, and the names in the first line (None: it is a row)."""
 
     text: int
     label: int | None
@@ -178,10 +171,8 @@ class _Order(NamedTuple):
 
 
 def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of a table, reading ``stream`` line by line; ``place`` names the table in messages.
-
-    Errors: ``KinformerError`` for a row that lacks the text (or, where ``columns.labelled``, the label).
-    """
+    """Yield the rows of a table, reading ``stream`` line by line; ``place`` names the table in messages. Errors:
+    ``KinformerError`` for a row that lacks the text (or, where ``columns.labelled``, the label)."""
     if format == "jsonl":
         return _objects(lines_of(stream, place), place, columns)
     # Rows of a pipe come one by one and are answered at once, so they are not read ahead.
@@ -252,8 +243,7 @@ def read_cells(stream: Iterable[bytes], place: str, format: TableFormat) -> Iter
 
 
 def cells_of(line: bytes) -> list[bytes]:
-    """Return the cells of a line of TSV. Quotes are text, unless they quote as in CSV: around a tab, around quotes that
-    are doubled, or around every cell."""
+    """Return the cells of a line of TSV. Quotes are text unless they quote a tab, doubled quotes or every cell."""
     cells = line.split(b"\t")
     if not any(cell.startswith(b'"') for cell in cells):
         return cells
@@ -306,8 +296,7 @@ def _cells(rows: Iterator[tuple[int, list[bytes]]], place: str, columns: Columns
 
 
 def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns) -> _Order:
-    """Return where text and label stand, by the names in the first line of ``head`` or by how many columns there
-    are."""
+    """Return where text and label stand, by the names in the first line of ``head`` or by the number of columns."""
     cells = head[0][1]
     names = [cell.strip().decode("utf-8", "replace") for cell in cells]
     lower = [name.lower() for name in names]
@@ -344,10 +333,8 @@ def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns
 
 def _with_header(head: Sequence[tuple[int, list[bytes]]], order: _Order, names: Sequence[str], place: str) -> _Order:
     """Return the ``order`` of two columns, with the ``names`` of the first line where the rows below tell that it is a
-    header: a column repeats its values, and no cell of the first line occurs below it.
-
-    Errors: ``KinformerError`` where the text repeats its values and the label does not.
-    """
+    header: a column repeats its values, and no cell of the first line occurs below it. Errors: ``KinformerError`` where
+    the text repeats its values and the label does not."""
     rows = [cells for _, cells in head[1:] if len(cells) == 2]
     repeats = [2 * len({cells[side] for cells in rows}) <= len(rows) for side in (0, 1)]
     if len(rows) < _FEWEST_ROWS or not any(repeats):
@@ -439,7 +426,6 @@ class TextItem(NamedTuple):
 Check = Callable[[TextItem], object]
 """A function that raises a :class:`KinformerError` for a text that a task cannot read."""
 
-
 TextSource: TypeAlias = str | Path | Sequence[str]
 """Where texts come from: a file, a folder, "-" for standard input, or a list of texts."""
 T = TypeVar("T")
@@ -478,7 +464,7 @@ def read_texts(
         return _counted(lambda: iter(texts), "the list of texts", limit, check)
     if str(source) == STDIN:
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
-        return Inputs(_some(_checked(rows, check), "standard input", limit), None)
+        return Inputs(_some(rows, "standard input", limit, check), None)
     require_path("texts", source)
     path = existing_path(Path(source).expanduser(), "give a file, a folder, - for standard input, or a list of texts")
     if path.is_dir():
@@ -501,22 +487,18 @@ def refuse_empty(item: TextItem) -> None:
 
 def _counted(read: Callable[[], Iterator[TextItem]], place: str, limit: int | None, check: Check) -> Inputs[TextItem]:
     """Return the items of ``read()``, which is called twice: first to check all items, then to yield them."""
-    count = sum(1 for _ in _some(_checked(read(), check), place, limit))
+    count = sum(1 for _ in _some(read(), place, limit, check))
     return Inputs(_some(read(), place, limit), count)
 
 
-def _checked(items: Iterable[TextItem], check: Check) -> Iterator[TextItem]:
-    for item in items:
-        if not isinstance(item.text, str):
-            raise KinformerError(f"{item.place}: is {type(item.text).__name__}, not text; give texts.")
-        check(item)
-        yield item
-
-
-def _some(items: Iterable[TextItem], place: str, limit: int | None) -> Iterator[TextItem]:
-    """Yield the first ``limit`` items; raise where there is none."""
+def _some(items: Iterable[TextItem], place: str, limit: int | None, check: Check | None = None) -> Iterator[TextItem]:
+    """Yield the first ``limit`` items, which ``check`` looks at if it is given; raise where there is no item."""
     number = 0
     for number, item in enumerate(islice(items, limit), start=1):  # noqa: B007 (the count is looked at behind the loop)
+        if check is not None and not isinstance(item.text, str):
+            raise KinformerError(f"{item.place}: is {type(item.text).__name__}, not text; give texts.")
+        if check is not None:
+            check(item)
         yield item
     if not number:
         raise KinformerError(f"{place}: is empty; give one item at least.")
@@ -536,42 +518,37 @@ def _rows(stream: Iterable[bytes], place: str, columns: Columns, kind: Format) -
             )
         for number, line in enumerate(lines_of(stream, place), start=1):
             where = f"{place}, line {number}"
-            yield TextItem(where, _decoded(line, where))
+            yield TextItem(where, decode_text(line, where))
         return
     for row in read_table(stream, place, kind, columns):
         where = f"{place}, line {row.number}"
-        yield TextItem(where, _decoded(row.text, where), row.label)
+        yield TextItem(where, decode_text(row.text, where), row.label)
 
 
 def _file(path: str) -> TextItem:
     refuse_packed(Path(path))
     with reading_corpus(path), open(path, "rb") as file:
-        return TextItem(path, _decoded(b"".join(_utf8(file, path)), path).strip())
+        return TextItem(path, decode_text(b"".join(_utf8(file, path)), path).strip())
 
 
-def _decoded(text: bytes, place: str) -> str:
+def decode_text(text: bytes, place: str) -> str:
+    """Return UTF-8 as text; ``place`` names it in messages."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise KinformerError(
-            f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it first, as with iconv."
-        ) from None
+        raise KinformerError(f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it by iconv.") from None
 
 
-HELD_OUT = 0.05
 _BATCH = 1 << 17
 """Bytes of texts encoded together: their ids take eight times as much memory until they are narrowed."""
 
 
 class Texts:
     """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels[i]`` is the number of its class in ``names``,
-    which several collections may share. ``order`` selects and orders the texts of this collection (None: all)."""
+    which several collections may share."""
 
     def __init__(self, names: dict[str, int]) -> None:
-        self.names, self.order = names, None
-        self.data, self.ends, self.labels = bytearray(), array("q", [0]), array("q")
-
-    order: np.ndarray | None
+        self.names, self.data, self.ends, self.labels = names, bytearray(), array("q", [0]), array("q")
 
     def extend(self, examples: Iterable[tuple[bytes, str]]) -> None:
         """Add ``examples``, texts and the names of their classes, at the end."""
@@ -581,26 +558,20 @@ class Texts:
             self.labels.append(self.names.setdefault(label, len(self.names)))
 
     def __len__(self) -> int:
-        return len(self.labels) if self.order is None else len(self.order)
+        return len(self.labels)
 
-    def taken(self, order: np.ndarray) -> Self:
-        """Return the texts of the numbers ``order``, with the same bytes behind them."""
-        texts = type(self)(self.names)
-        texts.data, texts.ends, texts.labels, texts.order = self.data, self.ends, self.labels, order
-        return texts
+    def digests(self) -> np.ndarray:
+        """Return the first 8 bytes of each text's sha256."""
+        digests = np.empty(len(self), "S8")
+        for index in range(len(self)):
+            digests[index] = sha256(self._text(index)).digest()[:8]
+        return digests
 
-    def by_hash(self) -> np.ndarray:
-        """Return the numbers of all texts, in the order of the first 8 bytes of their sha256."""
-        digests = np.empty(len(self.labels), np.uint64)
-        for index in range(len(digests)):
-            digests[index] = int.from_bytes(sha256(self._text(index)).digest()[:8], "big")
-        return digests.argsort(kind="stable")
-
-    def batches(self) -> Iterator[list[bytes]]:
-        """Yield all texts in order, some at a time."""
+    def batches(self, order: np.ndarray) -> Iterator[list[bytes]]:
+        """Yield the texts of the numbers ``order``, some at a time."""
         batch: list[bytes] = []
         size = 0
-        for index in range(len(self.labels)) if self.order is None else map(int, self.order):
+        for index in map(int, order):
             batch.append(self._text(index))
             size += len(batch[-1])
             if size >= _BATCH:
@@ -609,16 +580,12 @@ class Texts:
         if batch:
             yield batch
 
-    def classes(self) -> np.ndarray:
-        """Return the number of each text's class in ``names``, int64."""
-        labels = np.frombuffer(self.labels, np.int64)
-        return labels if self.order is None else labels[self.order]
-
     def _text(self, index: int) -> bytes:
         return bytes(memoryview(self.data)[self.ends[index] : self.ends[index + 1]])
 
 
-BySplit = dict[str, Texts]
+BySplit = dict[str, tuple[Texts, np.ndarray]]
+"""For each split the texts that hold its examples, and their numbers."""
 
 
 def open_labelled(
@@ -638,18 +605,15 @@ def open_labelled(
 
     Raises :class:`KinformerError` for a missing path, and for a path without labelled examples.
     """
-    if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    require_share("holdout", holdout)
     path = existing_path(spec, "give a folder with a folder per class, or a .tsv, .csv or .jsonl file")
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
     fingerprint = fingerprint_of(files)
     columns = Columns(text_field, label_field, labelled=True)
     named = "" if columns == Columns(labelled=True) else f"{text_field}\0{label_field}"
-    key = sha256(
-        f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}{named}".encode("utf-8", "surrogateescape")
-    ).hexdigest()[:32]
-    folder = (cache or default_cache()) / "labelled" / key
+    key = f"{path.suffix}{fingerprint}{tokenizer.fingerprint}{holdout}{named}".encode("utf-8", "surrogateescape")
+    folder = (cache or default_cache()) / "labelled" / sha256(key).hexdigest()[:32]
     classes, splits = keep(folder, lambda: _encoded(_split_examples(path, files, holdout, columns), tokenizer, spec))
     version = fingerprint.split(":")[1][:12]
     taken = columns_taken(path, TABLES[path.suffix], columns) if path.suffix in TABLES and path.is_file() else ""
@@ -657,53 +621,52 @@ def open_labelled(
 
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
-    names = examples_of["train"].names  # of all splits
+    names = examples_of["train"][0].names  # of all splits
     classes = ordered(set(names))
     if len(classes) < 2:
-        raise KinformerError(
-            f"{place}: all examples have the label {classes[0]!r}; give examples of two classes or more."
-        )
-    number = np.empty(len(classes), np.int64)
-    for index, label in enumerate(classes):
-        number[names[label]] = index
-    highest = tokenizer.vocab_size - 1
-    dtype = np.uint8 if highest < 1 << 8 else np.uint16 if highest < 1 << 16 else np.uint32
+        raise KinformerError(f"{place}: all examples have the label {classes[0]!r}; give two classes or more.")
+    number = np.argsort([names[label] for label in classes])  # by the numbers of the texts
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
 
-    def ids(texts: Texts) -> Iterator[np.ndarray]:
-        for batch in texts.batches():
+    def ids(texts: Texts, order: np.ndarray) -> Iterator[np.ndarray]:
+        for batch in texts.batches(order):
             yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
 
-    return classes, {split: (ids(texts), number[texts.classes()]) for split, texts in examples_of.items()}
+    return classes, {
+        split: (ids(texts, order), number[np.frombuffer(texts.labels, np.int64)[order]])
+        for split, (texts, order) in examples_of.items()
+    }
 
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
-    """Return the examples of each split."""
+    """Return the examples of each split; missing ones are taken from the rest of the data by the texts' hashes."""
     names: dict[str, int] = {}
+    parts: dict[str, Texts] = {}
+
+    def add(split: str, examples: Iterable[tuple[bytes, str]]) -> None:
+        parts.setdefault(split, Texts(names)).extend(examples)
+
     if not path.is_dir():
-        texts = Texts(names)
-        texts.extend(_table(path, columns))
-        return _held_out({"train": texts}, holdout, str(path))
-    by_split: BySplit = defaultdict(lambda: Texts(names))
-    for file in files:
+        add("train", _table(path, columns))
+    for file in files if path.is_dir() else ():
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
         if rest and first in SPLITS:
-            by_split[SPLITS[first]].extend([_labelled_file(file, rest, path)])
+            add(SPLITS[first], [_labelled_file(file, rest)])
         elif not rest and stem in SPLITS and suffix in TABLES:
-            by_split[SPLITS[stem]].extend(_table(Path(file.path), columns))
+            add(SPLITS[stem], _table(Path(file.path), columns))
         else:
-            by_split[""].extend([_labelled_file(file, file.name, path)])
-    if "" in by_split and len(by_split) > 1:
-        splits = ", ".join(name for name in by_split if name)
-        raise KinformerError(
-            f"{path}: holds classes beside the splits {splits}; put every class into its split's folder."
-        )
-    if "train" not in by_split and "" not in by_split:
-        raise KinformerError(f"{path}: does not hold a train split; add a folder or a table of that name.")
-    return _held_out({name or "train": examples for name, examples in by_split.items()}, holdout, str(path))
+            add("", [_labelled_file(file, file.name)])
+    check_splits(path, parts, "classes")
+    parts = {name or "train": texts for name, texts in parts.items()}
+    rows = hold_out(parts, parts["train"].digests(), holdout, path, "examples")
+    return {
+        name: (parts["train"], rows[name]) if name in rows else (parts[name], np.arange(len(parts[name])))
+        for name in PARTS
+    }
 
 
-def _labelled_file(file: SourceFile, name: str, path: Path) -> tuple[bytes, str]:
+def _labelled_file(file: SourceFile, name: str) -> tuple[bytes, str]:
     """Return a file as an example: its class is the name of the folder that it stands in."""
     label, _, rest = name.partition("/")
     if not rest:
@@ -712,15 +675,6 @@ def _labelled_file(file: SourceFile, name: str, path: Path) -> tuple[bytes, str]
         )
     with reading_corpus(file.path), open(file.path, "rb") as lines:
         return b"".join(_utf8(lines, file.path)), label
-
-
-def _held_out(parts: BySplit, holdout: float | None, place: str) -> BySplit:
-    """Return the splits, missing ones taken from the rest of the data in the order of the texts' hashes."""
-    share = HELD_OUT if holdout is None else holdout
-    rows = hold_out(parts, parts["train"].by_hash(), share, holdout is not None)
-    if not len(rows["train"]):
-        raise KinformerError(f"{place}: too few examples ({len(parts['train'])}) to hold some out; give more data.")
-    return {name: parts["train"].taken(rows[name]) if name in rows else parts[name] for name in _SPLITS}
 
 
 def _table(path: Path, columns: Columns) -> Iterator[tuple[bytes, str]]:

@@ -35,10 +35,7 @@ _ROOTS = 1 << 13
 
 def open_listops(number: int, bounds: tuple[int, int] = BOUNDS, seed: int = 0, cache: Path | None = None) -> Labelled:
     """Return ``number`` trees to train on, and ``HELD_OUT`` or an eighth, whichever is less, for each of validation and
-    test.
-
-    The trees are drawn once and stored in ``cache`` (``~/.cache/kinformer`` if None).
-    """
+    test. The trees are drawn once and stored in ``cache`` (``~/.cache/kinformer`` if None)."""
     if number < 8:
         raise KinformerError(f"`examples` {number}: ListOps needs 8 or more.")
     least, most = bounds
@@ -60,10 +57,8 @@ def _splits(number: int, bounds: tuple[int, int], seed: int) -> tuple[tuple[str,
 
 
 class Level(NamedTuple):
-    """The nodes at one depth below their roots, the children of a node side by side; int64 [nodes] all.
-
-    ``symbol``: a digit, or an operator with ``arity`` children (0 of a digit); ``root`` counts from 0.
-    """
+    """The nodes at one depth below their roots, the children of a node side by side; int64 [nodes] all. ``symbol``: a
+    digit, or an operator with ``arity`` children (0 of a digit); ``root`` counts from 0."""
 
     symbol: np.ndarray
     arity: np.ndarray
@@ -71,10 +66,8 @@ class Level(NamedTuple):
 
 
 def examples(number: int, seed: int, bounds: tuple[int, int] = BOUNDS) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return ``number`` trees as ids of ``SYMBOLS`` (uint8 [tokens] each), and their values int64 [number].
-
-    The same seed gives the same trees, and a smaller ``number`` gives the first trees of a larger one.
-    """
+    """Return ``number`` trees as ids of ``SYMBOLS`` (uint8 [tokens] each), and their values int64 [number]. The same
+    seed gives the same trees, and a smaller ``number`` gives the first trees of a larger one."""
     trees: list[np.ndarray] = []
     values: list[int] = []
     seen: set[bytes] = set()
@@ -167,16 +160,12 @@ def spell(tree: np.ndarray) -> str:
 
 
 def read(text: str, place: str) -> np.ndarray:
-    """Return the ids of a tree in the spelling of :func:`spell`, uint8 [tokens].
-
-    Errors: ``KinformerError``, which names the ``place``, for an empty text and for a word outside ``SYMBOLS``.
-    """
+    """Return the ids of a tree in the spelling of :func:`spell`, uint8 [tokens]. Errors: ``KinformerError``, which
+    names the ``place``, for an empty text and for a word outside ``SYMBOLS``."""
     words = text.split()
     if not words:
         raise KinformerError(f"{place}: is empty; write a tree, as in [MAX 4 3 [MIN 2 3 ] 1 ].")
     for word in words:
         if word not in SYMBOLS:
-            raise KinformerError(
-                f"{place}: {word!r} is not a symbol of ListOps; give {' '.join(SYMBOLS)}, with spaces between."
-            )
+            raise KinformerError(f"{place}: {word!r} is not a symbol of ListOps; give {' '.join(SYMBOLS)}.")
     return np.array([SYMBOLS.index(word) for word in words], np.uint8)

@@ -27,10 +27,8 @@ WORD, BLANK = 1, 2
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """The beginnings and ends of tokens, by id: WORD (letters, digits), BLANK or 0 (all else), uint8 [vocab_size].
-
-    A token continues the word of the previous token where that token ends with the kind that this token begins with.
-    """
+    """The beginnings and ends of tokens, by id: WORD (letters, digits), BLANK or 0 (all else), uint8 [vocab_size]. A
+    token continues the word of the previous token where that token ends with the kind that this token begins with."""
 
     first: np.ndarray
     last: np.ndarray
@@ -76,10 +74,8 @@ class Masking:
         return max(1, round(self.share * length))
 
     def choose(self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the positions of the chosen tokens, rising, then -1: int64 [rows, most].
-
-        ``tokens`` int64 [rows, time]; the first ``lengths`` [rows] tokens of each row count; ``keys`` uint64 [rows].
-        """
+        """Return the positions of the chosen tokens, rising, then -1: int64 [rows, most]. ``tokens`` int64 [rows,
+        time]; the first ``lengths`` [rows] tokens of each row count; ``keys`` uint64 [rows]."""
         draws = mix(keys[:, None], _CHOICE, np.arange(tokens.shape[1]))
         draws[np.arange(tokens.shape[1]) >= lengths[:, None]] = np.iinfo(np.uint64).max
         positions = np.full((len(tokens), self.most(tokens.shape[1])), -1)
@@ -95,8 +91,7 @@ class Masking:
     def __call__(
         self, tokens: np.ndarray, keys: np.ndarray, lengths: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return ``tokens`` with some masked, the masked positions, and their labels; rows with fewer masks are padded
-        with 0 and IGNORED."""
+        """Return masked ``tokens``, the masked positions, and their labels, padded with 0 and IGNORED."""
         lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
         positions = self.choose(tokens, keys, lengths)
         chosen = positions >= 0
@@ -144,19 +139,16 @@ _TRAINING, _EVALUATION = 6, 7
 
 
 class MaskedRows(NamedTuple):
-    """The rows as a model sees them, and for every masked token the previous token of the text, -1 if none: [rows,
-    n]."""
+    """The rows as a model sees them, and for each masked token the token before it, -1 if none: [rows, n]."""
 
     rows: Rows
     before: np.ndarray
 
 
 class MaskedText:
-    """The windows of ``split``, ``length`` tokens long with BOS and EOS; all draws follow from ``seed``.
-
-    Training masks other tokens in every step. In order, for measuring, the masks of a window depend on its position in
-    the split alone.
-    """
+    """The windows of ``split``, ``length`` tokens long with BOS and EOS; all draws follow from ``seed``. Training masks
+    other tokens in every step. In order, for measuring, the masks of a window depend on its position in the split
+    alone."""
 
     def __init__(self, split: Split, length: int, masking: Masking, ends: BosEos, seed: int) -> None:
         self.room = length - ends.size
@@ -208,10 +200,8 @@ class MaskedText:
 
 def line_sentences(tokens: np.ndarray, longest: int = 64, newline: int = 10) -> np.ndarray:
     """Return the sentence of every token, from 0 in each row: int64 [rows, time], for ``model(tokens, sentences=...)``.
-
     A sentence is as many lines as go into ``longest`` tokens, each with the ``newline`` that ends it; a longer line is
-    cut. Sentences give away where lines end, so take them from a text in which ends of lines are not to be guessed.
-    """
+    cut. Sentences give away where lines end, so take them from a text in which ends of lines are not to be guessed."""
     if longest < 1:
         raise KinformerError(f"longest must be 1 token or more a sentence, but is {longest}.")
     sentences = np.zeros(tokens.shape, np.int64)

@@ -20,8 +20,7 @@ _MOST = 7
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The sorted n-grams of one order (a byte each 8 bits, oldest highest) with counts;
-    sorted contexts with counts and followers."""
+    """The sorted n-grams of one order (8 bits a byte, oldest highest), their contexts, and the counts of both."""
 
     grams: np.ndarray
     counts: np.ndarray
@@ -51,10 +50,8 @@ class _Order:
 
 class NgramModel:
     """A model that predicts a byte from at most ``context`` bytes before it, by counts of n-grams, n = 1 to ``context``
-    + 1.
-
-    Memory follows the number of distinct n-grams. Train on ``split.take(n)`` where the whole would take too long.
-    """
+    + 1. Memory follows the number of distinct n-grams. Train on ``split.take(n)`` where the whole would take too
+    long."""
 
     def __init__(self, split: Split, context: int = 5) -> None:
         if not 0 <= context <= _MOST:
@@ -74,10 +71,8 @@ class NgramModel:
             self._orders.insert(0, _Order.of(grams, counts))
 
     def probabilities(self, data: np.ndarray, start: int = 0) -> np.ndarray:
-        """Return P of each byte from ``start`` on after those before it, float64; ``data`` is uint8 [length].
-
-        Byte i is predicted from at most i bytes of context, so the first one by its frequency.
-        """
+        """Return P of each byte from ``start`` on after those before it, float64; ``data`` is uint8 [length]. Byte i is
+        predicted from at most i bytes of context, so the first one by its frequency."""
         grams = _grams(np.concatenate([np.zeros(self.context, np.uint8), data]), self.context + 1)[start:]
         # Below the empty context all bytes are equally likely.
         result = np.full(len(grams), 1 / 256)
@@ -116,8 +111,7 @@ def merge_counts(grams: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _grams(data: np.ndarray, size: int) -> np.ndarray:
-    """Return each run of ``size`` bytes of ``data`` as an integer, the last byte
-    lowest; uint64 [len(data) - size + 1]."""
+    """Return each run of ``size`` bytes of ``data`` as an integer, the last byte lowest; uint64 [runs]."""
     count = len(data) - size + 1
     grams = np.zeros(count, np.uint64)
     for shift in range(size):

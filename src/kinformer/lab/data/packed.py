@@ -30,12 +30,10 @@ _HELD = 64 << 20
 
 
 def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> Split:
-    """Return the split of bytes ``split`` as ids of ``tokenizer``, stored in ``folder`` under ``key`` and its name.
-
-    Ids are uint16 where they fit, else uint32, little-endian. Text is encoded in pieces that end at line ends, so
-    memory stays bounded; the index, written last, vouches for the ids by their checksum. Processes may race: each
-    writes the same.
-    """
+    """Return the split of bytes ``split`` as ids of ``tokenizer``, stored in ``folder`` under ``key`` and its name. Ids
+    are uint16 where they fit, else uint32, little-endian. Text is encoded in pieces that end at line ends, so memory
+    stays bounded; the index, written last, vouches for the ids by their checksum. Processes may race: each writes the
+    same."""
     layout = [(piece.offset, piece.size) for piece in split.extents.pieces]
     stem = sha256(f"{key}:{split.name}:{layout}".encode()).hexdigest()[:32]
     ids_path, index_path = folder / f"{stem}.ids", folder / f"{stem}.npz"
@@ -59,11 +57,9 @@ def encode_split(split: Split, tokenizer: Tokenizer, folder: Path, key: str) -> 
 
 
 def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
-    """Return the first ``count`` bytes of ``split`` as a split, without a partial character at its end.
-
-    In a split of tokenizer ids, the bytes after the last mark before ``count`` are encoded anew. They are left out
-    where the ids before the mark are too many for the memory; their share is then too small to matter.
-    """
+    """Return the first ``count`` bytes of ``split`` as a split, without a partial character at its end. In a split of
+    tokenizer ids, the bytes after the last mark before ``count`` are encoded anew. They are left out where the ids
+    before the mark are too many for the memory; their share is then too small to matter."""
     if split.marks is None or split.encoded_from is None or count >= split.bytes:
         return split.take(count)
     tokens, start = split.marks[split.marks[:, 1].searchsorted(count, side="right") - 1].tolist()
@@ -215,17 +211,14 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[str, str, dict[str,
 
 
 def require_shards(folder: Path, manifest: JsonObject, thorough: bool = False) -> None:
-    """Raise where a file of ``folder`` differs from the manifest in its size or, if all are small or with ``thorough``,
-    in its contents."""
+    """Raise where a file of ``folder`` differs in its size or, if all are small or with ``thorough``, its contents."""
     thorough = thorough or sum(size for _, size, _ in _files(manifest)) <= HASHED_WHOLE
     for name, size, digest in _files(manifest):
         path = folder / name
         require_file(path)
         if (present := path.stat().st_size) != size or (thorough and sha256_of(path) != digest):
             what = "its contents differ" if present == size else f"{present} bytes instead of {size}"
-            raise KinformerError(
-                f"{path}: is not the shard that the manifest names ({what}); restore it from a copy, or pack again."
-            )
+            raise KinformerError(f"{path}: is not the shard that the manifest names ({what}); restore it, or repack.")
 
 
 def _split(folder: Path, name: str, manifest: JsonObject, tokenizer: Tokenizer) -> Split:
@@ -264,8 +257,5 @@ class _Absent(Extents):
             "that they were packed from."
         )
 
-    def head(self, size: int) -> Extents:
-        return _Absent(super().head(size).pieces)
-
-    def tail(self, start: int) -> Extents:
-        return _Absent(super().tail(start).pieces)
+    def part(self, start: int, stop: int) -> Extents:
+        return _Absent(super().part(start, stop).pieces)

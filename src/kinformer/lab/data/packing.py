@@ -14,17 +14,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from kinformer.lab.children import end_with_parent, safe_path
-from kinformer.lab.data.corpus import SHARES, STDLIB, partition
+from kinformer.lab.data.corpus import SHARES, STDLIB, character_start, partition
 from kinformer.lab.data.files import (
     Extent,
     Extents,
@@ -51,6 +51,7 @@ from kinformer.runtime.files import (
     absolute,
     locked,
     read_json,
+    reading,
     require_file,
     require_signature,
     sha256_of,
@@ -59,11 +60,11 @@ from kinformer.runtime.files import (
     write_json,
 )
 from kinformer.runtime.parsing import JsonObject, parse_json_line
+from kinformer.runtime.plugins import import_extra
 from kinformer.runtime.progress import progressing
 
 # Documents in JSON lines, Parquet tables, and the Arrow streams that ``Dataset.save_to_disk`` of Hugging Face writes,
 # in pieces that several processes read side by side.
-
 
 TEXT = "text"
 _JSON, _PARQUET, _ARROW = "jsonl", "parquet", "arrow"
@@ -86,17 +87,18 @@ def table_files(files: Sequence[SourceFile], text_field: str | None) -> list[tup
     return tables
 
 
-def record_units(kind: str, file: SourceFile, size: int) -> list[tuple[str, Extent]]:
+def record_pieces(kind: str, file: SourceFile, size: int) -> list[Piece]:
     """Return pieces of about ``size`` bytes: byte ranges of JSON lines, row groups of Parquet tables or batches of
     Arrow streams (an extent from the first group on, of this many groups)."""
     if kind == _JSON:
-        starts = range(0, file.size, size)
-        return [(kind, Extent(file.path, start, min(size, file.size - start))) for start in starts]
-    with reading_corpus(file.path):
-        arrow = kind == _ARROW
-        groups = sum(1 for _ in _batches(file.path)) if arrow else _opened(file.path).metadata.num_row_groups
-    step = max(1, round(groups * size / max(1, file.size)))
-    return [(kind, Extent(file.path, start, min(step, groups - start))) for start in range(0, groups, step)]
+        whole, step = file.size, size
+    else:
+        with reading_corpus(file.path):
+            arrow = kind == _ARROW
+            whole = sum(1 for _ in _batches(file.path)) if arrow else _opened(file.path).metadata.num_row_groups
+        step = max(1, round(whole * size / max(1, file.size)))
+    extents = (Extent(file.path, start, min(step, whole - start)) for start in range(0, whole, step))
+    return [Piece("", (extent,), False, kind) for extent in extents]
 
 
 def record_texts(kind: str, unit: Extent, text_field: str | None) -> Iterator[bytes]:
@@ -147,10 +149,9 @@ def _opened(path: str) -> Any:
 @contextmanager
 def _pyarrow(path: str, what: str) -> Iterator[Any]:
     """Yield pyarrow, whose errors with ``path``, ``what``, are reported as one sentence."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise KinformerError(f"{path}: is read by pyarrow, which is not there; pip install pyarrow.") from None
+    import_extra("pyarrow.parquet", f"{path}:", "pyarrow", "pyarrow")
+    import pyarrow
+
     try:
         yield pyarrow
     except (pyarrow.ArrowException, OSError) as error:
@@ -207,27 +208,23 @@ def write_piece(
     tokenizer: Tokenizer,
     place: Callable[[], Mapping[str, object]] = dict,
 ) -> None:
-    """Write the shards of ``texts`` (split, whether a document begins, and bytes), then their record, which holds what
-    ``place`` returns after they were read."""
-    width = width_of(tokenizer)
+    """Write the shards of ``texts`` (split, whether a document begins, bytes), then their record with ``place()``."""
     outputs: dict[str, _Output] = {}
     texts = iter(texts)
-    try:
+    with ExitStack() as files:
         while group := list(islice(texts, _AT_ONCE)):
             ids = tokenizer.encode_batch([text for _, _, text in group])
             for (split, begins, text), row in zip(group, ids, strict=True):
                 if split not in outputs:
-                    outputs[split] = _Output(out, f"{split}-{number:06d}", np.dtype(f"<u{width}"))
+                    stem = out / f"{split}-{number:06d}"
+                    file = files.enter_context(atomic_write(stem.with_suffix(".ids")))
+                    outputs[split] = _Output(stem, file, np.dtype(f"<u{width_of(tokenizer)}"))
                 outputs[split].add(row, begins, len(text))
-        record = {split: output.close() for split, output in outputs.items()}
-    except BaseException:
-        for output in outputs.values():
-            output.abandon()
-        raise
+        record = {split: output.finish() for split, output in outputs.items()}
     endings = ("ids", *(f"{table}.npy" for table in TABLES))
     names = [f"{split}-{number:06d}.{ending}" for split in record for ending in endings]
-    files = {name: (out / name).stat().st_size for name in names}
-    write_json(record_path(out, number), signed({"splits": record, "files": files, "place": place()}))
+    sizes = {name: (out / name).stat().st_size for name in names}
+    write_json(record_path(out, number), signed({"splits": record, "files": sizes, "place": place()}))
 
 
 def width_of(tokenizer: Tokenizer) -> int:
@@ -252,45 +249,36 @@ def drawn(text: bytes, holdout: float | None) -> str:
     """Return the split of a document, by its contents: copies of one are never in two splits."""
     shares = SHARES if holdout is None else (1 - holdout, holdout, 0.0)
     place = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
-    if place < shares[0]:
-        return PACKED_SPLITS[0]
-    return PACKED_SPLITS[1] if place < shares[0] + shares[1] else PACKED_SPLITS[2]
+    return PACKED_SPLITS[0 if place < shares[0] else 1 if place < shares[0] + shares[1] else 2]
 
 
 class _Output:
     """A shard during writing, with the beginnings of its documents and its marks."""
 
-    def __init__(self, out: Path, stem: str, dtype: np.dtype) -> None:
-        self.out, self.stem, self.dtype = out, stem, dtype
+    def __init__(self, stem: Path, file: BinaryIO, dtype: np.dtype) -> None:
+        self.stem, self.file, self.dtype = stem, file, dtype
         self.digest, self.tokens, self.bytes = hashlib.sha256(), 0, 0
         self.documents: list[int] = []
         self.marks: list[tuple[int, int]] = []
-        self._writing = atomic_write(out / f"{stem}.ids")
-        self._file = self._writing.__enter__()
 
     def add(self, ids: np.ndarray, begins: bool, size: int) -> None:
         data = ids.astype(self.dtype).tobytes()
         if begins:
             self.documents.append(self.tokens)
-        self._file.write(data)
+        self.file.write(data)
         self.digest.update(data)
         self.tokens += len(ids)
         self.bytes += size
         self.marks.append((self.tokens, self.bytes))
 
-    def close(self) -> dict[str, object]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._writing.__exit__(None, None, None)
+    def finish(self) -> dict[str, object]:
+        """Flush the ids to the disk, write the tables and return the shard's facts."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
         for table, rows in (("documents", self.documents), ("marks", np.array(self.marks, np.int64).reshape(-1, 2))):
-            array = np.asarray(rows, np.int64)
-            with atomic_write(self.out / f"{self.stem}.{table}.npy") as file:
-                np.save(file, array, allow_pickle=False)
+            with atomic_write(self.stem.with_suffix(f".{table}.npy")) as file:
+                np.save(file, np.asarray(rows, np.int64), allow_pickle=False)
         return {"tokens": self.tokens, "bytes": self.bytes, "sha256": self.digest.hexdigest()}
-
-    def abandon(self) -> None:
-        with suppress(KinformerError):
-            self._writing.__exit__(KinformerError, KinformerError(f"{self.stem}: was left unfinished."), None)
 
 
 # Documents to pack, read one after the other: a streamed dataset of Hugging Face, or any iterable.
@@ -311,10 +299,7 @@ def documents_of(data: str | Path | Iterable[object]) -> Documents | None:
     if isinstance(data, Mapping):
         raise KinformerError(f"`data`: {name} has several splits ({', '.join(map(str, data))}); give one split.")
     if not isinstance(data, Iterable) or iter(data) is data:
-        raise KinformerError(
-            f"`data`: {name} cannot be read a second time, which continuing needs; give a dataset, a list, or an "
-            "object whose __iter__ restarts."
-        )
+        raise KinformerError(f"`data`: {name} cannot be read a second time, to continue; give a dataset or a list.")
     return Documents(name, data)
 
 
@@ -327,28 +312,14 @@ def _hub(place: str) -> Iterable[object]:
             "hf:allenai/c4:en:train."
         )
     split = names.pop() if len(names) > 1 else "train"
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise KinformerError(
-            f"{place}: is read by the package datasets, which is not there; pip install datasets."
-        ) from None
+    datasets = import_extra("datasets", f"{place}:", "the package datasets", "datasets")
     with _reading(place):
-        return load_dataset(*names, split=split, streaming=True)
+        return datasets.load_dataset(*names, split=split, streaming=True)
 
 
-@contextmanager
-def _reading(place: str) -> Iterator[None]:
+def _reading(place: str) -> AbstractContextManager[None]:
     """Report in one sentence why a stream broke, whatever the error of the library that serves it."""
-    try:
-        yield
-    except KinformerError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise KinformerError(
-            f"{place}: cannot be read ({reason}); repeat the call to continue behind the last shard."
-        ) from error
+    return reading(place, "cannot be read", "repeat the call to continue behind the last shard")
 
 
 class Documents:
@@ -384,8 +355,7 @@ class Documents:
         return {"documents": self.read, **state}
 
     def piece(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]] | None:
-        """Return the next documents (split, that one begins, and bytes), of ``shard_bytes`` or a little more; None at
-        the end."""
+        """Return the next documents (split, that one begins, and bytes), of ``shard_bytes`` or more; or None."""
         texts = self._texts(packing)
         first = next(texts, None)
         return None if first is None else chain([first], texts)
@@ -410,16 +380,11 @@ class Documents:
 
 def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:
     """Pack into ``out`` and return the manifest. ``progress`` is called with the number of finished pieces and of all
-    pieces.
-
-    Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else.
-    """
+    pieces. Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else."""
     name, files, pieces = _sources(packing)
     tokenizer = tokenizer_of(packing)
     data = fingerprint_of(files)
-    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "pieces": len(pieces)}
-    plan["tokenizer"] = tokenizer.fingerprint
-    if (manifest := _begin(out, plan, tokenizer)) is not None:
+    if (manifest := _begin(out, packing, tokenizer, data, pieces=len(pieces))) is not None:
         return manifest
     waiting = [number for number in range(len(pieces)) if not _done(out, number)]
     progress(len(pieces) - len(waiting), len(pieces))
@@ -438,8 +403,7 @@ def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
         files = folder_files(path) if path.is_dir() else [single_file(path)]
         tables = table_files(files, packing.text_field)
         if tables:
-            units = [unit for kind, file in tables for unit in record_units(kind, file, packing.shard_bytes)]
-            pieces = [Piece("", (extent,), False, kind) for kind, extent in units]
+            pieces = [piece for kind, file in tables for piece in record_pieces(kind, file, packing.shard_bytes)]
             return path.resolve().name, files, pieces
         check_folder(path, files) if path.is_dir() else check_plain(path)
     name = STDLIB if packing.data == STDLIB else Path(packing.data).expanduser().resolve().name
@@ -455,8 +419,7 @@ def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
 
 
 def _cut(extents: Sequence[Extent], size: int) -> Iterator[tuple[list[Extent], bool]]:
-    """Yield groups of ``extents`` of about ``size`` bytes, long ones cut at a line's end, and whether a group's first
-    extent continues the previous document."""
+    """Yield ``extents`` in groups of about ``size`` bytes, and whether a group begins within a document."""
     group: list[Extent] = []
     filled, continues = 0, False
     for extent in extents:
@@ -481,13 +444,14 @@ def _line_end(extent: Extent, position: int) -> int:
     text = Extents([extent]).read(position, position + size)
     if (end := text.find(b"\n")) >= 0:
         return position + end + 1
-    inside = len(text[:4]) - len(text[:4].lstrip(bytes(range(0x80, 0xC0))))
-    return position + min(inside, 3)
+    return character_start(extent, position)
 
 
-def _begin(out: Path, plan: dict[str, object], tokenizer: Tokenizer) -> dict[str, object] | None:
+def _begin(out: Path, packing: Packing, tokenizer: Tokenizer, data: str, **more: object) -> dict[str, object] | None:
     """Begin or continue to pack into ``out``, which the caller has locked; refuse a folder that holds something else.
     Return the manifest of a packing that only has to be cleaned up."""
+    plan: dict[str, object] = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, **more}
+    plan["tokenizer"] = tokenizer.fingerprint
     place = out / UNFINISHED
     if (out / MANIFEST).exists() and not place.exists():
         raise KinformerError(f"`out` {out}: holds packed data already; give a new folder, or remove it.")
@@ -559,8 +523,7 @@ def _begin_worker() -> None:
 
 
 def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, tokenizer: Tokenizer) -> dict[str, object]:
-    """Join the tables, write the manifest of the data called ``name``, whose fingerprint is ``data``, and remove the
-    files that only packing needed."""
+    """Join the tables, write the manifest, and remove the files that only packing needed."""
     records: list[JsonObject] = [read_json(record_path(out, number))["splits"] for number in range(pieces)]
     splits: dict[str, dict[str, object]] = {}
     for split in PACKED_SPLITS:
@@ -660,8 +623,7 @@ def pack_stream(
     """Pack ``documents`` into ``out`` and return the manifest, as :func:`pack` does, one piece after the other."""
     tokenizer = tokenizer_of(packing)
     data = documents.fingerprint(packing.text_field)
-    plan = {"schema": PACKED_SCHEMA, "packing": asdict(packing), "data": data, "tokenizer": tokenizer.fingerprint}
-    if (manifest := _begin(out, plan, tokenizer)) is not None:
+    if (manifest := _begin(out, packing, tokenizer, data)) is not None:
         return manifest
     number = next(number for number in itertools.count() if not _done(out, number))
     documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})

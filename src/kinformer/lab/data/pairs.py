@@ -26,7 +26,7 @@ from kinformer.lab.data.images import hold_out
 from kinformer.lab.data.labelled import UTF16_MARKS, cells_of, quoted_rows
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.lab.tables import read_unpacked
-from kinformer.runtime.errors import KinformerError, plural
+from kinformer.runtime.errors import KinformerError, plural, require_share
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 
@@ -36,7 +36,6 @@ from kinformer.runtime.progress import note_once
 #
 # A line has ``FEWEST`` to ``MOST`` numbers below a million, of one to six digits with equal probability. German writes
 # a number as one word and its units before its tens, so that words are put together and change places.
-
 
 VERSION = "1"
 FEWEST, MOST, DIGITS = 3, 6, 6
@@ -117,7 +116,7 @@ ENGLISH = "en"
 
 def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
     """Return the names of source and target in the ``text`` of a file (``names`` where they are set), and its rows."""
-    lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    lines = _lines(text)
     plain = path.name.removesuffix(".gz")
     if plain.endswith(".jsonl"):
         return _objects(path, lines, names)
@@ -126,12 +125,14 @@ def read_table(path: Path, text: str, names: Names) -> tuple[Names, list[Row]]:
         rows = quoted_rows(text.encode().splitlines(keepends=True), str(path))
     else:
         rows = ((number, cells_of(line.encode())) for number, line in enumerate(lines, start=1) if line)
-    return _columns(path, [(number, [_line(cell.decode()) for cell in cells]) for number, cells in rows], names)
+    # A quoted cell of CSV may hold ends of lines.
+    return _columns(
+        path, [(number, [cell.decode().replace("\n", " ") for cell in cells]) for number, cells in rows], names
+    )
 
 
-def _line(text: str) -> str:
-    """Return ``text`` in one line."""
-    return " ".join(text.split("\n"))
+def _lines(text: str) -> list[str]:
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def _columns(path: Path, rows: Sequence[tuple[int, list[str]]], names: Names) -> tuple[Names, list[Row]]:
@@ -166,11 +167,9 @@ def _columns(path: Path, rows: Sequence[tuple[int, list[str]]], names: Names) ->
 
 
 def _header(cells: Sequence[str], names: Names) -> tuple[int, int] | None:
-    """Return where source and target stand if ``cells`` are names of columns, else None.
-
-    They are if the given ``names`` are among them, else the usual names, or the codes of English and another language
-    (two other codes may be two words).
-    """
+    """Return where source and target stand if ``cells`` are names of columns, else None. They are if the given
+    ``names`` are among them, else the usual names, or the codes of English and another language (two other codes may be
+    two words)."""
     named = [name.lower() for name in names if name]
     codes = [cell for cell in cells if _is_code(cell) and (cell != "id" or len(cells) == 2)]
     if not named and set(_USUAL) <= set(cells):
@@ -224,7 +223,6 @@ def _fields(row: object, names: Names) -> Names:
 
 
 NUMBER_WORDS = "number-words"
-HELD_OUT = 0.05
 _PARTS = {"val": "validation", "dev": "validation", "test": "test"}
 
 
@@ -272,21 +270,17 @@ def open_pairs(
     languages: Languages = Languages(),  # noqa: B008 (an immutable value)
 ) -> Parallel:
     """Return the pairs that ``spec`` names: a path, or ``number-words``, numbers in English and German words.
-
     ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Without
     ``languages``, the source is English where English is one side, else the alphabetically first language. Raises
     :class:`KinformerError` for a missing path, for sides that do not match, and for text outside UTF-8. Pairs with an
-    empty side are left out, with a note.
-    """
-    if holdout is not None and not 0 < holdout < 1:
-        raise KinformerError(f"holdout is {holdout} but must lie between 0 and 1; 0.1 holds out a tenth.")
+    empty side are left out, with a note."""
+    require_share("holdout", holdout)
     tokenizer = tokenizer or ByteTokenizer()
     if spec == NUMBER_WORDS:
         if holdout is not None:
             raise KinformerError(f"`holdout` {holdout:g}: is for files, but number words are made; leave it out.")
         made = {name: Pairs(*number_pairs(name)) for name in SIZES}
-        version = VERSION
-        return Parallel(spec, version, f"{spec}:{version}", Languages("en", "de"), tokenizer, made)
+        return Parallel(spec, VERSION, f"{spec}:{VERSION}", Languages("en", "de"), tokenizer, made)
     path = Path(spec).expanduser()
     files = _files(path)
     languages, parts = _parts(path, files, languages)
@@ -328,14 +322,17 @@ def _parts(path: Path, files: Sequence[SourceFile], requested: Languages) -> tup
     for stem, side in sides.items():
         there = [language for language in languages if language in side]
         if len(there) == 2:
-            source, target = ((side[str(language)], _lines(side[str(language)])) for language in languages)
-            parts[stem] = _aligned(source, target)
+            files = [side[str(language)] for language in languages]
+            source, target = ([line.encode() for line in _lines(_text(Path(file.path)))] for file in files)
+            if len(source) != len(target):
+                raise KinformerError(
+                    f"{files[0].path} has {plural(len(source), 'line')} but {files[1].path} has {len(target):,}; line "
+                    "by line they must be translations of each other."
+                )
+            parts[stem] = _without_empty(source, target, files[0].path)
         elif there:
             missing = next(language for language in languages if language not in side)
-            raise KinformerError(
-                f"{side[str(there[0])].path}: the other side {stem}.{missing} is missing; every part needs a file of "
-                "either language."
-            )
+            raise KinformerError(f"{side[str(there[0])].path}: the other side {stem}.{missing} is missing; add it.")
     return languages, parts
 
 
@@ -390,23 +387,6 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _lines(file: SourceFile) -> list[bytes]:
-    lines = _text(Path(file.path)).split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    return [line.removesuffix("\r").encode() for line in lines]
-
-
-def _aligned(source: tuple[SourceFile, list[bytes]], target: tuple[SourceFile, list[bytes]]) -> Pairs:
-    counts = [len(lines) for _, lines in (source, target)]
-    if counts[0] != counts[1]:
-        raise KinformerError(
-            f"{source[0].path} has {plural(counts[0], 'line')} but {target[0].path} has {counts[1]:,}; line by line "
-            "they must be translations of each other."
-        )
-    return _without_empty(source[1], target[1], source[0].path)
-
-
 def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str) -> Pairs:
     full = [index for index, pair in enumerate(zip(source, target, strict=True)) if all(map(bytes.strip, pair))]
     if not full:
@@ -427,11 +407,7 @@ def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> 
         raise KinformerError(f"{path}: holds {', '.join(held_out)} but nothing to train on; add a part called train.")
     joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in held_out.items()}
     train = joined.pop("train")
-    order = sorted(range(len(train.source)), key=lambda index: sha256(train.source[index]).digest())
-    share = HELD_OUT if holdout is None else holdout
-    rows = hold_out(joined, np.array(order, np.int64), share, once=holdout is not None)
-    if not len(rows["train"]):
-        raise KinformerError(f"{path}: too few pairs ({len(train.source)}) to hold some out; give more data.")
+    rows = hold_out(joined, [sha256(line).digest() for line in train.source], holdout, path, "pairs")
     splits = {"train": train} | joined | {name: train.taken(numbers.tolist()) for name, numbers in rows.items()}
     named = [stem for name, stems in held_out.items() if name != "train" and len(stems) > 1 for stem in stems]
     return splits | {stem: parts[stem] for stem in named if stem not in splits}

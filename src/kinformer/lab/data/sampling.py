@@ -17,12 +17,10 @@ from kinformer.runtime.errors import KinformerError, plural
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The documents of a part of a corpus, end to end, as token ids.
-
-    ``documents`` holds the position of each document's first token, ``corpus`` the name used in messages. A split of
-    bytes has ids 0 to 255. A split of tokenizer ids has the bytes that it encodes as ``encoded_from`` and ``marks`` [n,
-    2]: rising (token position, byte position) pairs at which both are exact.
-    """
+    """The documents of a part of a corpus, end to end, as token ids. ``documents`` holds the position of each
+    document's first token, ``corpus`` the name used in messages. A split of bytes has ids 0 to 255. A split of
+    tokenizer ids has the bytes that it encodes as ``encoded_from`` and ``marks`` [n, 2]: rising (token position, byte
+    position) pairs at which both are exact."""
 
     name: str
     corpus: str
@@ -64,8 +62,7 @@ class Split:
         return rows
 
     def document_starts(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return bool [len(starts), length]: which tokens of the rows from
-        ``starts`` on are the first of a document."""
+        """Return bool [len(starts), length]: which tokens of the rows from ``starts`` on begin a document."""
         marked = np.zeros((len(starts), length), bool)
         lows = np.searchsorted(self.documents, starts)
         highs = np.searchsorted(self.documents, starts + length)
@@ -74,11 +71,8 @@ class Split:
         return marked
 
     def take(self, length: int) -> Split:
-        """Return the first ``length`` tokens as a split.
-
-        Of tokenizer ids slightly fewer are taken (or, of a very short request, more): up to the nearest mark, so that
-        the bytes are exact.
-        """
+        """Return the first ``length`` tokens as a split. Of tokenizer ids slightly fewer are taken (or, of a very short
+        request, more): up to the nearest mark, so that the bytes are exact."""
         if length >= len(self):
             return self
         if self.marks is None or self.encoded_from is None:
@@ -89,15 +83,14 @@ class Split:
             size, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
         return replace(
             self,
-            extents=self.extents.head(size * self.dtype.itemsize),
+            extents=self.extents.part(0, size * self.dtype.itemsize),
             documents=self.documents[: np.searchsorted(self.documents, size)],
             encoded_from=text,
             marks=marks,
         )
 
     def skip(self, length: int) -> Split:
-        """Return all but the first ``length`` tokens as a split; of tokenizer ids, all but the tokens of
-        :meth:`take`."""
+        """Return all but the first ``length`` tokens; of tokenizer ids, all but the tokens of :meth:`take`."""
         if self.marks is None or self.encoded_from is None:
             cut, text, marks = length, None, None
         else:
@@ -106,7 +99,7 @@ class Split:
             marks = self.marks[np.searchsorted(self.marks[:, 0], cut) :] - (cut, head.bytes)
         return replace(
             self,
-            extents=self.extents.tail(cut * self.dtype.itemsize),
+            extents=self.extents.part(cut * self.dtype.itemsize, len(self.extents)),
             documents=self.documents[np.searchsorted(self.documents, cut) :] - cut,
             encoded_from=text,
             marks=marks,
@@ -126,8 +119,7 @@ class Split:
 
 
 class Segment(NamedTuple):
-    """A segment: ``tokens`` int64 [streams, n + 1] (inputs and, one later, targets),
-    ``valid`` and ``reset`` bool [streams, n]."""
+    """A segment: ``tokens`` int64 [streams, n + 1] (inputs and targets), ``valid`` and ``reset`` bool [streams, n]."""
 
     tokens: np.ndarray
     valid: np.ndarray
@@ -183,8 +175,7 @@ _ROUNDS = 6
 
 
 def mix(*words: np.ndarray | int) -> np.ndarray:
-    """Hash integers, or arrays of integers (broadcast), to uint64, by the finaliser of SplitMix64 (Steele et al.
-    2014)."""
+    """Hash integers, or arrays of integers (broadcast), to uint64, by SplitMix64's finaliser (Steele et al. 2014)."""
     state = np.zeros(1, np.uint64)
     for word in words:
         state = state + _unsigned(word) + np.uint64(0x9E3779B97F4A7C15)
@@ -196,12 +187,9 @@ def mix(*words: np.ndarray | int) -> np.ndarray:
 
 def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
     """Return where a permutation of range(``count``), chosen by ``key``, sends each of ``index``; int64, the same
-    shape.
-
-    A Feistel network permutes the next power of four; walking its cycles until the result lies below ``count``
-    keeps it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Takes no memory beyond
-    the answer, whatever ``count``. ``key`` may hold one key per index.
-    """
+    shape. A Feistel network permutes the next power of four; walking its cycles until the result lies below ``count``
+    keeps it a bijection (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Takes no memory beyond the
+    answer, whatever ``count``. ``key`` may hold one key per index."""
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     image = np.array(index, np.uint64)
     keys = np.broadcast_to(_unsigned(key), image.shape)
@@ -214,8 +202,7 @@ def permute(index: np.ndarray, count: int, key: np.ndarray | int) -> np.ndarray:
 
 
 def in_epochs(place: np.ndarray, count: int, *key: int) -> np.ndarray:
-    """Return which of ``count`` examples stands at each ``place`` of an endless order. Every epoch has each example
-    once, in a new order; ``key`` chooses the orders."""
+    """Return which of ``count`` examples stands at each ``place`` of endless epochs, whose orders ``key`` chooses."""
     epoch, index = np.divmod(place, count)
     return permute(index, count, mix(*key, epoch))
 
@@ -258,24 +245,20 @@ class Sampler:
         raise NotImplementedError
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray:
-        """Return ids int64 [batch_size / world, length + 1]; inputs are all but the last column, targets all but the
-        first."""
+        """Return ids int64 [batch_size / world, length + 1]: inputs and, one later, targets."""
         return self.split.rows(_share(self.starts(step), rank, world), self.length + 1)
 
     def resets(self, step: int, rank: int = 0, world: int = 1) -> np.ndarray | None:
-        """Return bool [batch_size / world, length], True at the first token of a
-        document; None without ``reset_documents``."""
+        """Return bool [batch_size / world, length], True where a document begins; None without ``reset_documents``."""
         if not self.reset_documents:
             return None
         return self.split.document_starts(_share(self.starts(step), rank, world), self.length)
 
 
 class RandomWindows(Sampler):
-    """Windows of ``length`` + 1 tokens in random order, each token predicted once per epoch.
-
-    An epoch is a random permutation of windows that touch without overlapping, shifted by a random phase; at most
-    ``2 * length`` tokens at the ends stay unused in it. Windows may cross documents.
-    """
+    """Windows of ``length`` + 1 tokens in random order, each token predicted once per epoch. An epoch is a random
+    permutation of windows that touch without overlapping, shifted by a random phase; at most ``2 * length`` tokens at
+    the ends stay unused in it. Windows may cross documents."""
 
     def __init__(self, split: Split, batch_size: int, length: int, seed: int, *, reset_documents: bool = False) -> None:
         split.require(length + 1, f"one sequence of length {length}")
@@ -284,7 +267,6 @@ class RandomWindows(Sampler):
         self.windows, self._phases = _grid(len(split), length)
 
     def starts(self, step: int) -> np.ndarray:
-        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
         return self.at(step * self.batch_size + np.arange(self.batch_size))
 
     def at(self, sample: np.ndarray) -> np.ndarray:
@@ -295,12 +277,9 @@ class RandomWindows(Sampler):
 
 
 class SegmentStreams(Sampler):
-    """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state.
-
-    The split is cut into equal streams, one per row; step by step each row walks along its own. After ``segments``
-    steps the streams begin again, shifted by a random phase. :meth:`resets` marks the first token of each document and
-    of each stream.
-    """
+    """Consecutive segments of ``batch_size`` contiguous streams, for training with a carried state. The split is cut
+    into equal streams, one per row; step by step each row walks along its own. After ``segments`` steps the streams
+    begin again, shifted by a random phase. :meth:`resets` marks the first token of each document and of each stream."""
 
     def __init__(self, split: Split, batch_size: int, length: int, seed: int) -> None:
         split.require(batch_size * length + 1, f"a batch of {plural(batch_size, 'stream')} with segments of {length}")
@@ -309,7 +288,6 @@ class SegmentStreams(Sampler):
         self.segments, self._phases = _grid(self.stream_length + 1, length)
 
     def starts(self, step: int) -> np.ndarray:
-        """Return the position of the first token of each row of the global batch, int64 [batch_size]."""
         epoch, segment = divmod(step, self.segments)
         phase = _phase(self.seed, np.array([epoch]), self._phases)
         return np.arange(self.batch_size) * self.stream_length + phase + segment * self.length
@@ -323,8 +301,7 @@ class SegmentStreams(Sampler):
 
 
 def _grid(tokens: int, length: int) -> tuple[int, int]:
-    """Return how many windows of ``length`` predictions an epoch over ``tokens``
-    tokens has, and how many phases it allows."""
+    """Return how many windows of ``length`` predictions an epoch over ``tokens`` has, and how many phases."""
     windows = max(1, (tokens - length) // length)
     return windows, min(length, tokens - windows * length)
 

@@ -10,12 +10,12 @@ import struct
 import wave
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, partial
 from hashlib import sha256
 from itertools import chain
-from math import ceil, gcd
+from math import ceil, gcd, inf
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
@@ -35,12 +35,13 @@ from kinformer.lab.data.files import (
     reading_corpus,
     single_file,
 )
-from kinformer.lab.data.images import SPLITS, hold_out
-from kinformer.lab.data.labelled import TABLES, TableFormat, lines_of, read_cells
+from kinformer.lab.data.images import PARTS, SPLITS, hold_out
+from kinformer.lab.data.labelled import TABLES, TableFormat, decode_text, lines_of, read_cells
 from kinformer.lab.tables import check_ratio
 from kinformer.runtime.errors import KinformerError, nearest, plural, require
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import parse_json_line
+from kinformer.runtime.plugins import import_extra
 from kinformer.runtime.progress import note, note_once
 
 # Another sampling rate by a windowed sinc, for sound at once or piece by piece (Smith 2002, Digital Audio Resampling).
@@ -55,10 +56,8 @@ CROSSINGS, PASSED = 12, 0.94
 
 class Resampler:
     """The conversion of sound from ``rate`` to ``to`` samples a second. Sound in pieces gives the same result as the
-    whole.
-
-    ``to / rate`` in lowest terms is n / o: every o input samples give n output samples, each by its own filter.
-    """
+    whole. ``to / rate`` in lowest terms is n / o: every o input samples give n output samples, each by its own
+    filter."""
 
     def __init__(self, rate: int, to: int) -> None:
         self.same = rate == to
@@ -75,8 +74,7 @@ class Resampler:
         self._came = self._gave = 0
 
     def feed(self, samples: Tensor, last: bool = False) -> Tensor:
-        """Return the new samples that follow from ``samples`` [time]; with ``last``
-        all, ceil(time to / rate) samples in sum."""
+        """Return the new samples that follow from ``samples`` [time]; with ``last`` all, ceil(time to / rate)."""
         if self.same:
             return samples
         self._came += len(samples)
@@ -122,10 +120,7 @@ class SoundInfo(NamedTuple):
 
 
 def sound_info(path: str | Path) -> SoundInfo:
-    """Return the head of a file, without its samples.
-
-    Errors: ``KinformerError`` for a missing file, a file without sound, and a file shorter than its head says.
-    """
+    """Return the head of a file, without its samples; refuse a file without sound, or shorter than its head says."""
     require_file(Path(path))
     with reading(path, *_DAMAGED):
         _require_length(Path(path))
@@ -142,15 +137,13 @@ def sound_info(path: str | Path) -> SoundInfo:
         raise KinformerError(f"{path}: holds 0 samples; remove it or record it again.")
     if not 1 <= info.rate <= MOST_RATE:
         raise KinformerError(
-            f"{path}: has {plural(info.rate, 'sample')} a second, but 1 to {MOST_RATE} are expected; record or "
-            "convert it again."
+            f"{path}: has {plural(info.rate, 'sample')} a second, but 1 to {MOST_RATE} are expected; convert it again."
         )
     return info
 
 
 def read_sound(path: str | Path) -> tuple[np.ndarray, int]:
-    """Return samples float32 [time] and their rate. Errors: as in :func:`sound_info`, and for infinite samples or
-    NaN."""
+    """Return samples float32 [time] and their rate. Errors: as in :func:`sound_info`, and for NaN and infinity."""
     info = sound_info(path)
     with reading(path, *_DAMAGED):
         try:
@@ -188,10 +181,8 @@ def _require_length(path: Path) -> None:
 
 class WavStream:
     """A stream of WAV in parts, as from a microphone, up to the end of its samples, or up to the end of the stream
-    where the head does not know their number.
-
-    Errors: ``KinformerError`` for a stream that does not begin as WAV of PCM.
-    """
+    where the head does not know their number. Errors: ``KinformerError`` for a stream that does not begin as WAV of
+    PCM."""
 
     def __init__(self, file: IO[bytes], place: str = "standard input") -> None:
         remedy = "convert it, as by ffmpeg -i SOUND -f wav -"
@@ -208,30 +199,25 @@ class WavStream:
     def read(self, seconds: float) -> np.ndarray:
         """Return the next ``seconds`` of samples, or the rest, float32 [time]; empty at the end."""
         wanted = max(1, round(seconds * self.rate)) * self._width * self._channels
-        if self._left is not None:
-            wanted = min(wanted, self._left)
-        data = b""
-        while len(data) < wanted and (piece := self._file.read(wanted - len(data))):
-            data += piece
-        if self._left is not None:
-            self._left -= len(data)
+        data = _read(self._file, int(min(wanted, self._left)))
+        self._left -= len(data)
         return _mixed(data, self._width, self._channels)
 
 
-def _stream_head(file: IO[bytes]) -> tuple[int, int, int, int | None]:
+def _stream_head(file: IO[bytes]) -> tuple[int, int, int, float]:
     """Read a stream of WAV up to its samples; return their rate, the bytes of each, the channels, and how many bytes of
-    samples follow (None where the head does not say)."""
-    head = _exactly(file, 12)
+    samples follow (infinitely many where the head does not say)."""
+    head = _read(file, 12, exactly=True)
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
         raise wave.Error("file does not start with RIFF id" if head[:4] != b"RIFF" else "not a WAVE file")
     form = b""
     while True:
-        name, length = struct.unpack("<4sI", _exactly(file, 8))
+        name, length = struct.unpack("<4sI", _read(file, 8, exactly=True))
         if name == b"data":
             break
-        chunk = _exactly(file, min(length, _FORM))
+        chunk = _read(file, min(length, _FORM), exactly=True)
         for begin in range(len(chunk), length + length % 2, _SKIPPED):
-            _exactly(file, min(_SKIPPED, length + length % 2 - begin))
+            _read(file, min(_SKIPPED, length + length % 2 - begin), exactly=True)
         form = chunk if name == b"fmt " else form
     if len(form) < 16:
         raise wave.Error("the format of its samples is missing")
@@ -239,15 +225,16 @@ def _stream_head(file: IO[bytes]) -> tuple[int, int, int, int | None]:
     kind = struct.unpack("<H", form[24:26])[0] if kind == _EXTENSIBLE and len(form) == _FORM else kind
     if kind != _PCM:
         raise wave.Error(f"unknown format: {kind}")
-    return rate, (bits + 7) // 8, channels, length if 0 < length < _ENDLESS else None
+    return rate, (bits + 7) // 8, channels, length if 0 < length < _ENDLESS else inf
 
 
-def _exactly(file: IO[bytes], size: int) -> bytes:
+def _read(file: IO[bytes], size: int, exactly: bool = False) -> bytes:
+    """Return the next ``size`` bytes of a stream that may give fewer at a time, or its rest."""
     data = b""
-    while len(data) < size:
-        if not (piece := file.read(size - len(data))):
-            raise EOFError
+    while len(data) < size and (piece := file.read(size - len(data))):
         data += piece
+    if exactly and len(data) < size:
+        raise EOFError
     return data
 
 
@@ -268,13 +255,8 @@ def _by_soundfile(path: str | Path, why: Exception, does: str, **options: object
     what = content_of(Path(path))
     if what is not None and not what.startswith("sound"):
         raise KinformerError(f"{path}: is {what}, not sound; give WAV or FLAC.")
-    try:
-        import soundfile
-    except ImportError:
-        raise KinformerError(
-            f"{path}: is no WAV of PCM samples ({_reason(why)}); other sounds need soundfile: "
-            "pip install 'kinformer[audio]'."
-        ) from None
+    other = f"{path}: is no WAV of PCM samples ({_reason(why)}); other sound"
+    soundfile = import_extra("soundfile", other, "soundfile", "'kinformer[audio]'")
     with suppress(soundfile.SoundFileError):
         return getattr(soundfile, does)(str(path), **options)
     raise KinformerError(f"{path}: is not readable sound ({_reason(why)}); give WAV or FLAC.") from None
@@ -321,7 +303,6 @@ class Calls:
         self.lengths = self.before + ((self.tones + self.pauses) * real).sum(1)
 
     def samples(self, number: int) -> Tensor:
-        """Return the samples of the call ``number``, float32 [time]."""
         random = np.random.default_rng([_SEEDS[self.split], number])
         sound = np.zeros(int(self.lengths[number]))
         level, at = 10 ** random.uniform(-1.5, -0.5), int(self.before[number])
@@ -337,11 +318,9 @@ class Calls:
         return torch.from_numpy(sound.clip(-1, 1).astype(np.float32))
 
     def transcript(self, number: int) -> str:
-        """Return the keys with spaces between."""
         return " ".join(self._pressed(number))
 
     def name(self, number: int) -> str:
-        """Return the name of the call ``number`` in messages."""
         return f"call {number} of {self.split}"
 
     def _pressed(self, number: int) -> list[str]:
@@ -358,19 +337,9 @@ class Calls:
 SILENCE, LEFT_OUT = "sil", "q"
 _ALONE = "ae aw ay b ch d dh dx eh ey f g iy jh k ow oy p r s t th uh v w y z"
 _MERGED = {
-    "aa": "ao",
-    "ah": "ax ax-h",
-    "er": "axr",
-    "hh": "hv",
-    "ih": "ix",
-    "l": "el",
-    "m": "em",
-    "n": "en nx",
-    "ng": "eng",
-    "sh": "zh",
-    "uw": "ux",
-    SILENCE: "bcl dcl gcl kcl pcl tcl epi pau h# cl vcl",  # cl and vcl are closures of the 48
-}
+    "aa": "ao", "ah": "ax ax-h", "er": "axr", "hh": "hv", "ih": "ix", "l": "el", "m": "em", "n": "en nx", "ng": "eng",
+    "sh": "zh", "uw": "ux", SILENCE: "bcl dcl gcl kcl pcl tcl epi pau h# cl vcl",  # cl and vcl are closures of the 48
+}  # fmt: skip
 CLASSES = {phone: phone for phone in _ALONE.split()} | {
     phone: name for name, others in _MERGED.items() for phone in (name, *others.split())
 }
@@ -383,8 +352,7 @@ def folded(phones: Sequence[str]) -> list[str]:
     for name in names:
         if name not in CLASSES and name != LEFT_OUT:
             raise KinformerError(
-                f"`fold` timit39: {name!r} in a transcript is none of TIMIT's phones; leave it "
-                "out where transcripts are of other symbols."
+                f"`fold` timit39: {name!r} in a transcript is none of TIMIT's phones; leave it out for other symbols."
             )
     return [CLASSES[name] for name in names if name != LEFT_OUT]
 
@@ -401,7 +369,6 @@ def folded(phones: Sequence[str]) -> list[str]:
 # file's name, up to the first underscore, and the speaker is the second where every name has three or more.
 
 TABLE = "transcripts.tsv"
-HELD_OUT = 0.05
 _COLUMNS = {
     "file": ("file", "path", "file_name", "filename", "audio"),
     "transcript": ("transcript", "transcription", "sentence", "text"),
@@ -413,8 +380,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Clip:
-    """A file and its transcript. ``samples`` of a channel come at ``rate`` a second; ``split``
-    is empty where the data do not name it."""
+    """A file and its transcript. ``samples`` of a channel come at ``rate`` a second; ``split`` is empty if unknown."""
 
     name: str
     path: str
@@ -425,23 +391,11 @@ class Clip:
     rate: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Holdout:
-    """The rule of held-out clips: for the test, one ``speaker`` or the clips whose
-    names match ``pattern``; else a ``share``."""
-
-    speaker: str | None = None
-    pattern: str | None = None
-    share: float | None = None
-
-
 def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
     """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does.
-
-    Errors: ``KinformerError`` for a path without clips, a line that does not list a clip, and unreadable or empty
-    sound.
-    """
-    path = existing_path(path, "give a folder of WAV or FLAC files, or a .tsv that lists them")
+    Errors: ``KinformerError`` for a path without clips, a line that lists no clip, and unreadable or empty sound."""
+    remedy = "give a folder of WAV or FLAC files, or a .tsv that lists them"
+    path = existing_path(path, remedy)
     tables = [path] if path.is_file() else _tables(path)
     if tables:
         clips = [clip for item in tables for clip in _listed(item, path)]
@@ -450,17 +404,14 @@ def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
         files = [file for file in folder_files(path, empty=True) if Path(file.name).suffix.lower() in ENDINGS]
         clips = _named(files)
     if not clips:
-        raise KinformerError(
-            f"{path}: does not hold sound; give a folder of WAV or FLAC files, or a .tsv that lists them."
-        )
+        raise KinformerError(f"{path}: does not hold sound; {remedy}.")
     infos = (sound_info(clip.path) for clip in clips)
     clips = [replace(clip, samples=info.samples, rate=info.rate) for clip, info in zip(clips, infos, strict=True)]
     return clips, files, bool(tables)
 
 
 def _tables(folder: Path) -> list[Path]:
-    """Return the tables of transcripts in ``folder``: the table of the usual name, the tables of the splits, or the
-    only table."""
+    """Return the tables of transcripts in ``folder``: of the usual name, of the splits, or the only one."""
     if (folder / TABLE).is_file():
         return [folder / TABLE]
     tables = [Path(file.path) for file in folder_files(folder, empty=True) if Path(file.name).suffix.lower() in TABLES]
@@ -507,7 +458,7 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
             return
         columns: list[str] | None = None
         for number, raw in _cells(file, str(table), kind):
-            cells = [_decoded(cell, table, number).strip() for cell in raw]
+            cells = [decode_text(cell, f"{table}, line {number}").strip() for cell in raw]
             if columns is None:
                 named = _columns_in([cell.lower() for cell in cells])
                 if {"file", "transcript"} <= named.keys():
@@ -525,8 +476,8 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 def _columns_in(names: Sequence[str]) -> dict[str, str]:
     """Return which of ``names`` is which column."""
-    taken = {ours: next((name for name in usual if name in names), None) for ours, usual in _COLUMNS.items()}
-    return {ours: name for ours, name in taken.items() if name is not None}
+    # The later names of a column are looked for first, so that the earlier ones replace them.
+    return {ours: name for ours, usual in _COLUMNS.items() for name in reversed(usual) if name in names}
 
 
 def _cells(file: BinaryIO, place: str, kind: TableFormat) -> Iterator[tuple[int, list[bytes]]]:
@@ -542,18 +493,8 @@ def _cells(file: BinaryIO, place: str, kind: TableFormat) -> Iterator[tuple[int,
             yield number, [cells[0], cells[-1]]
 
 
-def _decoded(cell: bytes, table: Path, number: int) -> str:
-    try:
-        return cell.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise KinformerError(
-            f"{table}, line {number}: is no UTF-8 text ({error.reason}); save the transcripts as UTF-8."
-        ) from None
-
-
 def _paths_by_name(folder: Path) -> dict[str, str | None]:
-    """Return the path of each sound file under ``folder`` by its name and by its name without the ending; None for a
-    name of several files."""
+    """Return the paths of the sounds under ``folder`` by name, with and without ending; None for a name of several."""
     paths: dict[str, str | None] = {}
     for file in folder_files(folder, empty=True):
         if (path := Path(file.name)).suffix.lower() in ENDINGS:
@@ -572,8 +513,7 @@ def _clip(
     if path is None:
         names = ", or name the columns file and transcript in the first line" if number == 1 else ""
         raise KinformerError(
-            f"{table}, line {number}: the file {table.parent / file} is missing; mend its name or remove the "
-            f"line{names}."
+            f"{table}, line {number}: the file {table.parent / file} is missing; mend it or remove the line{names}."
         )
     if split and split not in SPLITS:
         raise KinformerError(f"{table}, line {number}: its split {split!r} is unknown; {nearest(split, SPLITS)}")
@@ -588,59 +528,44 @@ def _named(files: Sequence[SourceFile]) -> list[Clip]:
     for file, parts in zip(files, fields, strict=True):
         if not parts[0].strip():
             raise KinformerError(
-                f"{file.path}: its name begins with no transcript, as 7_theo_0.wav does; rename it, or list the clips "
-                f"in {TABLE}."
+                f"{file.path}: its name begins with no transcript, as in 7_theo_0.wav; rename it or list it in {TABLE}."
             )
-        first = file.name.split("/")[0]
-        split = SPLITS.get(first, "") if "/" in file.name else ""
+        split = SPLITS.get(file.name.split("/")[0], "")
         clips.append(Clip(file.name, file.path, parts[0].strip(), parts[1] if has_speakers else "", split))
     return clips
 
 
-def split_clips(clips: Sequence[Clip], holdout: Holdout, place: str) -> dict[str, list[Clip]]:
-    """Return the clips of each split: as the data say, a speaker's or a pattern's for the test, and
-    missing splits by a hash of the names."""
-    by_split: dict[str, list[Clip]] = {name: [] for name in ("", "train", "validation", "test")}
-    for clip in clips:
-        by_split[clip.split].append(clip)
-    chosen = _chosen(clips, holdout, place)
-    if chosen:
+def split_clips(clips: Sequence[Clip], options: SoundOptions, place: str) -> dict[str, list[Clip]]:
+    """Return the clips of each split: named ones, clips that ``options`` choose, the rest by their names' hashes."""
+    by_split: dict[str, list[Clip]] = {name: [clip for clip in clips if clip.split == name] for name in ("", *PARTS)}
+    if chosen := _chosen(clips, options, place):
         names = {clip.name for clip in chosen}
         by_split = {name: [clip for clip in some if clip.name not in names] for name, some in by_split.items()}
         by_split["test"] = chosen
     rest = by_split["train"] + by_split[""]
     hashes = [sha256(clip.name.encode("utf-8", "surrogateescape")).digest() for clip in rest]
-    order = np.array(sorted(range(len(rest)), key=hashes.__getitem__), np.int64)
-    present = [name for name in ("test", "validation") if by_split[name]]
-    share = HELD_OUT if holdout.share is None else holdout.share
-    rows = hold_out(present, order, share, once=holdout.share is not None)
-    if not len(rows["train"]):
-        raise KinformerError(f"{place}: too few clips ({len(clips)}) to hold some out; give more data.")
+    rows = hold_out([name for name in PARTS[1:] if by_split[name]], hashes, options.share, place, "clips")
     rows["train"].sort()
-    return {
-        name: [rest[index] for index in rows[name]] if name in rows else by_split[name]
-        for name in ("train", "validation", "test")
-    }
+    return {name: [rest[index] for index in rows[name]] if name in rows else by_split[name] for name in PARTS}
 
 
-def _chosen(clips: Sequence[Clip], holdout: Holdout, place: str) -> list[Clip]:
+def _chosen(clips: Sequence[Clip], options: SoundOptions, place: str) -> list[Clip]:
     """Return the clips that the rule holds out for the test."""
-    if holdout.speaker is not None and holdout.pattern is not None:
+    if options.speaker is not None and options.pattern is not None:
         raise KinformerError(
-            f"`held_out_speaker` {holdout.speaker} and `test_clips` {holdout.pattern} contradict; give one of the two."
+            f"`held_out_speaker` {options.speaker} and `test_clips` {options.pattern} contradict; give one of the two."
         )
-    if holdout.speaker is not None:
+    if options.speaker is not None:
         speakers = sorted({clip.speaker for clip in clips if clip.speaker})
-        if holdout.speaker not in speakers:
+        if options.speaker not in speakers:
             speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
-            raise KinformerError(f"`held_out_speaker` {holdout.speaker}: is not in {place}; {speakers_text}.")
-        return [clip for clip in clips if clip.speaker == holdout.speaker]
-    if holdout.pattern is not None:
-        chosen = [clip for clip in clips if fnmatch(clip.name, holdout.pattern)]
+            raise KinformerError(f"`held_out_speaker` {options.speaker}: is not in {place}; {speakers_text}.")
+        return [clip for clip in clips if clip.speaker == options.speaker]
+    if options.pattern is not None:
+        chosen = [clip for clip in clips if fnmatch(clip.name, options.pattern)]
         if not chosen:
             raise KinformerError(
-                f"`test_clips` {holdout.pattern}: matches no file of {place}, such as {clips[0].name}; mend the "
-                "pattern."
+                f"`test_clips` {options.pattern}: matches no file of {place}, such as {clips[0].name}; mend it."
             )
         return chosen
     return []
@@ -661,7 +586,6 @@ class Utterances(Protocol):
 
     def samples(self, number: int) -> Tensor:
         """Return the samples of the utterance ``number``, float32 [time]."""
-        ...
 
     def transcript(self, number: int) -> str: ...
 
@@ -671,13 +595,15 @@ class Utterances(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SoundOptions:
     """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how many clips
-    make an utterance, least and most), ``rate`` of sampling (None: the rate of most clips), ``held``: the rule of
-    held-out clips."""
+    make an utterance, least and most), ``rate`` of sampling (None: the rate of most clips). Of the test
+    are the clips of one ``speaker``, or of names that match ``pattern``; else a ``share`` is held out."""
 
     units: str | None = None
     join: tuple[int, int] | None = None
     rate: int | None = None
-    held: Holdout = field(default_factory=Holdout)
+    speaker: str | None = None
+    pattern: str | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         require("sample_rate", self.rate, 1000)
@@ -752,11 +678,9 @@ class Recorded:
 
 
 def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
-    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of clips.
-
-    ``symbols``: the symbols of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data
-    that cannot be read, and for a transcript with a symbol that no training transcript has.
-    """
+    """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of clips. ``symbols``: the symbols
+    of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data that cannot be read, and
+    for a transcript with a symbol that no training transcript has."""
     if spec == DTMF:
         return _tones(options)
     path = Path(spec).expanduser()
@@ -769,7 +693,7 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
         some = f"{len(rates) - rates.count(rate):,} of {plural(len(rates), 'clip')} have {have} samples a second"
         note(f"note: {path.name}: {some} and are resampled to {rate:,}.")
     unit = options.units or (CHARACTERS if table else LABELS)
-    splits = split_clips(clips, options.held, str(path))
+    splits = split_clips(clips, options, str(path))
     if symbols is None:
         trained = {symbol for clip in splits["train"] for symbol in split_symbols(clip.transcript, unit)}
         symbols = sorted(trained | ({" "} if options.join is not None and unit == CHARACTERS else set()))
@@ -789,24 +713,18 @@ def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None =
 
 
 def _tones(options: SoundOptions) -> Sound:
-    for flag, unused in (
-        ("`held_out_speaker`", options.held.speaker),
-        ("`test_clips`", options.held.pattern),
-        ("`holdout`", options.held.share),
-        ("`sample_rate`", options.rate),
-    ):
+    recorded = {"held_out_speaker": options.speaker, "test_clips": options.pattern}
+    for option, unused in (recorded | {"holdout": options.share, "sample_rate": options.rate}).items():
         if unused is not None:
-            raise KinformerError(f"{flag} {unused}: is for recordings, but telephone tones are made; leave it out.")
-    splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in ("train", "validation", "test")}
+            raise KinformerError(f"`{option}` {unused}: is for recordings, but telephone tones are made; leave it out.")
+    splits: dict[str, Utterances] = {name: Calls(name, options.join) for name in PARTS}
     least, most = options.join or KEYS_OF_A_CALL
-    name = f"{DTMF}-{least}-{most}"
     symbols = (" ", *KEYS) if options.units == CHARACTERS else KEYS
-    return Sound(DTMF, "1", name, RATE, options.units or LABELS, symbols, splits)
+    return Sound(DTMF, "1", f"{DTMF}-{least}-{most}", RATE, options.units or LABELS, symbols, splits)
 
 
 def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) -> list[np.ndarray]:
-    """Return the clips of every utterance: one each, or some of one speaker,
-    every clip once in each of the ``rounds``."""
+    """Return the clips of every utterance: one each, or some of one speaker, each clip once a round."""
     if join is None:
         return [np.array([number]) for number in range(len(clips))]
     speakers: dict[str, list[int]] = {}

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from kinformer.runtime import files
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import require_file
 from kinformer.runtime.parsing import JsonObject
+from kinformer.runtime.plugins import import_extra
 
 if TYPE_CHECKING:
     import tokenizers
@@ -33,23 +33,20 @@ if TYPE_CHECKING:
 # Replacements that follow one another multiply: forty times ``a -> aa`` make a terabyte of a letter, and the library
 # ends the process when its memory does. So the bound is computed from the replacements before any text is encoded.
 
-
 MOST_GROWTH, MOST_STEPS = 64, 500
 _COPIES = 8
 """How often the text of a replacement is repeated, so that later ones meet matches that span two copies."""
 
 
 class _Replacement(NamedTuple):
-    """A replacement: ``pattern`` (None: a regular expression, which may match any
-    character, or nothing) becomes ``content``."""
+    """A replacement: ``pattern`` (None: a regular expression, which may match anything) becomes ``content``."""
 
     pattern: str | None
     content: str
 
 
 def require_bounded(path: Path | str, tokenizer: tokenizers.Tokenizer) -> None:
-    """Refuse a tokenizer of the library ``tokenizers`` whose normaliser or decoder may make a text more than
-    ``MOST_GROWTH`` times as long."""
+    """Refuse a tokenizer that may make a text more than ``MOST_GROWTH`` times as long."""
     for name, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
         steps = [] if part is None else list(_replacements(json.loads(part.__getstate__())))
         # Nothing that a replacement writes may grow long, by itself or by all later ones.
@@ -100,8 +97,8 @@ _BLANKS = str.maketrans("\u0120\u2581\u0109\u010a\u010d", "  \t\n\r")
 
 
 class Tokenizer(Protocol):
-    """The protocol from text to ids and back. ``fingerprint`` differs between
-    tokenizers; ids lie below ``vocab_size``; ``prefix`` holds the ids that begin every prompt, such as BOS."""
+    """The protocol from text to ids and back. Tokenizers differ in their ``fingerprint``; ids lie below ``vocab_size``;
+    ``prefix`` holds the ids that begin every prompt, such as BOS."""
 
     vocab_size: int
     fingerprint: str
@@ -109,28 +106,22 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return ids int64 [length] of ``text``."""
-        ...
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each of ``texts``."""
-        ...
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens``, with U+FFFD in place of invalid text."""
-        ...
 
     def spell(self, token: int) -> str:
         """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
-        ...
 
     def stream(self, before: Sequence[int] = ()) -> ByteStream:
         """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
-        ...
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str | bytes) -> np.ndarray:
-    """Return the ids of ``text`` as a prompt: they begin with the tokenizer's ``prefix``, once, also where the text
-    spells the prefix itself. An empty text stays empty."""
+    """Return the ids of ``text`` as a prompt, which begins with ``prefix`` once; an empty text stays empty."""
     ids, prefix = tokenizer.encode(text), np.array(tokenizer.prefix, np.int64)
     return ids if not len(ids) or np.array_equal(ids[: len(prefix)], prefix) else np.concatenate([prefix, ids])
 
@@ -152,7 +143,6 @@ class ByteTokenizer:
         return self.encode(text), np.repeat(np.arange(len(text)), sizes)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each of ``texts``."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -185,11 +175,9 @@ class ByteStream:
 
 class FileTokenizer:
     """A tokenizer.json. Texts get no special tokens, and prompts get ``prefix`` (:func:`prompt_ids`). Truncation and
-    padding set in the file are ignored. A file whose fingerprint is not ``fingerprint`` is refused.
-
-    Bits per byte are honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case,
-    unknown words) leaves some of the bytes unpredicted.
-    """
+    padding set in the file are ignored. A file whose fingerprint is not ``fingerprint`` is refused. Bits per byte are
+    honest for a tokenizer that loses nothing (byte-level BPE); one that normalises text (lower case, unknown words)
+    leaves some of the bytes unpredicted."""
 
     def __init__(self, path: str | Path, fingerprint: str | None = None, prefix: Sequence[int] = ()) -> None:
         with reading_corpus(path):
@@ -222,7 +210,6 @@ class FileTokenizer:
             file.write(self.source)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """Return ids int64 [length] of UTF-8 text."""
         return self.encode_batch([as_bytes(text)])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -239,14 +226,12 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of ``text`` and the number of the character in which each begins, both int64 [length]."""
         with _library_errors("the tokenizer", "cannot encode this text", "give another one, or other data"):
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts = [begin for begin, _ in encoding.offsets]
         return np.array(encoding.ids, np.int64), np.array(starts, np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of ``tokens``, with U+FFFD in place of invalid text."""
         ids = [int(token) for token in tokens]
         text = self.library_text(ids)
         if not (self._fallback and _REPLACEMENT in text):
@@ -270,19 +255,16 @@ class FileTokenizer:
         return None if match is None else bytes.fromhex(match[1])
 
     def spelled(self) -> tuple[list[str], bool]:
-        """Return how each id is spelled, with blanks for the signs that stand for them, and whether ``##`` marks a
-        token that continues a word, as in WordPiece."""
+        """Return how each id is spelled, with blanks, and whether ``##`` continues a word, as in WordPiece."""
         pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
         marked = type(self._tokenizer.model).__name__ == "WordPiece"
         return [piece.translate(_BLANKS) for piece in pieces], marked
 
     def spell(self, token: int) -> str:
-        """Return the text of ``token`` inside of a text, where the blank that it begins with is kept."""
         # Decoders drop the first blank of a whole text, so the token stands behind itself.
         return self.decode([token, token])[len(self.decode([token])) :]
 
     def stream(self, before: Sequence[int] = ()) -> ByteStream:
-        """Return a decoder for ids that come one by one behind the ids ``before``, whose text it leaves out."""
         return FileStream(self, before)
 
 
@@ -343,10 +325,8 @@ class FileStream(ByteStream):
 
 
 def train_tokenizer(split: Split, vocab_size: int, path: str | Path, limit: int = 256 << 20) -> FileTokenizer:
-    """Learn a byte-level BPE of at most ``vocab_size`` tokens from the first ``limit`` bytes of ``split``.
-
-    Writes it to ``path`` (a tokenizer.json) and returns it. It encodes any text and loses nothing.
-    """
+    """Learn a byte-level BPE of at most ``vocab_size`` tokens from the first ``limit`` bytes of ``split``. Writes it to
+    ``path`` (a tokenizer.json) and returns it. It encodes any text and loses nothing."""
     return train_tokenizer_on(texts_of(split, limit), vocab_size, path)
 
 
@@ -373,10 +353,7 @@ def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) 
 
 
 def text_pieces(split: Split) -> Iterator[bytes]:
-    """Yield the bytes of ``split`` in pieces of at most 64 KiB that end at a line's end, else between characters.
-
-    No piece crosses a document's end.
-    """
+    """Yield the bytes of ``split``, at most 64 KiB at once, up to a line's or document's end or between characters."""
     ends = [*split.documents[1:].tolist(), len(split)]
     for start, end in zip(split.documents.tolist(), ends, strict=True):
         while start < end:
@@ -396,8 +373,7 @@ def _last_character_start(piece: bytes) -> int:
 
 
 def as_bytes(text: str | bytes) -> bytes:
-    """Return ``text`` as UTF-8; bytes that the system's decoding escaped come back.
-    Half of a surrogate pair is an error."""
+    """Return ``text`` as UTF-8, with the bytes that the system's decoding escaped. Refuses half of a surrogate pair."""
     if not isinstance(text, str):
         return text
     try:
@@ -409,12 +385,5 @@ def as_bytes(text: str | bytes) -> bytes:
         ) from None
 
 
-def _library() -> ModuleType:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise KinformerError(
-            "a tokenizer.json needs the package 'tokenizers', which is not installed; "
-            "run pip install 'kinformer[text]'."
-        ) from error
-    return tokenizers
+def _library() -> Any:
+    return import_extra("tokenizers", "a tokenizer.json", "the package 'tokenizers'", "'kinformer[text]'")

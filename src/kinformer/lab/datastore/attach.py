@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,17 +36,7 @@ if TYPE_CHECKING:
 # Khandelwal et al. 2020 found best. In a post-norm layer the norm follows the attention sublayer, so this input is
 # normed too. The keys of a decoder without such a sublayer are its final hidden states.
 
-
 FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
-
-
-class Keyed(NamedTuple):
-    """The results: ``hidden_states`` [batch, time, dim], ``keys`` [batch, time, key
-    width] and the state after the chunk."""
-
-    hidden_states: Tensor
-    keys: Tensor
-    state: State
 
 
 class KeyedStates(NamedTuple):
@@ -58,8 +48,7 @@ class KeyedStates(NamedTuple):
 
 
 class KeyedDecoder(nn.Module):
-    """A decoder that also returns the key of every context. ``representation``: the name of the key's tensor in words;
-    ``width``: the size of a key."""
+    """A decoder that also returns the key of every context: its ``representation`` in words, and its ``width``."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -76,18 +65,15 @@ class KeyedDecoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> Keyed:
+    ) -> tuple[KeyedStates, State]:
         """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
-        if self.representation == HIDDEN:
+        with nullcontext[list[Tensor]]([]) if self.representation == HIDDEN else self._tapped() as seen:
             hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-            return Keyed(hidden_states, hidden_states, state)
-        with self._tapped() as seen:
-            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-        keys = seen[-1]
-        if valid is not None:
+        keys = seen[-1] if seen else hidden_states
+        if seen and valid is not None:
             back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
             keys = select_valid(keys.gather(1, back), valid)
-        return Keyed(hidden_states, keys, state)
+        return KeyedStates(hidden_states, keys), state
 
     def _probe(self) -> int | None:
         """Return the width of the last layer's feed-forward input; None unless the input is one vector a token."""
@@ -101,8 +87,7 @@ class KeyedDecoder(nn.Module):
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:
-        """Tap the last layer's feed-forward input within the context (the last
-        time counts where a layer is used again)."""
+        """Tap the last layer's feed-forward input within the context (the last use counts)."""
         seen: list[Tensor] = []
         feed_forward = self.decoder.stack.units[-1].get_submodule("feed_forward")
 
@@ -117,10 +102,8 @@ class KeyedDecoder(nn.Module):
 
 
 class StoreDecoder(nn.Module):
-    """A language model whose :meth:`logits` search a store. The store is not a part of the state.
-
-    A subclass has ``decoder``, ``hidden``, ``head_inputs`` and ``logits``.
-    """
+    """A language model whose :meth:`logits` search a store. The store is not a part of the state. A subclass has
+    ``decoder``, ``hidden``, ``head_inputs`` and ``logits``."""
 
     decoder: Any
     head_inputs: Callable[..., Any]
@@ -144,9 +127,7 @@ class StoreDecoder(nn.Module):
 
 class AttachedDecoder(StoreDecoder):
     """A decoder with another ``head``, which makes the logits from the decoder's logits [n, vocab] and keys [n, width].
-
-    The state is the decoder's state; the head's store is not a part of it.
-    """
+    The state is the decoder's state; the head's store is not a part of it."""
 
     def __init__(self, decoder: Decoder, head: nn.Module) -> None:
         super().__init__()
@@ -169,12 +150,9 @@ class AttachedDecoder(StoreDecoder):
         """Return the decoder's hidden states, its state and its taps; ``options``: ``valid``, ``reset``, ``taps``."""
         return self.decoder.hidden(values, state, **options)
 
-    def head_inputs(
-        self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[KeyedStates, State]:
-        """Return hidden states and keys, and the state after the chunk."""
-        hidden_states, keys, state = self.keyed(values, state, valid=valid, reset=reset)
-        return KeyedStates(hidden_states, keys), state
+    def head_inputs(self, values: Tensor, state: State = None, **marks: Any) -> tuple[KeyedStates, State]:
+        """Return hidden states and keys, and the state after the chunk; ``marks``: ``valid``, ``reset``."""
+        return self.keyed(values, state, **marks)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
@@ -209,9 +187,7 @@ def looks_up(config: ModelConfig) -> bool:
 def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
     """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
     if run.config.protocol is not CausalModel:
-        raise KinformerError(
-            f"{run.folder}: {run.member!r} is not a causal decoder; only causal decoders can use a datastore."
-        )
+        raise KinformerError(f"{run.folder}: {run.member!r} is not a causal decoder, which a datastore needs.")
     if run.tokenizer is None or run.config.input.kind != "tokens":
         raise KinformerError(
             f"{run.folder}: reads {run.config.input.kind}, and a datastore is of text; give a run of a model of tokens."
@@ -234,9 +210,8 @@ def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
 def attach_store(
     run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions | None = None, rows: int | None = None
 ) -> Any:
-    """Return ``model`` with the store that its run or ``options`` name, or ``model`` unchanged without a store.
-    ``rows``: prepare the retriever to read this many sequences token by token.
-    """
+    """Return ``model`` with the store that its run or ``options`` name, if any. ``rows``: prepare the retriever to read
+    this many sequences token by token."""
     options = options or StoreOptions()
     if looks_up(run.config):
         return _retrieving(run, model, open_run, options, rows)
@@ -304,8 +279,7 @@ def lookup_facts(model: object) -> dict[str, object] | None:
 
 
 def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None, parts: Sequence[Split]) -> None:
-    """Print a note on how much of the measured ``parts`` the store holds; ``data`` names their ``corpus`` (None: the
-    run's own corpus)."""
+    """Print a note on how much of the ``parts`` of ``corpus`` the store holds; ``data`` names it (None: the run's)."""
     stored = [part.source for part in record.parts if part.source.get("fingerprint") == corpus.fingerprint]
     if not stored:
         return
@@ -329,8 +303,7 @@ def note_text(
 
 
 def probes_of(folder: str | Path, requested: int | None) -> int | None:
-    """Return how many of a datastore's lists to search, None for exact search: ``requested`` (0: exact), or, if None,
-    the default of a datastore with lists."""
+    """Return how many lists to search, None for exact search: ``requested`` (0: exact), or the default of the store."""
     return default_probes(Path(folder)) if requested is None else requested or None
 
 

@@ -41,8 +41,7 @@ BITS = Metric("bits_per_byte", "bits per byte")
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeasurement:
-    """The result with ``entries`` entries: the setting, the split on which it was chosen (None: the user chose it), and
-    the metrics."""
+    """The metrics with ``entries`` entries, and the setting with the split that it was tuned on (None: a given one)."""
 
     entries: int
     setting: Setting
@@ -97,12 +96,33 @@ def evaluate_datastore(
     held = held_out(run, options, task_options.holdout)
     tuning, reported = _parts(held, options)
     measured = [held.split] if tuning is None or tuning.name == held.split.name else [tuning, reported]
-    note_stored(store.record, run, held.corpus, options.data, measured)
+    note_stored(store.record, run, held.data, options.data, measured)
     done = [
         _measure(job, tuning, reported, size)
         for size in (*(item for item in sizes if item < store.entries), store.entries)
     ]
-    return _report(job, held, reported, done, task_options.plot)
+    whole = done[-1]
+    weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
+    if task_options.plot is not None:
+        from kinformer.lab.drawing.plots import plot_datastore as draw
+
+        curve = [(float(item.entries), item.bits) for item in done] if len(done) > 1 else []
+        draw(whole.at(0.0), weights, curve, Path(task_options.plot))
+        note(f"drew {task_options.plot}")
+    facts = (
+        {"datastore": str(store.folder)}
+        | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
+        | {"context": None if windows is None else windows.context, "carried": windows is None}
+        | {"tuned_on": None if tuning is None else {"split": tuning.name, "bytes": tuning.bytes}}
+        | {"approximate": job.probes is not None, "probes": job.probes}
+        | _metrics(whole)
+        | {"sizes": [_metrics(item) for item in done], "weights": [list(point) for point in weights]}
+    )
+    loaded, blocks = LoadedRun(run, None), _blocks(job, held, reported, done)
+    alone = {"bits_per_byte_alone": whole.at(0.0)}
+    return EvaluationReport(
+        [evaluated(loaded, {BITS: whole.bits}, held.identity, blocks, facts=facts, baselines=alone)]
+    )
 
 
 def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: object) -> list[int]:
@@ -115,21 +135,19 @@ def _sizes(runs: Sequence[StoredRun], options: EvaluateOptions, task_options: ob
     try:
         return [] if options.sizes is None else parse_counts(options.sizes)
     except ValueError:
-        raise KinformerError(
-            f"`sizes` {options.sizes}: is not a list of numbers of entries; write as in 10k,100k."
-        ) from None
+        raise KinformerError(f"`sizes` {options.sizes}: is not a list of sizes; write as in 10k,100k.") from None
 
 
 def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split]:
     """Return the split to tune on, if any, and the split to report. They never share tokens."""
     if not options.tune:
         return None, held.split
-    splits = held.corpus.splits
+    splits = held.data.splits
     disjoint = splits["validation"].extents.pieces != splits["test"].extents.pieces
     if disjoint and held.split.name == "test" and len(splits["validation"]) > 1:
         tuning = splits["validation"]
         if options.first is not None:
-            tuning = first_bytes(tuning, options.first, held.corpus.tokenizer)
+            tuning = first_bytes(tuning, options.first, held.data.tokenizer)
         return tuning, held.split
     half = len(held.split) // 2
     tuning, reported = held.split.take(half), held.split.skip(half)
@@ -139,8 +157,7 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
 
 
 def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
-    """Tune, if requested, and measure with the first ``entries`` entries. Few entries are searched exactly, because
-    they would leave lists empty."""
+    """Tune, if requested, and measure with the first ``entries`` entries; few are searched exactly, not in lists."""
     options = job.options
     probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
     limit = NEIGHBOURS if options.neighbours is None else options.neighbours
@@ -169,28 +186,6 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
     )
 
 
-def _report(
-    job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement], plot: str | None
-) -> EvaluationReport:
-    whole = done[-1]
-    weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
-    if plot is not None:
-        from kinformer.lab.drawing.plots import plot_datastore as draw
-
-        sizes = [(float(item.entries), item.bits) for item in done] if len(done) > 1 else []
-        draw(whole.at(0.0), weights, sizes, Path(plot))
-        note(f"drew {plot}")
-    evaluation = evaluated(
-        LoadedRun(job.run, None),
-        {BITS: whole.bits},
-        held.identity,
-        _blocks(job, held, reported, done),
-        facts=_facts(job, held, reported, done) | {"weights": [list(point) for point in weights]},
-        baselines={"bits_per_byte_alone": whole.at(0.0)},
-    )
-    return EvaluationReport([evaluation])
-
-
 def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
     return {"entries": outcome.entries} | outcome.setting._asdict() | {
         "bits_per_byte": outcome.bits,
@@ -202,23 +197,10 @@ def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _facts(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> dict[str, object]:
-    whole, tuned = done[-1], done[-1].tuned_on
-    return (
-        {"datastore": str(job.store.folder)}
-        | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
-        | {"context": None if job.windows is None else job.windows.context, "carried": job.windows is None}
-        | {"tuned_on": None if tuned is None else {"split": tuned.name, "bytes": tuned.bytes}}
-        | {"approximate": job.probes is not None, "probes": job.probes}
-        | _metrics(whole)
-        | {"sizes": [_metrics(item) for item in done]}
-    )
-
-
 def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | TextTable]:
     whole, setting = done[-1], done[-1].setting
     blocks: list[str | TextTable] = [
-        f"{job.run.folder} ({job.run.member}) on {held.corpus.name} {held.corpus.version}, {reported.name} split",
+        f"{job.run.folder} ({job.run.member}) on {held.data.name} {held.data.version}, {reported.name} split",
         f"datastore {job.store.folder}: {plural(job.store.entries, 'entry')} of {plural(job.store.dim, 'number')}",
     ]
     if whole.tuned_on is not None:

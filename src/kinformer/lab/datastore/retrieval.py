@@ -21,7 +21,7 @@ from torch import Tensor
 from kinformer.core.model import Hidden
 from kinformer.core.parts import Neighbours, Searcher
 from kinformer.core.state import State
-from kinformer.lab.data import Corpus, Split
+from kinformer.lab.data import Corpus
 from kinformer.lab.datastore.attach import (
     GATED_NEIGHBOURS,
     RETRIEVAL,
@@ -65,9 +65,7 @@ class RetrievingState(NamedTuple):
 
 class RetrievingDecoder(StoreDecoder):
     """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
-
-    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store.
-    """
+    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store."""
 
     def __init__(
         self, decoder: Decoder, retriever: KeyedDecoder, searcher: ExactSearch | ListSearch, neighbours: int
@@ -98,8 +96,7 @@ class RetrievingDecoder(StoreDecoder):
     def hidden(
         self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Any
     ) -> Hidden:
-        """Return the decoder's hidden states and taps, and the state after the chunk; ``marks``: ``valid``,
-        ``reset``."""
+        """Return the decoder's hidden states and taps, and the state after; ``marks``: ``valid``, ``reset``."""
         before = state or RetrievingState(None, None)
         hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, taps=taps, **marks)
         with torch.no_grad():
@@ -113,8 +110,8 @@ class RetrievingDecoder(StoreDecoder):
         before = state or RetrievingState(None, None)
         hidden_states, after, _ = self.decoder.hidden(values, before.decoder, **marks)
         with torch.no_grad():
-            _, keys, retriever_state = self.retriever(values, before.retriever, **marks)
-        return KeyedStates(hidden_states, keys), RetrievingState(after, retriever_state)
+            inputs, retriever_state = self.retriever(values, before.retriever, **marks)
+        return inputs._replace(hidden_states=hidden_states), RetrievingState(after, retriever_state)
 
     def logits(self, inputs: KeyedStates) -> Tensor:
         """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
@@ -126,20 +123,6 @@ class RetrievingDecoder(StoreDecoder):
 def following(neighbours: Neighbours) -> Tensor:
     """Return the tokens [n, k] that followed, -1 for a missing neighbour."""
     return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
-
-
-@dataclass(frozen=True)
-class _Retrieval:
-    """An open datastore, the retriever that made it and its searcher; ``part`` are the run's
-    training tokens, entries ``first`` and on."""
-
-    keys: KeyedDecoder
-    store: Datastore
-    searcher: Searcher
-    neighbours: int
-    probes: int | None
-    part: StoredText
-    first: int
 
 
 def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, object]:
@@ -159,8 +142,7 @@ def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, ob
         )
     if options.retriever is None:
         raise KinformerError(
-            f"`datastore` {options.datastore}: is searched with what made it; give `retriever` RUN, the run that "
-            "kinformer index was given."
+            f"`datastore` {options.datastore}: is searched with what made it; give `retriever` RUN, which was indexed."
         )
     require("neighbours", options.neighbours, 1)
     require("probes", options.probes, 0)
@@ -192,51 +174,47 @@ def with_neighbours(
     rows: DataModule, run: StoredRun, open_run: OpenRun, plan: TrainingPlan, device: str, quiet: bool
 ) -> DataModule:
     """Return the run's rows of text with the tokens of their neighbours, where the model uses them."""
-    if not run.data.get(RETRIEVAL):
+    if not (record := run.data.get(RETRIEVAL)):
         return rows
     if not hasattr(rows, "with_neighbours"):
         raise KinformerError("`datastore`: this task looks nothing up; leave it out.")
     corpus, settings = plan.data, plan.settings
-    retrieval = _open(run, open_run, corpus, device)
-    _check_settings(run, retrieval, settings, rows.carries)
-    train_plan = _plan(retrieval, "train", len(corpus.splits["train"]) - 1, {})
-    if _written(train_plan.path(retrieval.store).with_suffix(".json"), train_plan)[0] < train_plan.tokens:
-        how = search_words(retrieval.probes)
-        note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
-    with progressing(quiet, "looking up neighbours") as progress:
-        train = table(
-            retrieval.store,
-            train_plan,
-            partial(neighbours_without_self, retrieval.store, retrieval.searcher, retrieval.first, train_plan),
-            progress,
-        )
-        held_out = corpus.splits["validation"].take(settings.validation_tokens)
-        source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
-        held_out_plan = _plan(retrieval, "validation", len(held_out) - 1, source)
-        validation = table(
-            retrieval.store,
-            held_out_plan,
-            lambda done: neighbours_of(_keys(retrieval, held_out), retrieval.searcher, held_out_plan, done),
-            progress,
-        )
-    result: DataModule = rows.with_neighbours(train, validation)
-    return result
-
-
-def _open(run: StoredRun, open_run: OpenRun, corpus: Corpus, device: str) -> _Retrieval:
-    record = run.data[RETRIEVAL]
     retriever = open_run(record["retriever"])
     keys = keyed(retriever, retriever.model().to(device))
     store = Datastore(record["datastore"], origin_of(retriever, keys))
     part, first = _train_part(store, run, corpus)
-    return _Retrieval(
-        keys, store, searcher(store, record["probes"]), record["neighbours"], record["probes"], part, first
-    )
+    _check_settings(keys.decoder, record["retriever"], settings, rows.carries)
+    search = searcher(store, record["probes"])
+
+    def plan_of(name: str, tokens: int, **source: object) -> NeighbourTable:
+        similarity = similarity_of(store.folder, None)
+        described = {"first": first, "probes": record["probes"]} | (
+            {} if similarity == "l2" else {"similarity": similarity}
+        )
+        return NeighbourTable(name=name, tokens=tokens, neighbours=record["neighbours"], source=described | source)
+
+    train_plan = plan_of("train", len(corpus.splits["train"]) - 1)
+    held_out = corpus.splits["validation"].take(settings.validation_tokens)
+    source = {"fingerprint": corpus.fingerprint, "holdout": run.data.get("holdout"), "split": "validation"}
+    held_out_plan = plan_of("validation", len(held_out) - 1, **source)
+    # The validation text is read in the same way as the datastore's text.
+    context, overlap = part.source.get("context"), part.source.get("overlap", 0.0)
+    windows = None if context is None else Windows(context=context, overlap=overlap)
+    entries = entries_of(keys, IndexedText([held_out], windows, part.source["chunk"], {}), 0, ())
+    held_out_keys = (queries for queries, _, _ in entries)
+    if _written(train_plan.path(store).with_suffix(".json"), train_plan)[0] < train_plan.tokens:
+        how = search_words(record["probes"])
+        note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
+    with progressing(quiet, "looking up neighbours") as progress:
+        train = table(store, train_plan, partial(neighbours_without_self, store, search, first, train_plan), progress)
+        look_up = partial(neighbours_of, held_out_keys, search, held_out_plan)
+        validation = table(store, held_out_plan, look_up, progress)
+    result: DataModule = rows.with_neighbours(train, validation)
+    return result
 
 
 def _train_part(store: Datastore, run: StoredRun, corpus: Corpus) -> tuple[StoredText, int]:
-    """Return the part of ``store`` that equals the run's training split, entry by entry, and its first entry's
-    number."""
+    """Return the part of ``store`` that equals the run's training split, and its first entry's number."""
     reason, tokenizer = "it holds other data", run.tokenizer
     assert tokenizer is not None
     if store.record.origin.tokenizer != tokenizer.fingerprint:
@@ -279,9 +257,8 @@ def _same_tokens(store: Datastore, part: StoredText, first: int, corpus: Corpus)
     )
 
 
-def _check_settings(run: StoredRun, retrieval: _Retrieval, settings: Settings, segments: bool) -> None:
-    """Raise unless the objective uses neighbours, and the retriever reads the model's rows to their end."""
-    reader, where = retrieval.keys.decoder, run.data[RETRIEVAL]["retriever"]
+def _check_settings(reader: Decoder, where: str, settings: Settings, segments: bool) -> None:
+    """Raise unless the objective uses neighbours, and the retriever ``reader`` reads the model's rows to their end."""
     if settings.objective not in (None, "next-token"):
         raise KinformerError(f"`objective` {settings.objective}: looks nothing up; take next-token.")
     if segments and not streamable(reader):
@@ -294,22 +271,6 @@ def _check_settings(run: StoredRun, retrieval: _Retrieval, settings: Settings, s
             f"`length` {settings.length}: the positions of the retriever {where} end at {reader.max_length}; give "
             f"`length` {reader.max_length} or less, or take another retriever."
         )
-
-
-def _plan(retrieval: _Retrieval, name: str, tokens: int, source: Mapping[str, object]) -> NeighbourTable:
-    settings: dict[str, object] = {"first": retrieval.first, "probes": retrieval.probes}
-    if (similarity := similarity_of(retrieval.store.folder, None)) != "l2":
-        settings["similarity"] = similarity
-    return NeighbourTable(name=name, tokens=tokens, neighbours=retrieval.neighbours, source=settings | dict(source))
-
-
-def _keys(retrieval: _Retrieval, split: Split) -> Iterator[Tensor]:
-    """Yield the retriever's keys of ``split``, read in the same way as the datastore's text."""
-    source = retrieval.part.source
-    context = source.get("context")
-    windows = None if context is None else Windows(context=context, overlap=source.get("overlap", 0.0))
-    text = IndexedText([split], windows, source["chunk"], {})
-    return (keys for keys, _, _ in entries_of(retrieval.keys, text, 0, ()))
 
 
 # Tables of the tokens that follow the nearest entries of a store, at every token of a text, searched once and stored.
@@ -396,8 +357,7 @@ def _written(record: Path, plan: NeighbourTable) -> tuple[int, int]:
 def neighbours_without_self(
     store: Datastore, searcher: Searcher, first: int, plan: NeighbourTable, done: int
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens after the neighbours of the entries from ``first + done`` on; an entry is not its own
-    neighbour."""
+    """Yield the tokens after the neighbours of the entries from ``first + done`` on, without the entries themselves."""
     for start in range(first + done, first + plan.tokens, _BLOCK):
         stop = min(start + _BLOCK, first + plan.tokens)
         queries = store.float_keys(slice(start, stop))
@@ -415,8 +375,7 @@ def neighbours_of(keys: Iterator[Tensor], searcher: Searcher, plan: NeighbourTab
 
 
 def others(nearest: Neighbours, itself_at: Tensor, neighbours: int) -> np.ndarray:
-    """Return next tokens [n, neighbours] of the ``nearest`` [n, neighbours + 1] entries without the entries
-    ``itself_at`` [n]."""
+    """Return next tokens [n, neighbours] of ``nearest`` [n, neighbours + 1] without the entries ``itself_at`` [n]."""
     itself = nearest.entries == itself_at[:, None]
     order = itself.to(torch.int8).sort(dim=1, stable=True).indices
     rest = nearest._replace(entries=nearest.entries.masked_fill(itself, -1))

@@ -10,7 +10,6 @@ from functools import partial
 from importlib.util import find_spec
 from math import isqrt
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +30,7 @@ from kinformer.runtime.files import (
     write_atomic,
     write_json,
 )
+from kinformer.runtime.plugins import import_extra
 
 # Exact search in a datastore: every key is compared, a block at a time, so memory does not grow with the datastore.
 #
@@ -40,8 +40,6 @@ from kinformer.runtime.files import (
 
 _ROWS, _BLOCK = 1024, 16384
 _SPARE, _GATHERED = 8, 1 << 20
-
-
 Similarity = Literal["l2", "inner"]
 
 
@@ -50,9 +48,7 @@ class ExactSearch:
 
     def __init__(self, store: Datastore, *, entries: int | None = None, similarity: Similarity = "l2") -> None:
         if entries is not None and not 1 <= entries <= store.entries:
-            raise KinformerError(
-                f"entries is {entries} but must be 1 to {store.entries}, as many as {store.folder} has."
-            )
+            raise KinformerError(f"entries is {entries} but must be 1 to {store.entries}, all of {store.folder}.")
         self.store, self.entries = store, entries or store.entries
         self.bytes_read, self.similarity = 0, similarity
 
@@ -215,16 +211,14 @@ class ListSearch:
         wide = queries.detach().float().cpu().contiguous()
         by_shard = [shard.search(wide.numpy(), searched) for shard in self._shards]
         distances, candidates = (
-            torch.from_numpy(np.concatenate(leaves, axis=1)) for leaves in zip(*by_shard, strict=True)
+            torch.from_numpy(np.concatenate([leaves[place] for leaves in by_shard], axis=1)) for place in (0, 1)
         )
         if self.similarity == "inner":
             distances = -distances
         best = distances.masked_fill(candidates < 0, torch.inf).topk(searched, largest=False).indices
         candidates = candidates.gather(1, best)
         self.bytes_read += int((candidates >= 0).sum()) * self.store.record.key_bytes
-        self.bytes_read += sum(shard.bytes_read for shard in self._shards)
-        for shard in self._shards:
-            shard.bytes_read = 0
+        self.bytes_read += sum(read for _, _, read in by_shard)
         best_entries = nearest(self.store, wide, candidates, neighbours, self.similarity)
         return Neighbours(*(leaf.to(queries.device) for leaf in best_entries))
 
@@ -241,15 +235,15 @@ class _Shard:
         inverted = self._index.invlists
         self._sizes = np.array([inverted.list_size(number) for number in range(inverted.nlist)])
         self._entry_bytes = int(inverted.code_size) + np.dtype(np.int64).itemsize
-        self._probes, self.bytes_read = probes, 0
+        self._probes = probes
         self._selector = faiss.IDSelectorRange(0, entries) if entries < _range(path.name)[1] else None
         self._parameters = faiss.SearchParametersIVF(nprobe=probes, sel=self._selector)
 
-    def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return rough distances and entries, both [n, candidates]; -1 for missing candidates."""
+    def search(self, queries: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return rough distances and entries, both [n, candidates] (-1: missing), and the bytes that were read."""
         _, probed = self._index.quantizer.search(queries, self._probes)
-        self.bytes_read += int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
-        return self._index.search(queries, count, params=self._parameters)
+        read = int(self._sizes[np.unique(probed[probed >= 0])].sum()) * self._entry_bytes
+        return (*self._index.search(queries, count, params=self._parameters), read)
 
 
 def _range(name: str) -> tuple[int, int]:
@@ -266,10 +260,7 @@ def read_index(path: Path, flags: int = 0) -> Any:
 
 
 def read_lists(folder: Path) -> InvertedLists:
-    """Return the record ``lists.json``.
-
-    Errors: ``KinformerError`` for missing, truncated or damaged lists.
-    """
+    """Return the record ``lists.json``. Errors: ``KinformerError`` for missing, truncated or damaged lists."""
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(
@@ -297,14 +288,8 @@ def stamp_of(store: Datastore, entries: int) -> int:
     return zlib.crc32(repr([block for block in store.record.blocks if block[0] <= entries]).encode())
 
 
-def faiss_module() -> ModuleType:
-    try:
-        import faiss
-    except ImportError:
-        raise KinformerError(
-            "approximate search needs faiss, which is not installed; pip install 'kinformer[knn]' gets it."
-        ) from None
-    return faiss
+def faiss_module() -> Any:
+    return import_extra("faiss", "approximate search", "faiss", "'kinformer[knn]'")
 
 
 # Building the inverted lists of a datastore (``lab.datastore.search``): centroids are learnt from a sample, then
@@ -396,8 +381,7 @@ def _check(store: Datastore, count: int, key_bytes: int | None) -> None:
 
 
 def _trained(store: Datastore, folder: Path, settings: dict[str, Any]) -> Any:
-    """Return an index without entries, with centroids by ``settings``. The centroids are learnt from a sample, unless a
-    killed build has already learnt them."""
+    """Return an index without entries, with centroids learnt from a sample, now or by a killed build."""
     faiss = faiss_module()
     path, plan_path = folder / TRAINED, folder / PLAN
     plan = {"schema": SCHEMA, "stamp": stamp_of(store, store.entries)} | settings

@@ -65,8 +65,7 @@ class KeySpace:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredText:
-    """A text in the store: ``source`` identifies the text and how it was read; ``written`` of its ``total`` entries are
-    written."""
+    """A stored text: ``source`` says which, and how it was read; ``written`` of ``total`` entries are written."""
 
     source: JsonObject
     written: int
@@ -75,8 +74,7 @@ class StoredText:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The record of a datastore: ``blocks`` are (entries up to its end, crc32 of its keys, crc32 of its tokens) of
-    every flushed piece."""
+    """The record of a store: ``blocks`` are (entries to the end, crc32 of keys, crc32 of tokens) of every flush."""
 
     origin: KeySpace
     dtype: str
@@ -97,10 +95,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Return the record of the datastore in ``folder``.
-
-    Errors: ``KinformerError`` for a folder without a valid record.
-    """
+    """Return the record of the datastore in ``folder``; ``KinformerError`` without a valid one."""
     place = folder / RECORD
     if not place.exists():
         raise KinformerError(
@@ -146,12 +141,10 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
 
 
 class Datastore:
-    """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays.
-
-    Errors: ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than
-    ``origin``. The sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely
-    with ``check_all``.
-    """
+    """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays. Errors:
+    ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than ``origin``. The
+    sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely with
+    ``check_all``."""
 
     def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
         self.folder = Path(folder)
@@ -202,12 +195,13 @@ class Datastore:
     def _map(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         path, needed = self.folder / name, dtype.itemsize * int(np.prod(shape))
         size = path.stat().st_size if path.is_file() else 0
-        if size < needed:
-            raise KinformerError(
-                f"{path}: is truncated ({size:,} of {plural(needed, 'byte')}); restore it from a copy, or rebuild the "
-                "store."
-            )
+        _require_size(path, size, needed)
         return np.memmap(path, dtype, "r", shape=shape)
+
+
+def _require_size(path: str | Path, present: int, needed: int) -> None:
+    if present < needed:
+        raise KinformerError(f"{path}: is truncated ({present:,} of {plural(needed, 'byte')}); restore or rebuild it.")
 
 
 def crc32(array: np.ndarray, before: int = 0) -> int:
@@ -260,12 +254,7 @@ class Writer:
         return record
 
     def _cut(self, file: BinaryIO, size: int) -> None:
-        present = os.fstat(file.fileno()).st_size
-        if present < size:
-            raise KinformerError(
-                f"{file.name}: is truncated ({present:,} of {plural(size, 'byte')}); restore it from a copy, or "
-                "rebuild it."
-            )
+        _require_size(file.name, os.fstat(file.fileno()).st_size, size)
         os.ftruncate(file.fileno(), size)
 
     def holds(self, source: Mapping[str, object]) -> bool:
@@ -273,8 +262,7 @@ class Writer:
         return not self.record.parts or any(part.source == source for part in self.record.parts)
 
     def begin(self, source: Mapping[str, object], total: int) -> int:
-        """Begin to write ``source``, a text of ``total`` entries; return how many of its entries are already
-        counted."""
+        """Begin to write ``source``, a text of ``total`` entries; return how many entries are counted already."""
         parts = self.record.parts
         if parts and parts[-1].source == source:
             return parts[-1].written
@@ -334,15 +322,12 @@ class Writer:
     def _state_file(self, entries: int | str) -> Path:
         return self.folder / f"state-{entries}.safetensors"
 
-    def close(self) -> None:
-        """Release the folder and its files. Entries since the last flush are not counted."""
-        self._resources.close()
-
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Release the folder and its files. Entries since the last flush are not counted."""
+        self._resources.close()
 
 
 # The text of a datastore, and the entries that a model makes of it, in order.
@@ -394,11 +379,9 @@ Entries = tuple[Tensor, np.ndarray, tuple[Tensor, ...]]
 
 
 def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequence[Tensor]) -> Iterator[Entries]:
-    """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on.
-
-    ``done`` is the number of entries that an earlier call yielded, and ``leaves`` are the tensors that came with the
-    last of them.
-    """
+    """Yield keys [n, width], next tokens [n] and the carried state's tensors, from entry number ``done`` on. ``done``
+    is the number of entries that an earlier call yielded, and ``leaves`` are the tensors that came with the last of
+    them."""
     first = 0
     for split in text.splits:
         entries = len(split) - 1
@@ -426,8 +409,8 @@ def _carried(
         seen += segment.tokens.shape[1] - 1
         if seen > skipped:
             tokens = torch.from_numpy(segment.tokens).to(device)
-            _, keys, state = model(tokens[:, :-1], state)
-            yield keys[0], segment.tokens[0, 1:], tuple(tensors(state))
+            inputs, state = model(tokens[:, :-1], state)
+            yield inputs.keys[0], segment.tokens[0, 1:], tuple(tensors(state))
 
 
 def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int) -> Iterator[Entries]:
@@ -440,5 +423,5 @@ def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int
             tokens = split.rows(np.array([window.start for window in group]), group[0].size + 1)
             unscored = np.array([window.unscored for window in group])
             counted = np.arange(group[0].size) >= unscored[:, None]
-            keys = model(torch.from_numpy(tokens[:, :-1]).to(device)).keys
+            keys = model(torch.from_numpy(tokens[:, :-1]).to(device))[0].keys
             yield keys[torch.from_numpy(counted).to(device)], tokens[:, 1:][counted], ()

@@ -1,7 +1,7 @@
 """The numbers of a picture of attention: a panel for each pattern that differs, named by its layers and heads.
 
-A cell of a pattern's panel stands for neighbouring queries (down) and keys (across). Its value is the share of pairs
-that the pattern allows. Equal patterns are shown once.
+A cell of a pattern's panel stands for neighbouring queries (down) and keys (across), and its value is the share of
+pairs that the pattern allows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ from kinformer.runtime.errors import plural
 @dataclass(frozen=True)
 class FullSequence(Pattern):
     """A pattern of the global input and the long input, with the pattern ``inner`` between tokens of the long input.
-
-    The first ``num_global`` positions are the global input. These positions and the first ``global_tokens`` positions
-    of the long input see all positions, and all positions see them. ``global_input`` is the config of the global input,
-    or None.
-    """
+    The first ``num_global`` positions, the global input of the config ``global_input``, and the first ``global_tokens``
+    positions of the long input see all positions, and all positions see them."""
 
     inner: Pattern
     global_tokens: int = 0
@@ -53,8 +50,7 @@ class FullSequence(Pattern):
         return FullSequence(self.inner.at(head), self.global_tokens, self.global_input, self.num_global)
 
     def sized(self, length: int) -> Pattern:
-        """Return the pattern of ``length`` tokens in all: the longest long input that leaves room for its global
-        input."""
+        """Return the pattern of ``length`` tokens: the longest long input that leaves room for its global input."""
         num_global = 0
         if self.global_input is not None:
             built = self.global_input.build(1)
@@ -97,11 +93,9 @@ SPARSE, SPARSER = 0.5, 0.35
 
 @dataclass(frozen=True, kw_only=True)
 class PatternPanel:
-    """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1. ``causal``: no query sees a later key.
-
-    allowed_pairs: the number of pairs that the pattern allows among ``length`` tokens.
-    computed_pairs: the number of pairs that the executor computes, or None.
-    """
+    """The panel of a pattern: ``shares`` [cells, cells] from 0 to 1. ``causal``: no query sees a later key. Of the
+    pairs among ``length`` tokens, the pattern allows ``allowed_pairs``, and the executor computes ``computed_pairs``,
+    or None."""
 
     place: str
     name: str
@@ -125,11 +119,8 @@ class FieldPanel:
 
 @dataclass(frozen=True, kw_only=True)
 class HeatPanel:
-    """The panel of numbers [rows, columns] as colours.
-
-    ``signed``: two colours around zero; otherwise one colour from zero. A cell stands for ``tokens_per_cell`` rows and
-    columns, which are counted from ``first``.
-    """
+    """The panel of numbers [rows, columns] as colours: two around zero if ``signed``, else one from zero. A cell stands
+    for ``tokens_per_cell`` rows and columns, which are counted from ``first``."""
 
     place: str
     name: str
@@ -156,10 +147,8 @@ LATER, UNSEEN, SEEN, ITSELF = range(4)
 
 @dataclass(frozen=True)
 class Placed:
-    """A part in a slot of a model's config, with the config of its owner.
-
-    ``layers`` are the numbers, from 0, of the layers with this part; None for a part outside the layers.
-    """
+    """A part in a slot of a model's config, with the config of its owner, and the numbers, from 0, of the ``layers``
+    with this part; None for a part outside the layers."""
 
     part: Any
     owner: Any
@@ -168,11 +157,8 @@ class Placed:
 
 
 def parts_of(config: Config, slot: str) -> list[Placed]:
-    """Return the parts of a slot in a model's config, in order of their first layers.
-
-    Equal parts of equal owners are one entry. Parts of an encoder that reads the source are left out, because they
-    belong to the encoder.
-    """
+    """Return the parts of a slot in a model's config, in order of their first layers; equal parts of equal owners are
+    one entry. Parts of an encoder that reads the source belong to the encoder."""
     panels: list[Placed] = []
     for path, part, owner in _walk(config, slot, (), config):
         if path[0] == "encoder":
@@ -234,15 +220,16 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
 
 def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int, cells: int) -> PatternPanel:
     """Return the panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
-    shares = shares_of(pattern.sized(cells * tokens_per_cell), tokens_per_cell, cells)
+    length = cells * tokens_per_cell
+    shares, pairs = shares_of(pattern.sized(length), tokens_per_cell, cells), tokens_per_cell**2
     return PatternPanel(
         place=place,
         name=name,
         shares=shares,
         tokens_per_cell=tokens_per_cell,
         causal=pattern.ahead == 0,
-        length=cells * tokens_per_cell,
-        allowed_pairs=round(float(shares.sum()) * tokens_per_cell**2),
+        length=length,
+        allowed_pairs=round(float(shares.sum()) * pairs),
     )
 
 
@@ -258,11 +245,8 @@ def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
 
 
 def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
-    """Return the tokens per cell, a power of two, at which the structure of all ``patterns`` is visible.
-
-    The structure of a pattern is visible if it allows less than half of the picture's pairs. If cells stand for several
-    tokens, the bound is a little more than a third.
-    """
+    """Return the tokens per cell, a power of two, at which all ``patterns`` allow less than half of the picture's
+    pairs, or, if cells stand for several tokens, little more than a third: their structure is then visible."""
     needed = 1
     for pattern in patterns:
         pairs = cells * (cells + 1) / 2 if pattern.ahead == 0 else cells * cells
@@ -275,8 +259,7 @@ def scale(patterns: Sequence[Pattern], cells: int = CELLS) -> int:
 
 
 def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
-    """Return (tokens per cell, cells) for a picture of ``length`` tokens; None for the length that the patterns
-    need."""
+    """Return (tokens per cell, cells) for a picture of ``length`` tokens, or of as many as the patterns need."""
     if length is None:
         return scale(patterns), CELLS
     tokens = -(-length // MOST_CELLS)
@@ -284,10 +267,7 @@ def grid(length: int | None, patterns: Sequence[Pattern]) -> tuple[int, int]:
 
 
 def field_panel(pattern: Pattern, name: str, place: str, shape: tuple[int, int], cell: CellOf) -> FieldPanel:
-    """Return the panel of a query at about three fifths of the height of an image of ``shape``.
-
-    ``cell(positions)`` returns rows and columns.
-    """
+    """Return the panel of a query three fifths down an image of ``shape``, by the rows and columns of ``cell``."""
     height, width = shape
     positions = torch.arange(height * width)
     rows, columns = (item.numpy() for item in cell(positions))
@@ -302,11 +282,9 @@ def field_panel(pattern: Pattern, name: str, place: str, shape: tuple[int, int],
 
 
 def raster(pattern: Pattern, width: int | None) -> tuple[tuple[int, int], CellOf] | None:
-    """Return the shape of a pattern's image, and a function from positions to rows and columns.
-
-    The result is None for a pattern whose positions are not pixels. With ``width``, positions count as the pixels of a
-    square image of this width, line by line.
-    """
+    """Return the shape of a pattern's image, and a function from positions to rows and columns; None for a pattern
+    whose positions are not pixels. With ``width``, positions are the pixels of a square image of this width, line by
+    line."""
     if width is not None:
         return (width, width), lambda positions: (positions // width, positions % width)
     rasters: Iterator[Raster] = (getattr(item, "raster") for item in _inside(pattern) if hasattr(item, "raster"))  # noqa: B009
@@ -448,8 +426,7 @@ def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> 
 
 
 def _whole(table: Tensor, lowest: int, length: int, rest: float) -> Floats:
-    """Return ``table`` [n, distances] for all distances below ``length``; ``rest`` fills distances outside the
-    table."""
+    """Return ``table`` [n, distances] for all distances below ``length``; ``rest`` fills distances outside it."""
     result = np.full((table.shape[0], length), rest)
     result[:, lowest : lowest + table.shape[1]] = table.double().numpy()[:, : length - lowest]
     return result
@@ -508,10 +485,7 @@ def influence_panel(
 
 
 def _extent(mixer: CausalMixer | EncoderMixer) -> tuple[int, int]:
-    """Return (tokens per cell, cells) for 1.5 times the tokens that a query sees; an image has 8 x 8 patches.
-
-    The tokens per cell are a power of two.
-    """
+    """Return (tokens per cell, cells) for 1.5 times the tokens that a query sees, or for 8 x 8 patches."""
     if isinstance(mixer, GridOnly):
         return 1, PATCHES
     seen = getattr(mixer, "retained", None)

@@ -86,8 +86,8 @@ class SeenImage:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture of a subject of a ``kind``: its ``title``, its ``content``, ``lines`` that describe each part, and
-    ``facts`` for JSON. ``more`` follows the title in printed text."""
+    """A picture of a subject of a ``kind``: its ``title``, its ``content``, ``lines`` about each part, and ``facts``
+    for JSON. ``more`` follows the title in printed text."""
 
     title: str
     content: ColouredText | SeenImage | History | Sequence[Panel]
@@ -216,16 +216,10 @@ def _field(axes: Axes, panel: FieldPanel) -> None:
 
 
 def _mosaic(axes: Axes, colours: np.ndarray, down: tuple[str, int], across: tuple[str, int]) -> None:
-    """Draw square cells with thin lines between them; the first row is on top. ``down`` and ``across`` are the name and
-    the length of each axis."""
+    """Draw square cells with thin lines between them; ``down`` and ``across`` are each axis's name and length."""
     rows, columns = colours.shape[:2]
-    axes.pcolormesh(
-        np.arange(columns + 1),
-        np.arange(rows + 1),
-        colours,
-        edgecolors=PAPER,
-        linewidth=min(0.8, 14 / max(rows, columns)),
-    )
+    across_cells, down_cells, width = np.arange(columns + 1), np.arange(rows + 1), min(0.8, 14 / max(rows, columns))
+    axes.pcolormesh(across_cells, down_cells, colours, edgecolors=PAPER, linewidth=width)
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
     axes.set_aspect("equal")

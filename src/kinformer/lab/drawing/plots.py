@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 # The style of all figures: matplotlib if installed, colours that colour-blind readers distinguish, PNG or SVG files.
-#
 # The colours are from Okabe and Ito (2008, Color Universal Design).
-
 
 BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 INK, QUIET, FAINT, PAPER = "#222222", "#8A8F94", "#E9EBED", "#FFFFFF"
@@ -30,21 +28,11 @@ SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, INK, QUIET)
 FORMATS = ("png", "svg")
 DPI = 160
 STYLE = {
-    "font.size": 9.0,
-    "axes.titlesize": 9.0,
-    "axes.edgecolor": QUIET,
-    "axes.linewidth": 0.6,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "svg.hashsalt": "kinformer",
+    "font.size": 9.0, "axes.titlesize": 9.0, "axes.edgecolor": QUIET, "axes.linewidth": 0.6, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": QUIET, "ytick.color": QUIET, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "svg.hashsalt": "kinformer",
     "text.parse_math": False,  # names and tokens may hold dollar signs
-}
+}  # fmt: skip
 
 
 def check(path: Path) -> str:
@@ -89,6 +77,22 @@ def plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+@contextmanager
+def plot(path: Path, size: tuple[float, float], x: str, y: str, title: str = "", font: float = 8) -> Iterator[Axes]:
+    """Yield the plain axes of a figure of ``size`` inches, and write it, with a legend, to ``path``."""
+    with figure(*size) as drawn:
+        axes = drawn.subplots()
+        plain(axes)
+        axes.locator_params(steps=(1, 2, 5, 10))
+        yield axes
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.set_title(title, loc="left")
+        axes.legend(frameon=False, fontsize=font)
+        drawn.tight_layout()
+        save(drawn, path)
+
+
 def remark(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **look: Any) -> None:
     """Write a quiet ``text`` at a point of the data, moved by an ``offset`` in points."""
     axes.annotate(text, place, offset, textcoords="offset points", color=QUIET, fontsize=7.5, **look)
@@ -101,19 +105,15 @@ Stroke = Literal["solid", "dashed", "dotted"]
 
 HEADROOM = 0.4
 STROKES: dict[Stroke, str | tuple[float, tuple[float, ...]]] = {
-    "solid": "-",
-    "dashed": (0, (4, 1.6)),
-    "dotted": (0, (1, 1.4)),
-}
+    "solid": "-", "dashed": (0, (4, 1.6)), "dotted": (0, (1, 1.4)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The curve of one model: bits per byte at each context length, and by position in the longest window.
-
-    A position is the last position of its bin. ``trained`` is the training length. Without a ``colour`` the curve gets
-    the next colour of the series.
-    """
+    """The curve of one model: bits per byte at each context length, and by position, the last of its bin, in the
+    longest window. ``trained`` is the training length. Without a ``colour`` the curve gets the next colour of the
+    series."""
 
     name: str
     trained: int | None
@@ -174,22 +174,13 @@ def _range(curves: Sequence[Curve], lines: Sequence[Points]) -> tuple[float, flo
 
 def plot_history(history: History, title: str, path: Path) -> None:
     """Draw a run's curve of training, smoothed, and its validations."""
-    with figure(6.4, 4.0) as drawn:
-        axes = drawn.subplots()
-        plain(axes)
-        named = ((history.training, BLUE, "", "training, smoothed"), (history.validation, RED, "o", "validation"))
+    named = ((history.training, BLUE, "", "training, smoothed"), (history.validation, RED, "o", "validation"))
+    with plot(path, (6.4, 4.0), "steps", history.unit, title) as axes:
         for points, colour, marker, name in named:
             if points:
-                axes.plot(
-                    *zip(*points, strict=True), color=colour, marker=marker, markersize=3, linewidth=1.4, label=name
-                )
+                look = {"marker": marker, "markersize": 3, "linewidth": 1.4}
+                axes.plot(*zip(*points, strict=True), color=colour, label=name, **look)
         axes.set_ylim(*history.range)
-        axes.set_xlabel("steps")
-        axes.set_ylabel(history.unit)
-        axes.set_title(title, loc="left")
-        axes.legend(frameon=False, fontsize=8)
-        drawn.tight_layout()
-        save(drawn, path)
 
 
 # Returns against target returns, as in figure 4 of Chen et al. 2021.
@@ -198,15 +189,11 @@ def plot_history(history: History, title: str, path: Path) -> None:
 def plot_returns(
     rows: Sequence[Mapping[str, Any]], clone: Mapping[str, Any] | None, best: float, title: str, path: Path
 ) -> None:
-    """Draw ``rows`` as points, and the best return of the data and the mean of cloned behaviour as lines.
-
-    A row has the ``mean`` return of episodes that aim at ``target``, and half the width of its ``confidence`` interval.
-    A ``target`` of None aims at the best return, whose mean is ``optimal``.
-    """
+    """Draw ``rows`` as points, and the best return of the data and the mean of cloned behaviour as lines. A row has the
+    ``mean`` return of episodes that aim at ``target``, and half the width of its ``confidence`` interval; a ``target``
+    of None aims at the best return, whose mean is ``optimal``."""
     points = sorted((row["optimal"] if row["target"] is None else row["target"], row) for row in rows)
-    with figure(5.4, 4.2) as drawn:
-        axes = drawn.subplots()
-        plain(axes)
+    with plot(path, (5.4, 4.2), "return asked for", "return (mean, 95 % confidence)", title, 9) as axes:
         targets = [target for target, _ in points]
         means = [row["mean"] for _, row in points]
         low, high = min([*targets, *means]), max([*targets, *means])
@@ -218,12 +205,6 @@ def plot_returns(
         axes.errorbar(
             targets, means, yerr=spread, color=BLUE, marker="o", markersize=4, linewidth=1.6, capsize=2, label="agent"
         )
-        axes.set_xlabel("return asked for")
-        axes.set_ylabel("return (mean, 95 % confidence)")
-        axes.set_title(title, loc="left")
-        axes.legend(frameon=False)
-        drawn.tight_layout()
-        save(drawn, path)
 
 
 # The relative gain of each step to a longer context, which defines the relative effective context length.
@@ -231,20 +212,13 @@ def plot_returns(
 
 def plot_effective_context(names: Sequence[str], contexts: Sequence[int], curves: Sequence[Recl], path: Path) -> None:
     """Draw the gain in percent of perplexity against the context after a step, one line for each model."""
-    with figure(6.4, 4.0) as drawn:
-        axes = drawn.subplots()
-        plain(axes)
+    with plot(path, (6.4, 4.0), "context (tokens)", "gain over one step shorter (% of perplexity)") as axes:
         axes.axhline(100 * THRESHOLD, color=QUIET, linewidth=0.8, linestyle=(0, (2, 2)))
         remark(axes, "least gain that counts", (contexts[-1], 100 * THRESHOLD), (0, 2), ha="right", va="bottom")
         for index, (name, curve) in enumerate(zip(names, curves, strict=True)):
             gains, colour = [100 * gain for gain in curve.gains], SERIES[index % len(SERIES)]
             label = f"{name}: RECL {'at least ' if curve.at_least else ''}{curve.length}"
             axes.plot(contexts[1:], gains, color=colour, linewidth=1.6, marker="o", markersize=3, label=label)
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("gain over one step shorter (% of perplexity)")
-        axes.legend(frameon=False, fontsize=8)
-        drawn.tight_layout()
-        save(drawn, path)
 
 
 # Bits per byte against the weight and the size of a datastore (Khandelwal et al. 2020, figures 4 and 5).

@@ -1,5 +1,4 @@
-"""Pictures of a trained run: the exits, buckets, experts, spans and chosen blocks of a text; the attention to an
-image."""
+"""Pictures of a trained run: exits, buckets, experts, spans and chosen blocks of a text; the attention to an image."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from kinformer.lab.tasks.images import pictures
 from kinformer.lab.tasks.texts import held_out, main_windows
 from kinformer.lab.tasks.vision import probabilities_of
 from kinformer.lab.training.logging import history_of
-from kinformer.mixers.windows import WindowAttention
+from kinformer.mixers.encoders import WindowAttention
 from kinformer.runtime.errors import KinformerError, marked, plural
 
 # The text of a run's data, or another text, with a colour for every token.
@@ -45,8 +44,7 @@ TRACED, BLOCKS = 512, 32
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
     """Return the run whose text the option ``what`` draws.
 
-    Errors: ``KinformerError`` for options that this picture does not read, such as ``unread``, and for runs that do not
-    read text.
+    Errors: ``KinformerError`` for options that this picture does not read, and for runs that do not read text.
     """
     others = ("pattern", "position", *unread, "image_width")
     if wrong := [marked(name) for name in others if getattr(options, name)]:
@@ -93,17 +91,13 @@ def text_by_buckets(options: DrawOptions) -> Picture:
     traced = trace(run.folder, run.tokenizer.decode(tokens), settings)
     site = next((item for item in traced.attention if item.buckets is not None), None)
     if site is None or site.buckets is None:
-        raise KinformerError(
-            f"{run.folder}: no head of {'this layer' if layers else 'this run'} attends within buckets or clusters; "
-            "give a run of reformer or routing."
-        )
+        where = "this layer" if layers else "this run"
+        raise KinformerError(f"{run.folder}: no head of {where} has buckets; give a run of reformer or routing.")
     sorting = {head: item[0].tolist() for head, item in zip(site.heads, site.buckets, strict=True) if item.min() >= 0}
     head = options.head or min(sorting)
     if head not in sorting:
-        raise KinformerError(
-            f"`head` {head}: does not attend within buckets or clusters; the heads that do are "
-            f"{', '.join(map(str, sorting))}."
-        )
+        heads = ", ".join(map(str, sorting))
+        raise KinformerError(f"`head` {head}: does not attend within buckets; the heads that do are {heads}.")
     groups = sorting[head]
     members = [groups.count(group) for group in range(max(groups) + 1)]
     used = plural(sum(map(bool, members)), "group")
@@ -113,22 +107,16 @@ def text_by_buckets(options: DrawOptions) -> Picture:
 
 
 def text_by_experts(options: DrawOptions) -> Picture:
-    """Draw the text with each token in the colour of its expert of largest weight in one layer.
-
-    The facts hold the number of ``tokens`` of every expert, and its ``share`` of all weights.
-    """
+    """Draw the text with each token in the colour of its expert of largest weight in one layer. The facts hold the
+    number of ``tokens`` of every expert, and its ``share`` of all weights."""
     run = text_run(options, "experts", "head")
     tokens = tokens_of(run, options)[: options.length or TRACED]
     seen = _shown(run.model(options.set).eval(), "experts", torch.from_numpy(tokens[None]))
     if not seen:
-        raise KinformerError(
-            f"{run.folder}: no layer of this run has experts; give a run of mixtral, or of deepseek's kind."
-        )
+        raise KinformerError(f"{run.folder}: no layer of this run has experts; give a run of mixtral or deepseek.")
     layer = options.layer or min(seen)
     if layer not in seen:
-        raise KinformerError(
-            f"`layer` {layer}: does not have experts; the layers with experts are {', '.join(map(str, seen))}."
-        )
+        raise KinformerError(f"`layer` {layer}: lacks experts; layers with experts are {', '.join(map(str, seen))}.")
     experts, (weights, count) = seen[layer][0], (seen[layer][1][name] for name in ("weights", "count"))
     first = experts.gather(-1, weights.argmax(-1, keepdim=True))[0, :, 0]
     members = first.bincount(minlength=count).tolist()
@@ -146,8 +134,8 @@ def text_by_exits(options: DrawOptions) -> Picture:
     stack = early_exit_stack(model)
     if stack is None:
         raise KinformerError(
-            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or "
-            "give a threshold by `set` stack.rule.thresholds=[0.9]."
+            f"{run.folder}: no token of this run leaves early; calibrate it first (kinformer calibrate DIR), or give a "
+            "threshold by `set` stack.rule.thresholds=[0.9]."
         )
     tokens = tokens_of(run, options)
     # Windows overlap by half, so each token after the first window has at least half a window of context.
@@ -173,10 +161,7 @@ def text_by_exits(options: DrawOptions) -> Picture:
 
 
 def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, dict[str, Any]]]:
-    """Return the first value of each layer at a point of ``core.probe``, and the facts of the value, by layer number.
-
-    The model reads ``tokens`` [1, time].
-    """
+    """Return each layer's first value at a point of ``core.probe`` for ``tokens`` [1, time], with its facts."""
     seen: dict[int, tuple[Tensor, dict[str, Any]]] = {}
     number = 0
 
@@ -200,10 +185,8 @@ def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, di
 
 
 def chosen_blocks(options: DrawOptions) -> Picture:
-    """Draw the keys that queries see through chosen blocks, among the first tokens of the text.
-
-    Each layer has a panel for each group of heads that choose together.
-    """
+    """Draw the keys that queries see through chosen blocks, among the first tokens of the text, with a panel for each
+    layer and group of heads that choose together."""
     run = text_run(options, "blocks")
     model = run.model(options.set).eval()
     blocks = [facts["block"] for _, facts in _shown(model, "choices", torch.zeros(1, 1, dtype=torch.int64)).values()]
@@ -213,9 +196,8 @@ def chosen_blocks(options: DrawOptions) -> Picture:
     tokens = torch.from_numpy(tokens_of(run, options, length)[:length])
     chosen = _shown(model, "choices", tokens[None])
     if options.layer is not None and options.layer not in chosen:
-        raise KinformerError(
-            f"`layer` {options.layer}: chooses no blocks; the layers that do are {', '.join(map(str, chosen))}."
-        )
+        layers = ", ".join(map(str, chosen))
+        raise KinformerError(f"`layer` {options.layer}: chooses no blocks; the layers that do are {layers}.")
     panels = []
     for number in chosen if options.layer is None else [options.layer]:
         choices, facts = chosen[number]
@@ -273,19 +255,13 @@ def span_panel(model: nn.Module, title: str) -> HeatPanel:
     spans = [module.spans() for module in model.modules() if isinstance(module, Span)]
     if any(isinstance(module, TokenSpan) for module in model.modules()):
         raise KinformerError(
-            f"`spans`: the spans of {title} follow from its tokens, so no table shows them; draw a run whose heads "
-            "learn one span each (span=soft_span)."
+            f"`spans`: the spans of {title} follow from its tokens; draw a run whose heads learn one span each "
+            "(span=soft_span)."
         )
     if not spans:
-        raise KinformerError(
-            f"`spans`: {title} learns no spans; train one that does, as adaptive-span or with "
-            "`set` layers.*.mixer.span=soft_span."
-        )
+        raise KinformerError(f"`spans`: {title} learns no spans; train one with `set` layers.*.mixer.span=soft_span.")
     if len({len(heads) for heads in spans}) > 1:
-        raise KinformerError(
-            f"`spans`: the layers of {title} differ in their number of heads, "
-            "so their spans do not form a table; draw another model."
-        )
+        raise KinformerError(f"`spans`: the layers of {title} differ in their number of heads; draw another model.")
     values, name = np.array(spans), "learnt span in tokens"
     return HeatPanel(place="", name=name, values=values, rows="layer", columns="head", signed=False, first=1)
 
@@ -351,9 +327,7 @@ def learning_curve(options: DrawOptions) -> Picture:
     run = open_run(options.subject)
     history = history_of(run.folder, run.task.metrics)
     if not (history.training or history.validation):
-        raise KinformerError(
-            f"{run.folder}: its metrics.jsonl does not have a curve; give a run that was trained here."
-        )
+        raise KinformerError(f"{run.folder}: its metrics.jsonl lacks a curve; give a run that was trained here.")
     last = [
         f"{name}: {history.metric.text(points[-1][1])} at step {points[-1][0]:,}"
         for name, points in (("training, smoothed", history.training), ("validation", history.validation))
@@ -383,11 +357,9 @@ def _probabilities(call: _Call) -> Tensor | None:
 
 
 def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input: Patches.Config) -> list[HeatOver]:
-    """Return maps of attention roll-out over the patches, relative to the mean patch.
-
-    Each token before the patches, such as the class token, has a map. Without such tokens there is one map, of the mean
-    of all patches, or of the mean weighted by the ``shares`` of a gated head.
-    """
+    """Return maps of attention roll-out over the patches, relative to the mean patch: one for each token before the
+    patches, such as the class token, or one of the mean of all patches, or weighted by the ``shares`` of a gated
+    head."""
     grid = call.text.grid
     assert grid is not None
     rows = rolled_so_far[: input.before] if input.before else rolled_so_far.mean(0, keepdim=True)
@@ -403,10 +375,7 @@ def _rolled(rolled_so_far: Tensor, shares: Sequence[Tensor], call: _Call, input:
 
 
 def _windows(calls: Sequence[_Call], patch: int) -> list[WindowsOver]:
-    """Return the windows of every stage, with separate entries for shifted layers.
-
-    The width of patches doubles from stage to stage.
-    """
+    """Return the windows of every stage, shifted layers apart. The width of patches doubles from stage to stage."""
     windows: dict[tuple[int, int, int], list[int]] = {}
     widest = calls[0].x.shape[-1]
     for number, call in enumerate(calls, start=1):

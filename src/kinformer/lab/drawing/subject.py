@@ -22,6 +22,7 @@ from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, nearest_member
 from kinformer.kernels.block_sparse import explain
+from kinformer.lab.drawing import runs
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.drawing.panels import (
     LENGTH,
@@ -45,15 +46,6 @@ from kinformer.lab.drawing.panels import (
 )
 from kinformer.lab.drawing.pictures import Picture, picture_of
 from kinformer.lab.drawing.plots import check
-from kinformer.lab.drawing.runs import (
-    chosen_blocks,
-    learning_curve,
-    learnt_spans,
-    looked_at,
-    text_by_buckets,
-    text_by_exits,
-    text_by_experts,
-)
 from kinformer.lab.runs.run import CONFIG, open_run
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder
@@ -80,7 +72,6 @@ class Subject:
     """The parts to draw.
 
     patterns: (pattern, name, place) of each different head or layer.
-    encodings: the encodings of positions.
     others: (mixer, name, place, width) of each mixer without a pattern.
     untrained: the kinds of encodings with random numbers before training, which are not drawn.
     """
@@ -128,10 +119,7 @@ class Subject:
 
 
 def find(options: DrawOptions) -> Subject:
-    """Return the member, run folder, pattern or position with the name ``options.subject``.
-
-    They are tried in this order, unless an option names the kind.
-    """
+    """Return the member, run, pattern or position ``options.subject``, in this order unless an option names one."""
     name = options.subject
     if options.pattern and options.position:
         raise KinformerError("`pattern` and `position` contradict; give one.")
@@ -143,9 +131,8 @@ def find(options: DrawOptions) -> Subject:
                 f'{options.subject}: is not JSON ({error}); write as in {{"kind": "local"}}.'
             ) from None
         if not isinstance(data, dict) or str(data.get("kind")) not in (table := _parts(options)):
-            raise KinformerError(
-                f"{options.subject}: does not name a pattern or a position; {nearest(str(data.get('kind')), table)}"
-            )
+            near = nearest(str(data.get("kind")), table)
+            raise KinformerError(f"{options.subject}: does not name a pattern or a position; {near}")
         return _part(options, data)
     named, table = not (options.pattern or options.position), _parts(options)
     # The name of a member means a part of the same name if --set changes only fields that models do not have.
@@ -163,21 +150,18 @@ def find(options: DrawOptions) -> Subject:
         return _part(options, {"kind": name})
     if named and "/" in name:
         open_run(name)  # raises the error about a folder without a run
-    kinds = (
-        "a member, a run folder, a pattern or a position" if named else "a pattern" if options.pattern else "a position"
-    )
+    wanted = "a pattern" if options.pattern else "a position"
+    wanted = "a member, a run folder, a pattern or a position" if named else wanted
     other, names = nearest_member(name) if named else None, [*table, *(FAMILY if named else ())]
-    raise KinformerError(f"{name!r} is not {kinds} to draw; {other.sentence if other else nearest(name, names)}")
+    near = other.sentence if other else f"{nearest(name, names)} See: kinformer list."
+    raise KinformerError(f"{name!r} is not {wanted} to draw; {near}")
 
 
 # A pattern or a position without a model.
 
 
 def _parts(options: DrawOptions) -> dict[str, str]:
-    """Return the slot of every kind of part that can be drawn alone; an option may restrict the slots.
-
-    A kind in two slots counts as a pattern.
-    """
+    """Return the slot of every kind of part that can be drawn alone; a kind in two slots counts as a pattern."""
     slots = ["pattern"] if options.pattern else ["position", "embedding"]
     if not (options.pattern or options.position):
         slots.append("pattern")
@@ -212,8 +196,7 @@ def _part(options: DrawOptions, data: JsonObject) -> Subject:
 
 
 class _Side(NamedTuple):
-    """A model, or the encoder of a model: its config, its width, the trained module or None, and the prefix of the
-    names of its places."""
+    """A model, or its encoder: the config, the width, the trained module or None, and the prefix of places' names."""
 
     config: Any
     dim: int
@@ -225,10 +208,8 @@ class _Side(NamedTuple):
 
 
 def _built(build: Callable[[], M], model: nn.Module | None = None, path: str = "") -> M | None:
-    """Return the module at ``path`` of a trained model, or without a model a new module.
-
-    The result is None for a new module whose numbers depend on the seed, because random numbers show nothing.
-    """
+    """Return the module at ``path`` of a trained model, or without a model a new module; None for a new module whose
+    numbers depend on the seed, because random numbers show nothing."""
     if model is not None:
         return _module_at(model, path)
     built = []
@@ -339,20 +320,18 @@ def _heads(placed: Placed, options: DrawOptions) -> list[tuple[Pattern, str, str
 
 # The drawing of a subject into a file, with lines and facts about the picture.
 
-
 TEXTS: dict[str, Callable[[DrawOptions], Picture]] = {
-    "exits": text_by_exits,
-    "buckets": text_by_buckets,
-    "experts": text_by_experts,
-    "blocks": chosen_blocks,
+    "exits": runs.text_by_exits,
+    "buckets": runs.text_by_buckets,
+    "experts": runs.text_by_experts,
+    "blocks": runs.chosen_blocks,
 }
 """Options that draw a text, or a model's choices on a text, and their functions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A picture in the file ``out``: its ``title``, ``lines`` that describe each part, and the same as ``facts`` for
-    JSON."""
+    """A picture in the file ``out``: its ``title``, ``lines`` about each part, and the same as ``facts`` for JSON."""
 
     out: Path
     title: str
@@ -375,28 +354,25 @@ def draw(options: DrawOptions) -> Drawing:
 def _picture(options: DrawOptions) -> Picture:
     """Return the picture of the options' subject."""
     if options.image is not None:
-        return looked_at(options)
+        return runs.looked_at(options)
     if options.curve:
-        return learning_curve(options)
+        return runs.learning_curve(options)
     texts = [name for name in TEXTS if getattr(options, name)]
     if len(texts) > 1:
         raise KinformerError(f"{' and '.join(map(marked, texts))} contradict; give one.")
     if options.spans:
-        return learnt_spans(options)
+        return runs.learnt_spans(options)
     if texts:
         return TEXTS[texts[0]](options)
     if options.data is not None:
-        raise KinformerError(
-            f"`data` {options.data}: is for {', '.join(map(marked, TEXTS))}; add one, or leave it out."
-        )
+        texts = [marked(name) for name in TEXTS]
+        raise KinformerError(f"`data` {options.data}: is for {', '.join(texts)}; add one, or leave it out.")
     with private_numbers(options.seed):
         subject = find(options)
         panels = subject.panels()
     if panels:
         return picture_of(subject.kind, subject.title, panels)
     if subject.untrained:
-        raise KinformerError(
-            f"{options.subject}: the positions {', '.join(subject.untrained)} are learnt, and before training they are "
-            "random numbers; draw the folder of a run with these positions."
-        )
+        names = ", ".join(subject.untrained)
+        raise KinformerError(f"{options.subject}: the positions {names} are learnt; draw the folder of a trained run.")
     raise KinformerError(f"{options.subject}: has neither a pattern nor positions to draw; choose another member.")

@@ -1,5 +1,4 @@
-"""A model in plain text: the formulas in the docstrings of its parts, its sizes in symbols of papers and names of
-settings, and its patterns as characters."""
+"""A model in plain text: the formulas of its parts from docstrings, its sizes in symbols, and its patterns."""
 
 from __future__ import annotations
 
@@ -23,12 +22,9 @@ SLOTS = (
 )  # fmt: skip
 """The slots of the parts whose formulas are shown, in this order."""
 PLAIN = {
-    ("position", "none"),
-    ("stack", "sequential"),
-    ("feed_forward", "mlp"),
-    ("head", "language"),
+    ("position", "none"), ("stack", "sequential"), ("feed_forward", "mlp"), ("head", "language"),
     ("embedding", "lookup"),
-}
+}  # fmt: skip
 """Plain parts of many members, whose formulas are left out."""
 SYMBOLS = (
     ("d_model", "dim"), ("h", "num_heads"), ("d_k", "head_dim"), ("d_v", "value_dim"), ("d_ff", "hidden_dim"),
@@ -47,10 +43,7 @@ class Formula(NamedTuple):
 
 
 def formulas(config: Config) -> list[Formula]:
-    """Return the formulas of every different part of a model's config, mixers first.
-
-    Formulas are the indented lines of a docstring.
-    """
+    """Return the formulas, indented lines of docstrings, of every different part of a model's config, mixers first."""
     formulas_by_name: dict[tuple[str, str], Formula] = {}
     for part in parts_in(config):
         key = (part.slot, part.kind)
@@ -65,11 +58,9 @@ def formulas(config: Config) -> list[Formula]:
 
 
 def _formulas_of(part: Config, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the formulas that hold with the settings of ``part``, without their conditions.
-
-    A condition stands two spaces before its formula: a setting and its value (``rule delta``), a setting that is not
-    zero, false or none (``balance``), or a value that names its setting (``trigonometric``).
-    """
+    """Yield the formulas that hold with the settings of ``part``, without their conditions. A condition stands two
+    spaces before its formula: a setting and its value (``rule delta``), a setting that is not zero, false or none
+    (``balance``), or a value that names its setting (``trigonometric``)."""
     types, unset, holds = field_types(type(part)), ("none", "false", "0", "0.0"), True
     values = {name: str(getattr(value := getattr(part, name), "kind", value)).lower() for name in types}
     choices = {value: name for name, kind in types.items() for value in get_args(kind)}
@@ -84,8 +75,7 @@ def _formulas_of(part: Config, lines: Iterable[str]) -> Iterator[str]:
 
 
 def described(config: type[Config]) -> str:
-    """Return the text about the part that ``config`` builds: the docstring of its file, or of its class if the file
-    holds several parts."""
+    """Return the text about the part that ``config`` builds: the docstring of its file, or of a class among several."""
     module = sys.modules.get(config.__module__)
     if module is None:
         return ""
@@ -134,10 +124,8 @@ class TextPicture(TypedDict):
 
 
 def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list[str]:
-    """Return ``cells`` lines of ``cells`` characters.
-
-    A cell is filled if the last query among the tokens of its row sees any key among the tokens of its column.
-    """
+    """Return ``cells`` lines of ``cells`` characters. A cell is filled if the last query among the tokens of its row
+    sees any key among the tokens of its column."""
     index = torch.arange(cells * tokens_per_cell)
     pattern = pattern.sized(len(index))
     last = index[tokens_per_cell - 1 :: tokens_per_cell]
@@ -146,10 +134,8 @@ def draw(pattern: Pattern, tokens_per_cell: int = 1, cells: int = CELLS) -> list
 
 
 def scale(pattern: Pattern, cells: int = CELLS) -> int:
-    """Return the tokens per cell at which the window of ``pattern`` fills about a third of the picture.
-
-    For a pattern without a window it is the first power of two at which the picture has an unseen cell.
-    """
+    """Return the tokens per cell at which the window of ``pattern`` fills about a third of the picture or, without a
+    window, the first power of two at which the picture has an unseen cell."""
     if pattern.behind is not None:
         return max(1, 3 * pattern.behind // cells)
     powers = (2**power for power in range(MOST_TOKENS.bit_length()))

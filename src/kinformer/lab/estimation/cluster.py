@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +34,14 @@ from kinformer.core.contract import Chunk, ReadsSource
 from kinformer.core.crossing import Crosses, Crossing, Summary, sent_by_neighbours
 from kinformer.core.model import StackedModel, modules_of
 from kinformer.core.stack import units_of
-from kinformer.lab.estimation.estimate import Estimate, Precision, at_length, estimate, horizon_of
+from kinformer.lab.estimation.estimate import Precision, at_length, estimate, horizon_of
 from kinformer.lab.estimation.options import Device
 from kinformer.lab.estimation.parts import Costs, ModelSpec, outputs
 from kinformer.lab.runs.options import Parallel as Mesh
 from kinformer.lab.training.tensor_parallel import Division, VocabularyPart, divide, output_product
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.progress import note
+from kinformer.runtime.progress import note_once
 
 # Context parallelism without processes: a model computes the last stretch of a row, and the bytes that it would receive
 # are counted. The last stretch sees most of the past, so every process waits for the process of the last stretch.
@@ -51,11 +51,9 @@ FLOAT = 4
 
 class PaperStretches(Crossing):
     """The last of ``count`` stretches. Tensors from earlier stretches have the right shape and meaningless values.
-
     ``sent``: the bytes that each process sends in both passes; slots are sent in ``narrow`` bytes a number. In an
     all-gather on a ring each process sends the tensors of all processes but one. Neighbours send their slots of a
-    window. Keys and values that circulate are counted where they arrive.
-    """
+    window. Keys and values that circulate are counted where they arrive."""
 
     def __init__(self, count: int, ring: bool, narrow: int) -> None:
         self.number, self.count, self.ring = count - 1, count, ring
@@ -91,11 +89,10 @@ class PaperStretches(Crossing):
         return slots
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
-        arrives = received is not None and 0 <= source < self.count
-        if arrives:
-            assert received is not None
-            self.sent += received.numel() * self._itemsize
-        return arrives
+        if received is None or not 0 <= source < self.count:
+            return False
+        self.sent += received.numel() * self._itemsize
+        return True
 
 
 def rings(model: StackedModel) -> bool:
@@ -106,11 +103,9 @@ def rings(model: StackedModel) -> bool:
 
 
 def share_on_paper(model: Any, stretches: PaperStretches) -> None:
-    """Let ``model`` compute the last of the ``stretches``, in place.
-
-    Errors: ``KinformerError`` for a model whose rows cannot be shared by time, and for mixers that wait for the state
-    of the process before: the size of such a state is known only after it was made.
-    """
+    """Let ``model`` compute the last of the ``stretches``, in place. Errors: ``KinformerError`` for a model whose rows
+    cannot be shared by time, and for mixers that wait for the state of the process before: the size of such a state is
+    known only after it was made."""
     from kinformer.lab.training.context_parallel import check_time, crosses, mixers_of, readers_of
 
     check_time(model, stretches.ring)
@@ -180,14 +175,11 @@ def sharded_bytes(module: nn.Module, shares: int) -> int:
 
 PREFETCHED = 2
 """Units whose whole weights FSDP holds at a time: the unit that computes, and the next."""
-
-
 SHORT = 64
 
 
 class PartConfig:
-    """A model config whose model is one of ``parts`` parts of the model of ``config``, and computes one of
-    ``stretches`` where there are some."""
+    """A config whose model is one of ``parts`` parts of ``config``'s, and computes one of ``stretches`` if given."""
 
     def __init__(self, config: ModelSpec, parts: int, stretches: PaperStretches | None = None) -> None:
         self.config, self.parts, self.stretches = config, parts, stretches
@@ -231,10 +223,8 @@ class _Operators(TorchDispatchMode):
 
 
 class Part:
-    """The training work of a device with a share of every row, for any number of rows.
-
-    Errors: ``KinformerError`` where devices cannot share rows of the model in the way ``shared``.
-    """
+    """The training work of a device with a share of every row, for any number of rows. Errors: ``KinformerError`` where
+    devices cannot share rows of the model in the way ``shared``."""
 
     def __init__(self, config: ModelSpec, shared: Shared, length: int, optimizer: str, precision: Precision) -> None:
         narrow = FLOAT if precision == "fp32" else FLOAT // 2
@@ -243,22 +233,16 @@ class Part:
         self.length, self.precision, self.narrow = length // shared.context, precision, narrow
         with unallocated():
             self.model, self.division = self.config.divided()
-        self._estimate = partial(estimate, self.config, length=self.length, optimizer=optimizer, precision=precision)
-
-    @cached_property
-    def _one(self) -> Estimate:
-        return self._estimate(batch=1)
-
-    @cached_property
-    def _two(self) -> Estimate:
-        return self._estimate(batch=2)
+        self._estimate = cache(
+            partial(estimate, self.config, length=self.length, optimizer=optimizer, precision=precision)
+        )
 
     def of_rows(self, name: str, rows: int) -> int:
         """Return the activations' bytes (``activations``) or the ``flops_step`` of this many rows."""
         # Activations and FLOPs are linear in the number of rows, so the estimates of one and two rows suffice.
         one, two = (
             (item.memory["train"]["activations"] if name == "activations" else item.flops_step)
-            for item in (self._one, self._two)
+            for item in (self._estimate(batch=1), self._estimate(batch=2))
         )
         return one + (rows - 1) * (two - one)
 
@@ -270,14 +254,9 @@ class Part:
             outputs(self.model, self.model.input.example(1, length, "meta"))
         return operators.count
 
-    @cached_property
-    def units(self) -> list[int]:
-        """Return the bytes of the weights of every unit."""
-        return [module_bytes(unit) for unit in units_of(self.model)]
-
     def memory(self, mesh: Mesh, rows: int) -> dict[str, int]:
         """Return the bytes of a device's memory, by purpose."""
-        train = self._one.memory["train"]
+        train = self._estimate(batch=1).memory["train"]
         shares = mesh.copies if mesh.strategy == "fsdp" else 1
         sharded = sharded_bytes(self.model, shares)
         memory = {
@@ -287,9 +266,9 @@ class Part:
             "activations": self.of_rows("activations", rows),
         }
         if shares > 1:
-            rest = module_bytes(self.model) - sum(self.units)
-            largest = max(self.units, default=0)
-            memory["gathered"] = rest + PREFETCHED * largest + largest  # and the gradients of one unit
+            units = [module_bytes(unit) for unit in units_of(self.model)]
+            # The modules outside of units, the whole units, and the gradients of one unit.
+            memory["gathered"] = module_bytes(self.model) - sum(units) + (PREFETCHED + 1) * max(units, default=0)
         return memory
 
     def payload(self, mesh: Mesh, rows: int, accumulate: int = 1) -> Payload:
@@ -331,11 +310,11 @@ class Part:
 
     def inference(self) -> dict[str, int]:
         """Return the bytes of ``weights``, and of the ``state`` of a row of the length."""
-        return self._one.memory["inference_fp32" if self.precision == "fp32" else "inference_bf16"]
+        return self._estimate(batch=1).memory["inference_fp32" if self.precision == "fp32" else "inference_bf16"]
 
     def token_flops(self) -> float:
         """Return the FLOPs of a generated token, as a mean over the length."""
-        return self._one.flops_inference / self.length
+        return self._estimate(batch=1).flops_inference / self.length
 
     def token_payload(self) -> int:
         """Return the bytes of the collectives of a generated token."""
@@ -400,7 +379,7 @@ class Cluster:
         self.batch, self.length = batch, length
         self.optimizer, self.precision, self.refused = optimizer, precision, ""
         self.tensor: Sequence[int] = ()
-        self._parts: dict[Shared, Part] = {}
+        self._parts: dict[Shared, Part | None] = {}
 
     def costs(self, devices: int) -> list[MeshCost]:
         """Return the costs of every mesh of this many devices: first a mesh that shares nothing, if it fits, then the
@@ -428,14 +407,14 @@ class Cluster:
     def part(self, shared: Shared) -> Part | None:
         """Return a device's part of rows ``shared`` in this way; None where devices cannot share them."""
         if shared not in self._parts:
-            note(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
+            note_once(f"estimating 1 of {plural(shared.tensor * shared.context, 'part')} of a row")
+            self._parts[shared] = None
             try:
                 self._parts[shared] = Part(self.config, shared, self.length, self.optimizer, self.precision)
             except KinformerError as error:
                 if shared == Shared(1):
                     raise
                 self.refused = self.refused or error.message
-                return None
         return self._parts[shared]
 
     def flops(self, precision: Precision) -> float:
@@ -486,11 +465,9 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingCost:
-    """The costs on each of the ``devices`` devices that share every row.
-
-    ``weights``: bytes of the weights. ``state``: bytes of a row's state at its full length. ``rows``: how many rows
-    fit. ``seconds``: the time of a token of one row alone. ``tokens_per_second``: of all rows, for each device.
-    """
+    """The costs on each of the ``devices`` devices that share every row. ``weights``: bytes of the weights. ``state``:
+    bytes of a row's state at its full length. ``rows``: how many rows fit. ``seconds``: the time of a token of one row
+    alone. ``tokens_per_second``: of all rows, for each device."""
 
     devices: int
     weights: int

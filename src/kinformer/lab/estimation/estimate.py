@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kinformer.adaptive.stack import ExitStack
-from kinformer.core.config import Config
 from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.model import Model, SourceModel, StackedModel, WholeModel
@@ -73,11 +72,9 @@ class RulesOfThumb:
 def rules_of_thumb(
     config: ModelConfig, *, length: int, batch: int, optimizer_bytes: int, precision: str
 ) -> RulesOfThumb | None:
-    """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other.
-
-    A parameter takes 4 bytes (6 with a bfloat16 copy), its gradient 4, its optimiser state ``optimizer_bytes`` (AdamW
-    8, momentum 4, AdamW in 8 bits 2). A stored number takes 4 bytes (2 in bfloat16).
-    """
+    """Return the rules for a config of tokens whose first layer's mixer has ``num_heads``; None for any other. A
+    parameter takes 4 bytes (6 with a bfloat16 copy), its gradient 4, its optimiser state ``optimizer_bytes`` (AdamW 8,
+    momentum 4, AdamW in 8 bits 2). A stored number takes 4 bytes (2 in bfloat16)."""
     heads = getattr(getattr(config.layers[0], "mixer", None), "num_heads", None)
     if heads is None or hasattr(config, "encoder") or not hasattr(config.input, "vocab_size"):
         return None
@@ -96,11 +93,9 @@ def rules_of_thumb(
 
 
 def state_bytes(model: Any, length: int) -> int:
-    """Return the bytes of one row's state in float32 after ``length`` tokens; 0 for an encoder.
-
-    The mixers declare their bytes; the model's counters are added. A source also has ``length`` tokens. Nothing is
-    computed, so the model may be on the meta device.
-    """
+    """Return the bytes of one row's state in float32 after ``length`` tokens; 0 for an encoder. The mixers declare
+    their bytes; the model's counters are added. A source also has ``length`` tokens. Nothing is computed, so the model
+    may be on the meta device."""
     if model.config.protocol is WholeModel:
         return 0
     mixers = [module for module in model.modules() if isinstance(module, CausalMixer)]
@@ -139,19 +134,14 @@ def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        matrix = parameter.dim() >= 2
-        if parameter in tables:
-            elements = 2 * parameter.numel()
-        elif optimizer == "adafactor" and matrix:
-            elements = parameter.numel() // parameter.shape[-1] + parameter.numel() // parameter.shape[-2]
-        elif optimizer == "adamw-8bit" and parameter.numel() >= LEAST_IN_8_BITS:
-            total += 2 * parameter.numel() + 8 * -(-parameter.numel() // SCALED_TOGETHER)
-            continue
-        elif optimizer in ADAMS or (optimizer == "muon" and not (matrix and parameter in inner)):
-            elements = 2 * parameter.numel()
+        count, matrix, sparse = parameter.numel(), parameter.dim() >= 2, parameter in tables
+        adam = optimizer in ADAMS or (optimizer == "muon" and not (matrix and parameter in inner))
+        if optimizer == "adamw-8bit" and count >= LEAST_IN_8_BITS and not sparse:
+            total += 2 * count + 8 * -(-count // SCALED_TOGETHER)
+        elif optimizer == "adafactor" and matrix and not sparse:
+            total += 4 * (count // parameter.shape[-1] + count // parameter.shape[-2])
         else:
-            elements = parameter.numel()
-        total += 4 * elements
+            total += 4 * count * (2 if sparse or adam else 1)
     return total
 
 
@@ -166,12 +156,9 @@ STEP = 512
 
 def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Costs:
     """Return ``measure(length)``; for a long ``length``, from three shorter lengths beyond ``horizon``, the widest
-    window.
-
-    The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon beyond
-    the others. Irregular patterns, and segments cut differently at every length, fail this check and are measured at
-    ``length`` itself.
-    """
+    window. The costs are extrapolated as a quadratic. Two further lengths check the quadratic; the second is a horizon
+    beyond the others. Irregular patterns, and segments cut differently at every length, fail this check and are
+    measured at ``length`` itself."""
     windows = -(-horizon // STEP)
     start, checks = length % STEP + STEP * max(2, windows), (3, 4 + windows)
     if length <= max(DIRECT, start + checks[-1] * STEP):
@@ -187,11 +174,9 @@ def at_length(measure: Callable[[int], Costs], length: int, horizon: int) -> Cos
 def at_batch(
     measure: Callable[..., Costs], config: ModelSpec, model: Any, batch: int, length: int, **options: bool
 ) -> Costs:
-    """Return ``measure(config, batch, length, pieces=..., **options)`` for the ``model`` of ``config``.
-
-    Where logits are made in pieces, a large batch has thousands of pieces, each with some twenty operators. The costs
-    are then extrapolated from two small batches; the smaller one has two pieces.
-    """
+    """Return ``measure(config, batch, length, pieces=..., **options)`` for the ``model`` of ``config``. Where logits
+    are made in pieces, a large batch has thousands of pieces, each with some twenty operators. The costs are then
+    extrapolated from two small batches; the smaller one has two pieces."""
     if not (pieces := in_pieces(model, batch * length)):
         return measure(config, batch, length, pieces=False, **options)
     least = max(2 * cross_entropy.LEAST, cross_entropy.LOGITS // model.vocab_size)
@@ -225,10 +210,8 @@ FLOAT = 4
 
 class Live(TorchDispatchMode):
     """The bytes of the distinct live storages that operations have allocated, without the storages of ``counted``.
-
     ``now``: at present; ``peak``: at most so far. With ``inside``, the peak also counts the temporary buffers of
-    operators.
-    """
+    operators."""
 
     def __init__(self, counted: Iterable[Tensor], inside: bool = False) -> None:
         super().__init__()
@@ -237,11 +220,7 @@ class Live(TorchDispatchMode):
         self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in counted}
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -265,11 +244,9 @@ class Live(TorchDispatchMode):
 def measure_live(
     config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False, inside: bool = False
 ) -> Costs:
-    """Return the most ``live`` bytes until the ``loss`` exists, and in the ``backward``, which frees the state.
-
-    The arguments are the arguments of ``lab.estimation.parts.measure``; ``inside``: with the operators' temporary
-    buffers. Weights and their gradients do not count, because they exist before the step.
-    """
+    """Return the most ``live`` bytes until the ``loss`` exists, and in the ``backward``, which frees the state. The
+    arguments are the arguments of ``lab.estimation.parts.measure``; ``inside``: with the operators' temporary buffers.
+    Weights and their gradients do not count, because they exist before the step."""
     forward, loss_from = forward_and_loss(pieces)
     model = without_data(config)
     with FakeTensorMode() if autocast else nullcontext():
@@ -314,12 +291,10 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest.
-
-    flops_forward: the FLOPs of a training step's forward. flops_step: the FLOPs of the whole step. flops_inference: the
-    FLOPs of one forward without gradients, as if no token left early or halted. active_parameters: the parameters that
-    one token uses; experts and tables have more.
-    """
+    """Totals for all rows of the batch; ``memory`` breaks the bytes down, ``parts`` the rest. flops_forward: the FLOPs
+    of a training step's forward. flops_step: the FLOPs of the whole step. flops_inference: the FLOPs of one forward
+    without gradients, as if no token left early or halted. active_parameters: the parameters that one token uses;
+    experts and tables have more."""
 
     parameters: int
     active_parameters: int
@@ -373,15 +348,11 @@ def estimate(
             "gradients": 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
             "optimizer": optimizer_bytes(model, optimizer),
             "activations": sum(row.activation_bytes for row in rows),
-        },
-        **{
-            f"inference_{name}": {
-                "weights": dtype.itemsize * parameters,
-                "state": _state(config, model, batch, length, dtype),
-            }
-            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        },
+        }
     }
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        state = _state(config, model, batch, length, dtype)
+        memory[f"inference_{name}"] = {"weights": dtype.itemsize * parameters, "state": state}
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
     return Estimate(
@@ -476,14 +447,11 @@ def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtyp
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
-    """Return the rows in the order of the model, one row for equal layers; the rest between the parts and the loss come
-    last."""
-    alike: dict[tuple[int, Config], list[int]] = {}
+    """Return the rows in the order of the model, one for equal layers; work between parts and the loss come last."""
     keys = layer_keys(config)
-    for index, key in enumerate(keys):
-        alike.setdefault(key, []).append(index)
-    groups = list(alike.values())
-    group_of = {index: number for number, group in enumerate(groups) for index in group}
+    kinds = list(dict.fromkeys(keys))
+    group_of = {index: kinds.index(key) for index, key in enumerate(keys)}
+    groups = [[index for index, owner in group_of.items() if owner == number] for number in range(len(kinds))]
     uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -501,8 +469,7 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
 
 
 def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
-    """Return the bytes that layers beyond the first of each kind keep until the loss is computed: states, and
-    autocast's copies."""
+    """Return the bytes that layers beyond the first of each kind keep until the loss: states, and autocast's copies."""
     single = distinct(config)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
@@ -539,7 +506,6 @@ def _span(indices: list[int]) -> str:
 # whole pages of 2 MiB. The allocator's share was measured (``benchmarks/estimate_peak.py``) and is the least certain
 # term.
 
-
 INTERPRETER = 440 << 20
 """The bytes of an interpreter that is not measured: PyTorch's CPU build with Triton, on Linux."""
 LOADED_LATER = 55 << 20
@@ -567,27 +533,23 @@ def peak(
     objective: Mapping[str, int] | None = None,
     interpreter: int = INTERPRETER,
 ) -> dict[str, int]:
-    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by their holder.
-
-    ``estimated``: the estimate of the same config and sizes. ``objective``: bytes that the objective holds beside the
-    model, if any. ``interpreter``: bytes before the model is built, as :func:`interpreter_bytes` measures them.
-    """
-    objective_bytes = objective or {"weights": 0, "activations": 0}
-    temporaries = _temporaries(config, length, batch)
-    moving = estimated.memory["train"]["activations"] + temporaries + objective_bytes["activations"]
+    """Return the bytes of resident memory at the peak of ``kinformer train`` on a CPU, by their holder. ``estimated``:
+    the estimate of the same config and sizes. ``objective``: bytes that the objective holds beside the model, if any.
+    ``interpreter``: bytes before the model is built, as :func:`interpreter_bytes` measures them."""
+    temporaries, objective = _temporaries(config, length, batch), objective or {}
+    moving = estimated.memory["train"]["activations"] + temporaries + objective.get("activations", 0)
     large = FLOAT * batch * length * config.dim >= LARGE
     return {
         "interpreter": interpreter,
         "training": estimated.train_bytes,
         "temporaries": temporaries,
         "allocator": round((ALLOCATOR_LARGE if large else ALLOCATOR) * moving),
-    } | ({"objective": sum(objective_bytes.values())} if objective else {})
+    } | ({"objective": sum(objective.values())} if objective else {})
 
 
 @cache
 def interpreter_bytes() -> int:
-    """Return the bytes of a training process before its model is built, measured in a separate process (two seconds);
-    :data:`INTERPRETER` where the system is not Linux."""
+    """Return the bytes of a training process before its model is built, measured (on Linux) in a process."""
     folder = str(Path(__file__).parents[2])  # the folder of the package, which need not be installed
     code = f"import sys; sys.path.append({folder!r})\n{PROBE}"
     # -P: `python -c` imports from the current folder first, so it would run a file queue.py there.

@@ -84,9 +84,7 @@ def numbers_of(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     counts = [int(part) for part in (first, last or first) if part.isdigit()]
     if len(counts) < 2 or (dots and not last) or not 1 <= counts[0] <= counts[1] <= MOST:
-        raise KinformerError(
-            f"`devices` {text}: must be a number from 1 to {MOST:,}, or two in order, as in 64 or 8..4096."
-        )
+        raise KinformerError(f"`devices` {text}: must be a number from 1 to {MOST:,}, or two, as in 64 or 8..4096.")
     doublings = (int(last) // int(first)).bit_length() if dots else 1
     return [int(first) << doubling for doubling in range(max(1, doublings))]
 

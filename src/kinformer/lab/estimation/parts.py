@@ -34,7 +34,6 @@ from kinformer.runtime.compiling import unallocated
 Costs = dict[tuple[str, str], int]
 """Amounts by kind (``forward``, ``backward`` and ``inference`` FLOPs, ``saved`` and ``state`` bytes) and by part."""
 
-
 Forward = Callable[[Any, Tensor], tuple[Tensor, State]]
 """(model, tokens) -> the inputs of the loss, and the state after the tokens."""
 LossFrom = Callable[[Any, Tensor, Tensor], Tensor]
@@ -181,11 +180,9 @@ def distinct(config: S) -> S:
 
 def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
-
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
     ``autocast``, products are in bfloat16 as on a CPU or GPU. The meta device does not support autocast, so the step
-    runs on imitated CPU tensors, which takes several times longer: keep ``length`` small.
-    """
+    runs on imitated CPU tensors, which takes several times longer: keep ``length`` small."""
     counter = FlopCounterMode(display=False)
     forward, loss_from = forward_and_loss(pieces)
     model = without_data(config)
@@ -219,8 +216,7 @@ def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
-    """Return logits of ``tokens`` and the state after them, None for a model without a state; a source has as many
-    tokens."""
+    """Return logits of ``tokens`` and the state after (None without a state); a source has as many tokens."""
     if hasattr(model, "begin"):
         return model(tokens, model.begin(model.source_input.example(*tokens.shape[:2], tokens.device)))
     output = model(tokens)
@@ -265,10 +261,8 @@ def without_data(config: ModelSpec) -> Any:
 
 def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Tensor]:
     """Return a model without data, and tokens for it, on ``device``: the meta device, or under imitation the CPU.
-
     Kernels on imitated tensors lack a seed. Under imitation therefore only dropout modules, whose masks are saved, and
-    the stack, whose mode decides on checkpoints, stay in training mode.
-    """
+    the stack, whose mode decides on checkpoints, stay in training mode."""
     tokens = model.input.example(batch, length, device)
     if device != "meta":
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
@@ -278,8 +272,7 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
 
 
 def measure_state(config: ModelSpec, batch: int, length: int, dtype: torch.dtype) -> Costs:
-    """Return the bytes (``state``) of every layer's state, and of the rest, after
-    ``length`` tokens with weights of ``dtype``."""
+    """Return the ``state`` bytes of every layer, and of the rest, after ``length`` tokens in ``dtype``."""
     model = without_data(config).to(dtype).eval()
     tokens = model.input.example(batch, length, "meta")
     with torch.no_grad():

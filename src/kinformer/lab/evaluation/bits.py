@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from math import isfinite, log
 from typing import Any, NamedTuple
 
@@ -23,30 +23,25 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data.sampling import EvaluationStream, Split
-from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.errors import Checked, KinformerError, plural, require, require_finite
 
 # Windows over a stream, for models that cannot carry a state for ever. The windows score every token once.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class Windows(Checked):
     """Windows of ``context`` tokens. Every window but the first begins with the share ``overlap`` of tokens that were
     scored before and are context only."""
 
     context: int
     overlap: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.context < 1:
-            raise KinformerError(f"context is {self.context} but must be 1 token or more.")
-        if not 0 <= self.overlap < 1:
-            raise KinformerError(f"overlap is {self.overlap:g} but must be at least 0 and below 1.")
+    LEAST = {"context": 1}
+    SHARES = {"overlap": "[0, 1)"}
 
     def behind(self, prefix: int) -> Windows:
         """Return windows that leave room for ``prefix`` tokens in front of each window.
-
-        Errors: ``KinformerError`` for a context without such room.
-        """
+        Errors: ``KinformerError`` for a context without such room."""
         if self.context <= prefix:
             raise KinformerError(
                 f"context is {self.context} but must be at least {prefix + 1}, as every window begins with "
@@ -56,8 +51,7 @@ class Windows:
 
 
 class ScoredWindow(NamedTuple):
-    """A window: inputs ``start .. start + size - 1`` predict the tokens one later; the first
-    ``unscored`` predictions are not counted."""
+    """Inputs ``start .. start + size - 1`` predict the next tokens; the first ``unscored`` predictions do not count."""
 
     start: int
     size: int
@@ -78,13 +72,7 @@ def cut(predictions: int, windows: Windows) -> Iterator[ScoredWindow]:
 def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[ScoredWindow]]:
     """Yield windows of one size together, at most ``rows`` at a time."""
     for _, alike in groupby(cut(predictions, windows), key=lambda window: window.size):
-        group: list[ScoredWindow] = []
-        for window in alike:
-            group.append(window)
-            if len(group) == rows:
-                yield group
-                group = []
-        if group:
+        while group := list(islice(alike, rows)):
             yield group
 
 
@@ -104,11 +92,9 @@ def contexts(
     model: CausalModel, stream: EvaluationStream, windows: Windows | None, prefix: Sequence[int] = ()
 ) -> Iterator[Contexts]:
     """Yield the contexts of all predictions of ``stream``, each counted once, in order.
-
     ``windows`` None: the state is carried. Otherwise windows are rows of a batch of at most ``stream.length`` tokens,
     or of one window. ``prefix``: ids such as BOS in front of the stream, or in front of every window. In a window the
-    prefix counts as tokens of its context. The predictions of the prefix are not counted.
-    """
+    prefix counts as tokens of its context. The predictions of the prefix are not counted."""
     device = device_of(model)
     first = torch.tensor([list(prefix)], device=device)
     if windows is None:
@@ -139,9 +125,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The result: ``nats`` is the sum over ``tokens`` predictions; ``context`` None means that the state was carried.
-
-    ``by_position``: bits per byte by position within the windows; empty if the state was carried.
-    """
+    ``by_position``: bits per byte by position within the windows; empty if the state was carried."""
 
     bits_per_byte: float
     nats: float
@@ -158,8 +142,7 @@ class Measurement:
 
 
 def streamable(model: Model) -> bool:
-    """Return whether ``model`` can carry its state over a stream of any length: its state is bounded, and its positions
-    do not end."""
+    """Return whether ``model`` can carry its state for ever: the state is bounded, and positions do not end."""
     mixers = (module for module in model.modules() if isinstance(module, CausalMixer))
     return model.max_length is None and all(mixer.growth != "linear" for mixer in mixers)
 
@@ -227,8 +210,7 @@ def logits_in_parts(model: CausalModel, inputs: object, targets: Tensor) -> Iter
 
 
 def _check(model: CausalModel, split: Split, windows: Windows | None, chunk: int) -> None:
-    if chunk < 1:
-        raise KinformerError(f"chunk is {chunk} but must be 1 token or more.")
+    require("chunk", chunk, 1)
     if model.training:
         raise KinformerError("the model is in training mode, with its random masks; call model.eval() first.")
     if split.vocab_size > model.vocab_size:
@@ -262,20 +244,15 @@ class ByPosition:
         self._tokens: dict[int, int] = defaultdict(int)
 
     def add(self, nats: Tensor, counted: Tensor) -> None:
-        """Add ``nats`` [rows, size]; a prediction in column j has j + 1 tokens before it. ``counted`` is bool of the
-        same shape."""
-        by_column = nats.where(counted, 0.0).sum(dim=0).cpu()
-        tokens = counted.sum(dim=0).cpu()
-        first, power = 0, 0
-        while first < len(by_column):
-            last = min(1 << power, len(by_column))
-            self._nats[power] += float(by_column[first:last].sum())
-            self._tokens[power] += int(tokens[first:last].sum())
-            first, power = last, power + 1
+        """Add ``nats`` [rows, size] where ``counted``; a prediction in column j has j + 1 tokens before it."""
+        by_column, tokens = nats.where(counted, 0.0).sum(dim=0).cpu(), counted.sum(dim=0).cpu()
+        for power in range((len(by_column) - 1).bit_length() + 1):
+            part = slice(1 << power >> 1, 1 << power)
+            self._nats[power] += float(by_column[part].sum())
+            self._tokens[power] += int(tokens[part].sum())
 
     def bins(self, tokens_per_byte: float = 1.0) -> tuple[Bin, ...]:
-        """Return the bins with predictions, in order. Bits per byte assume that every token has the mean number of
-        bytes."""
+        """Return the bins with predictions, in order, in bits per byte for tokens of the mean number of bytes."""
         return tuple(
             Bin((1 << power >> 1) + 1, 1 << power, count, self._nats[power] / log(2) / count * tokens_per_byte)
             for power, count in sorted(self._tokens.items())

@@ -28,9 +28,7 @@ MOST_MEASURED = 4000
 
 def accuracy(train: Examples, measured: Examples, decode: Callable[[Any], str]) -> float:
     """Return the accuracy on ``measured`` of n-grams learnt from ``train``; ``decode`` makes a text of tokens.
-
-    Of large data, a part in even steps is learnt from and measured.
-    """
+    Of large data, a part in even steps is learnt from and measured."""
     numbers, environment = random.getstate(), dict(os.environ)
     from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
     from sklearn.linear_model import LogisticRegression

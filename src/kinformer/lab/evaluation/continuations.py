@@ -67,10 +67,8 @@ class _Absorbed(NamedTuple):
 
 class ContinuationScorer:
     """A scorer of continuations by ``model`` (in eval mode).
-
     ``length`` is how many tokens the model reads at most, None for any number; of a longer context it reads the end. At
-    most ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number).
-    """
+    most ``chunk`` tokens are computed at a time, and at most ``rows`` contexts (None: any number)."""
 
     def __init__(
         self, model: CausalModel, length: int | None = None, *, chunk: int = CHUNK, rows: int | None = None
@@ -81,9 +79,7 @@ class ContinuationScorer:
 
     def scores(self, continuations: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
         """Yield the number of each of ``continuations`` and its score, in the order in which they are computed.
-
-        Errors: ``KinformerError`` for a continuation longer than ``length``, and for predictions of NaN.
-        """
+        Errors: ``KinformerError`` for a continuation longer than ``length``, and for predictions of NaN."""
         by_context: dict[Ids, list[tuple[int, Ids]]] = defaultdict(list)
         for number, (context, tokens) in enumerate(continuations):
             if not tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,7 +21,7 @@ from kinformer.core.model import Model, device_of
 from kinformer.core.state import fork, reserve
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import plural
-from kinformer.stacks.universal import HaltingState, Universal
+from kinformer.stacks.sequential import HaltingState, Universal
 
 # The exits by which tokens leave a stack with early exits, and the savings.
 
@@ -31,10 +32,8 @@ ROUNDS = 9
 @dataclass(frozen=True, kw_only=True)
 class Exited:
     """The numbers of ``tokens`` that left by each exit, and the number of ``layers`` before each exit.
-
     ``flops_saved``: the share of the FLOPs of all layers and the head that was saved. ``speedup``: the time with all
-    layers divided by the time with early exits. Both are None if they were not measured.
-    """
+    layers divided by the time with early exits. Both are None if they were not measured."""
 
     layers: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -43,8 +42,7 @@ class Exited:
 
     @property
     def saves(self) -> bool:
-        """Return whether early exits save FLOPs, the cost of the exits' predictions included; True if this was not
-        measured."""
+        """Return whether early exits save FLOPs, with the cost of the exits' predictions; True if not measured."""
         return self.flops_saved is None or self.flops_saved > 0
 
     @property
@@ -101,20 +99,16 @@ def early_exit_stack(model: nn.Module | Model) -> ExitStack | None:
 @contextmanager
 def noting_exits(model: nn.Module | Model) -> Iterator[EarlyExitRecorder]:
     """Count the exits of all valid tokens of ``model`` within the context."""
-    stack = early_exit_stack(model)
-    early_exit = EarlyExitRecorder(stack)
-    hook = None if stack is None else stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch))
-    try:
+    early_exit = EarlyExitRecorder(stack := early_exit_stack(model))
+    with contextlib.ExitStack() as hooks:
+        if stack is not None:
+            hooks.enter_context(stack.left.register_forward_hook(lambda _, batch, __: early_exit.note(*batch)))
         yield early_exit
-    finally:
-        if hook is not None:
-            hook.remove()
 
 
 @contextmanager
 def with_rule(stack: ExitStack | None, rule: ExitRule | None) -> Iterator[None]:
-    """Use another ``rule`` of ``stack`` within the context; with None all tokens go through all layers. Without a stack
-    nothing changes."""
+    """Use another ``rule`` of ``stack``, if any, within the context; with None tokens go through all layers."""
     if stack is None:
         yield
         return
@@ -142,10 +136,8 @@ class Forced(ExitRule):
 
 def saved(model: Any, result: Exited, past: int, rows: int = 1, source: int = 0) -> Exited:
     """Return ``result`` with the savings of early exits when tokens come one at a time after ``past`` tokens.
-
     FLOPs are counted and times measured for a token that leaves by each exit and for a token that goes through all
-    layers. A model over a source first reads ``source`` tokens, which are not counted.
-    """
+    layers. A model over a source first reads ``source`` tokens, which are not counted."""
     stack = early_exit_stack(model)
     assert stack is not None and stack.rule is not None
     rules = [*(Forced(stack.rule, exit) for exit in range(len(stack.exits))), None]
@@ -219,12 +211,10 @@ class PonderRecorder:
 def noting_steps(model: nn.Module) -> Iterator[PonderRecorder]:
     """Count the steps of all valid tokens of ``model`` within the context."""
     recorder = PonderRecorder(model)
-    handles = [counter.register_forward_pre_hook(recorder.note) for counter in recorder.deciding]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in recorder.deciding:
+            hooks.enter_context(part.register_forward_pre_hook(recorder.note))
         yield recorder
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Depths:
@@ -249,20 +239,15 @@ class Depths:
 
 @contextmanager
 def noting_depths(model: nn.Module | Model) -> Iterator[Depths | None]:
-    """Record the depths of all tokens of a causal ``model`` within the context; None if all tokens have the same
-    depth."""
+    """Record the depths of all tokens of a causal ``model`` within the context; None if they cannot differ."""
     stack = getattr(model, "stack", None)
     halting, exits = stack.halting if isinstance(stack, Universal) else None, early_exit_stack(model)
     if halting is not None:
-        depths = Depths(PONDER_STEPS)
-        hook = halting.register_forward_pre_hook(depths.step)
+        with halting.register_forward_pre_hook((depths := Depths(PONDER_STEPS)).step):
+            yield depths
     elif exits is not None:
         depths, layers = Depths(LAYERS_PER_TOKEN), torch.tensor([use + 1 for use in exits.exits])
-        hook = exits.left.register_forward_hook(lambda _, batch, __: depths.left(layers, *batch))
+        with exits.left.register_forward_hook(lambda _, batch, __: depths.left(layers, *batch)):
+            yield depths
     else:
         yield None
-        return
-    try:
-        yield depths
-    finally:
-        hook.remove()

@@ -76,10 +76,8 @@ def sweep(
     progress: Progress | None = None,
 ) -> Sweep:
     """Measure ``split`` as :func:`kinformer.lab.evaluation.bits.measure` does, at every point of ``grid``.
-
     The head inputs of ``model`` are ``hidden_states``, from which its ``decoder`` makes logits, and ``keys`` to search
-    with.
-    """
+    with."""
     stream = EvaluationStream(split, chunk)
     nats = torch.zeros(len(grid.weights), len(grid.temperatures), len(grid.neighbours), dtype=torch.float64)
     step = max(1, min((1 << 24) // model.vocab_size, (1 << 22) // max(grid.neighbours)))
@@ -103,8 +101,7 @@ def sweep(
 
 
 def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
-    """Return summed nats [weights, temperatures, neighbours] of ``targets`` [n];
-    ``model_log_probs`` [n] are the model's."""
+    """Return summed nats [weights, temperatures, neighbours] of ``targets`` [n], by ``model_log_probs`` [n] too."""
     distances = neighbours.distances.double()
     finite = distances[:, :1].isfinite()
     rise = torch.where(finite, distances - distances[:, :1], torch.inf)

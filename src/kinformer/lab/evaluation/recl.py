@@ -35,9 +35,7 @@ THRESHOLD = 0.01
 @dataclass(frozen=True, kw_only=True)
 class Recl:
     """The RECL of one model, ``length``; ``at_least``: whether every measured step still gained.
-
-    ``gains``: g_i of each step, from one context to the next.
-    """
+    ``gains``: g_i of each step, from one context to the next."""
 
     length: int
     at_least: bool
@@ -45,8 +43,7 @@ class Recl:
 
 
 def relative_gains(losses: Losses, hardest: float) -> Losses:
-    """Return g_i from each context to the next, [models, contexts - 1], from
-    ``losses`` [models, contexts, tokens] in nats."""
+    """Return g_i from each context to the next, [models, contexts - 1]; ``losses`` [models, contexts, tokens]."""
     gains = np.empty((losses.shape[0], losses.shape[1] - 1))
     count = max(1, round(hardest * losses.shape[2]))
     for step in range(gains.shape[1]):
@@ -109,10 +106,8 @@ def context_losses(
     prefix: Sequence[int] = (),
 ) -> Losses:
     """Return l(c, t) in nats, [contexts, positions]: each token predicted from exactly the ``c`` tokens before it.
-
     A model whose positions end earlier sees as many tokens as it can. ``chunk`` bounds the tokens computed at a time.
-    ``prefix``: ids such as BOS in front of every context.
-    """
+    ``prefix``: ids such as BOS in front of every context."""
     losses = np.empty((len(contexts), len(positions)))
     done, total = 0, sum(contexts) * len(positions)
     with torch.inference_mode():

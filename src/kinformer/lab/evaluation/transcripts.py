@@ -30,9 +30,7 @@ class Errors(NamedTuple):
 
 def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Sequence[object]]) -> Errors:
     """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
-
-    Errors: ``KinformerError`` where jiwer is not installed.
-    """
+    Errors: ``KinformerError`` where jiwer is not installed."""
     number: dict[object, str] = {}
     texts = [
         [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some]

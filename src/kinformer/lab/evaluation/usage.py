@@ -10,7 +10,7 @@ the values with z_i > 0, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import log
@@ -40,14 +40,12 @@ class Usages:
         self.tables = {
             name: part for name, part in model.named_modules() if isinstance(part, nn.EmbeddingBag | Selection)
         }
-        self.weights = {
-            name: torch.zeros(
-                table.size if isinstance(table, Selection) else table.num_embeddings,
-                dtype=torch.float64,
-                device=device_of(model),
-            )
+        sizes = {
+            name: table.size if isinstance(table, Selection) else table.num_embeddings
             for name, table in self.tables.items()
         }
+        zeros = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device_of(model))
+        self.weights = {name: zeros[:size].clone() for name, size in sizes.items()}
 
     def note(self, name: str, _: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
         """Add the look-ups of a table: its ``inputs`` are slots and their weights, of equal shapes."""
@@ -72,9 +70,7 @@ class Usages:
 def record_usage(model: nn.Module) -> Iterator[Usages]:
     """Record every look-up (slots, weights) in the tables of ``model`` within the context."""
     usages = Usages(model)
-    handles = [table.register_forward_pre_hook(partial(usages.note, name)) for name, table in usages.tables.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, table in usages.tables.items():
+            hooks.enter_context(table.register_forward_pre_hook(partial(usages.note, name)))
         yield usages
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, best_weights
 from kinformer.lab.training.distributed import job_id
 from kinformer.lab.training.lora import add_updates
-from kinformer.lab.training.schedule import Stage, stages_of
+from kinformer.lab.training.schedule import stages_of
 from kinformer.lab.training.settings import Settings, checked_stages
 from kinformer.runtime.errors import KinformerError, marked, plural, require
 from kinformer.runtime.files import load_weights, require_weights, write_atomic
@@ -53,8 +54,6 @@ JOB = "job"
 class Plan:
     """A run whose folder is ready, with the resolved options of its training. A plan can be pickled.
 
-    run: the member, config, task and data.
-    settings: the settings of training.
     device: the device of a process, or with several processes the type of their devices.
     parallel: the processes, and how they share each row and the weights.
     threads: CPU threads of a process; None for PyTorch's choice.
@@ -69,11 +68,6 @@ class Plan:
     threads: int | None
     quiet: bool
     started_at: float
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Return the stages of the run, at least one."""
-        return stages_of(self.settings)
 
     def model(self) -> nn.Module:
         """Return the model before its first step: new, or with the weights of the run named by ``init``."""
@@ -97,22 +91,17 @@ def with_member(options: TrainOptions) -> TrainOptions:
 
 
 def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
-    """Resolve ``options``, write the config of the run folder, and return the plan.
-
-    All checks that need no training step are made here. Nothing reads the options afterwards.
-    """
+    """Resolve ``options``, write the config of the run folder, and return the plan, after all checks that need no
+    training step. Nothing reads the options afterwards."""
     if not options.resume:
         options = replace(options, member=member(options.member).name)
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if options.compile and shutil.which(compiler) is None:  # torch.compile would fail in the middle of the first step
-        raise KinformerError(
-            f"`compile`: the C++ compiler {compiler!r} is not there; install it, set CXX, or leave `compile` out."
-        )
+        raise KinformerError(f"`compile`: the C++ compiler {compiler!r} is missing; install it, or set CXX.")
     device = options.usable_device()
     if device.type == "cuda" and options.devices > torch.cuda.device_count():
-        raise KinformerError(
-            f"`devices` {options.devices}: there are {torch.cuda.device_count()} GPUs; ask for fewer, or `device` cpu."
-        )
+        count = torch.cuda.device_count()
+        raise KinformerError(f"`devices` {options.devices}: there are {count} GPUs; ask for fewer, or `device` cpu.")
     set_threads(options.threads, options.devices, device.type)
     run, settings = resume(options) if options.resume else create(options, device.type, started_at, quiet)
     if (job := job_id()) is not None:
@@ -134,9 +123,8 @@ def set_threads(threads: int | None, processes: int, device: str) -> None:
 
 
 def create(options: TrainOptions, device: str, started_at: float, quiet: bool = True) -> tuple[Run, Settings]:
-    """Create a run in a new folder, which the caller has locked, and return the run with its settings.
-
-    ``device`` is a type of device. Minutes count from ``started_at``.
+    """Create a run in a new folder, which the caller has locked, and return the run with its settings. ``device`` is a
+    type of device. Minutes count from ``started_at``.
 
     Errors: ``KinformerError`` for options that do not go together; everything written is removed then.
     """
@@ -203,17 +191,13 @@ def create(options: TrainOptions, device: str, started_at: float, quiet: bool = 
 
 
 def _named(base: Run | None, task: Task, options: TrainOptions) -> dict[str, str]:
-    """Return the entry ``init`` of a run's data.
-
-    Ids of text and ids without text do not fit: a base whose ids mean text is refused for a task whose ids do not,
-    and the other way round.
-    """
+    """Return the entry ``init`` of a run's data; refuse a base whose ids, unlike the task's, mean text or do not."""
     if base is None:
         return {}
     if hasattr(base.config.input, "vocab_size") and base.task.data.tokenized != task.data.tokenized:
         raise KinformerError(
-            f"`init` {options.init}: is a run of the task {base.task.name}, whose ids mean other things than "
-            f"the ids of {task.name}; begin with a run of {task.name}, or with none."
+            f"`init` {options.init}: the ids of its task {base.task.name} mean other things than the ids of "
+            f"{task.name}; begin with a run of {task.name}, or with none."
         )
     return {"init": str(base.folder.resolve())}
 
@@ -233,9 +217,7 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     """
     run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
-        raise KinformerError(
-            f"{run.folder}: holds a run of {run.member!r}, but {options.member!r} is to be trained; give another `out`."
-        )
+        raise KinformerError(f"{run.folder}: holds a run of {run.member!r}; give another `out` for {options.member!r}.")
     options = replace(options, member=run.member)
     settings = _merged(run, options)
     for stage in stages_of(settings):
@@ -247,8 +229,8 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
     data = data_of(run)
     if data.fingerprint != (begun_with := (run.data.get("identity") or {}).get("fingerprint")):
         raise KinformerError(
-            f"{spec}: is not the data that the run in {run.folder} was begun with ({data.fingerprint} instead of "
-            f"{begun_with}); give that data, or another `out`."
+            f"{spec}: is not the data of the run in {run.folder} ({data.fingerprint} instead of {begun_with}); give "
+            "that data, or another `out`."
         )
     if options.set:
         base = open_run(run.data["init"]) if run.data.get("init") else None
@@ -262,10 +244,9 @@ def resume(options: TrainOptions) -> tuple[Run, Settings]:
 def _merged(run: Run, options: TrainOptions) -> Settings:
     """Return the run's settings, updated by the new settings; refuse a new setting that may not change."""
     stored = dict(vars(settings_in(run.training)))
-    setting_names = {field.name for field in fields(Settings)}
-    values = {field.name: getattr(options, field.name) for field in fields(TrainOptions) if field.name in setting_names}
-    defaults = {field.name: field.default for field in fields(TrainOptions)}
-    values = {name: value for name, value in values.items() if value != defaults[name]}
+    names = {field.name for field in fields(Settings)}
+    requested = {field.name: (getattr(options, field.name), field.default) for field in fields(TrainOptions)}
+    values = {name: value for name, (value, default) in requested.items() if name in names and value != default}
     for name, value in values.items():
         value = checked_stages(value) if name == "stages" else value
         if name not in MAY_CHANGE and value != stored.get(name):
@@ -315,9 +296,8 @@ _SHOWN = 6
 
 
 def inherited_by(run: Run, base: Run) -> Inheritance:
-    """Return the weights that the model of ``run`` inherits from the model of ``base``.
-
-    A head is new where the two runs predict different things.
+    """Return the weights that the model of ``run`` inherits from the model of ``base``; a head is new where the two
+    runs predict different things.
 
     Errors: ``KinformerError`` if no weight fits.
     """
@@ -354,10 +334,7 @@ def inheritance_text(data: JsonObject) -> str:
 
 def _names(names: Sequence[str]) -> str:
     """Return the first few names and the number of further names; equal names of all layers count as one."""
-    counts: dict[str, int] = {}
-    for name in names:
-        pattern = re.sub(r"layers\.\d+", "layers.*", name)
-        counts[pattern] = counts.get(pattern, 0) + 1
+    counts = Counter(re.sub(r"layers\.\d+", "layers.*", name) for name in names)
     shown = [f"{name} ({count} times)" if count > 1 else name for name, count in counts.items()]
     more = [f"{len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
     return ", ".join([*shown[:_SHOWN], *more])

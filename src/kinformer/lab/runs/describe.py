@@ -67,8 +67,7 @@ class DescriptionFacts(MemberFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The description of a member in a recipe, or of a run: the member's record, the model's recipe and config, and
-    the ``facts`` as data for JSON."""
+    """The description of a member in a recipe, or of a run; the ``facts`` are data for JSON."""
 
     member: Member
     recipe: str
@@ -86,6 +85,7 @@ def describe(
     ends = (model.max_length, getattr(model, "max_source_length", None))
     limit = min((end for end in ends if end is not None), default=None)
     lengths = [length for length in LENGTHS if limit is None or length < limit] + ([limit] if limit else [])
+    total = sum(parameter.numel() for parameter in model.parameters())
     facts: DescriptionFacts = {
         **record.facts,
         "recipe": recipe,
@@ -93,11 +93,7 @@ def describe(
         "computes": [item._asdict() for item in formulas(config)],
         "symbols": {name: [symbol, value] for symbol, name, value in symbols(config)},
         "config": to_dict(config),
-        "parameters": {
-            "total": sum(parameter.numel() for parameter in model.parameters()),
-            "active": active_parameters(model),
-            "parts": _parameters(model),
-        },
+        "parameters": {"total": total, "active": active_parameters(model), "parts": _parameters(model)},
         "max_length": model.max_length,
         "state_bytes": {str(length): state_bytes(model, length) for length in lengths},
         "patterns": pictures(model),
@@ -114,8 +110,7 @@ def training_of(settings: Mapping[str, object]) -> dict[str, object]:
 def subject_of(
     name: str, recipe: str | None, vocab_size: int | None, changes: Mapping[str, object]
 ) -> tuple[Member, str, ModelConfig, JsonObject | None]:
-    """Return the member, the recipe, and the config with ``changes`` of a member or a run folder; and the settings of
-    training of a run, None for a member."""
+    """Return the member, recipe and config with ``changes`` of a member or run; and a run's settings of training."""
     require_path("member", name)
     if name not in FAMILY and "/" in name and not Path(name).is_dir():
         raise KinformerError(f"{name}: is not a run folder, and no member has such a name; see: kinformer list.")
@@ -181,9 +176,8 @@ def cluster_of(config: ModelConfig, options: EstimateOptions, length: int) -> Cl
             f"`batch_size` {options.batch_size} cannot be shared by {max(numbers)} devices when at most "
             f"{device.node} share a row; give a multiple of {least}, or fewer `devices`."
         )
-    return ClusterEstimate(
-        device=device, meshes=meshes, serving=serving_costs(cluster, max(numbers)), refused=cluster.refused
-    )
+    serving = serving_costs(cluster, max(numbers))
+    return ClusterEstimate(device=device, meshes=meshes, serving=serving, refused=cluster.refused)
 
 
 # The estimate of a member's costs, before anything is run: of the model, its objective, and the process.
@@ -217,10 +211,8 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
     Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
     """
     record, recipe, config, training = subject_of(options.member, options.recipe, options.vocab_size, options.set)
-    sizes = {
-        "length": options.length or (training or {}).get("length") or config.input.length or LENGTH,
-        "batch": options.batch_size,
-    }
+    length = options.length or (training or {}).get("length") or config.input.length or LENGTH
+    sizes = {"length": length, "batch": options.batch_size}
     costs = estimate(config, **sizes, optimizer=options.optimizer, precision=options.precision)
     objective = objective_cost(config, record.objective, **sizes, optimizer=options.optimizer)
     process = peak(config, costs, **sizes, objective=objective, interpreter=interpreter_bytes())
@@ -228,21 +220,18 @@ def estimate_member(options: EstimateOptions) -> MemberEstimate:
     return MemberEstimate(
         **vars(costs),
         recipe=recipe,
-        length=sizes["length"],
-        batch_size=sizes["batch"],
+        length=length,
+        batch_size=options.batch_size,
         peak_bytes=sum(process.values()),
         peak=process,
         rules_of_thumb=rules,
-        cluster=cluster_of(config, options, sizes["length"]),
+        cluster=cluster_of(config, options, length),
     )
 
 
 def objective_cost(config: ModelConfig, name: str, *, length: int, batch: int, optimizer: str) -> dict[str, int] | None:
-    """Return the bytes that the causal objective ``name`` adds to a training step with the objective next-token.
-
-    The keys are ``weights`` (with gradients and optimiser state) and ``activations``. The result is None for
-    next-token itself.
-    """
+    """Return the bytes that the causal objective ``name`` adds to a training step with the objective next-token: of
+    ``weights`` (with gradients and optimiser state) and ``activations``; None for next-token itself."""
     if name == PLAIN:
         return None
     task = next(task for task in TASKS.values() if name in task.objectives)

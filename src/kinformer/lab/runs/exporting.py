@@ -57,7 +57,6 @@ from kinformer.runtime.parsing import JsonObject
 # begins with zeros of these shapes, where "batch" is the number of sequences and "past" is 0. An ONNX graph also has
 # ``opset``, ``inputs`` and ``outputs``; a package has ``sha256`` and the ``machine`` for which it was compiled.
 
-
 GRAPH = "graph.json"
 SCHEMA = 1
 FORMATS = {
@@ -71,10 +70,8 @@ FORMATS = {
 @dataclass(frozen=True)
 class ExportedGraph:
     """An exported graph: its ``folder``, ``format`` and ``file``, and the names of the ``leaves`` of the state.
-
     ``difference`` is the largest difference between the logits of onnxruntime and of the model, as a share of the
-    largest logit. It is None for a package, because the export does not run a package.
-    """
+    largest logit; None for a package, which the export does not run."""
 
     folder: Path
     format: str
@@ -139,8 +136,7 @@ def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
 def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
     """Let sessions of ``model``, the model of ``run``, compute their steps by the package in ``folder``.
 
-    Errors: ``KinformerError`` for a folder without a package, and for a package of other weights or for another
-    machine.
+    Errors: ``KinformerError`` for a folder without a package, and for a package of other weights or another machine.
     """
     folder = Path(folder)
     path = folder / GRAPH
@@ -152,17 +148,12 @@ def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
     require_signature(facts, path, required=True)
     with reading(path):
         if facts["format"] != "aoti":
-            raise KinformerError(
-                f"`package` {folder}: is of the format {facts['format']}, but generate takes one of aoti; export the "
-                "run with `format` aoti."
-            )
+            raise KinformerError(f"`package` {folder}: is of the format {facts['format']}; export with `format` aoti.")
         if facts["schema"] != SCHEMA or not {"file", "weights", "machine", "sha256", "state"} <= set(facts):
             raise KinformerError(f"{path}: is by another version of kinformer; export the run again.")
         require_file(folder / facts["file"])
     if facts["weights"] != run.weights_digest():
-        raise KinformerError(
-            f"`package` {folder}: was made of other weights than {run.folder} has now; export the run again."
-        )
+        raise KinformerError(f"`package` {folder}: has other weights than {run.folder} now; export the run again.")
     step = graphs.load_package(folder / facts["file"], facts)
     use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
@@ -172,11 +163,8 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "G
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder of transformers: its ``model_type``, the classes that load it, and its sizes.
-
-    ``reason`` says why the model is not an architecture of transformers; it is empty for an architecture of
-    transformers.
-    """
+    """An exported folder of transformers: its ``model_type``, the classes that load it, and its sizes. ``reason`` says
+    why the model is not an architecture of transformers; it is empty for an architecture."""
 
     folder: Path
     model_type: str
@@ -216,18 +204,15 @@ def export(
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
         if changed := [name for name, (value, default) in usual.items() if value != default]:
-            raise KinformerError(
-                f"{marked(changed[0])}: is for `format` hf, but a graph is one file of float32; omit it."
-            )
+            raise KinformerError(f"{marked(changed[0])}: is for `format` hf; a graph is one file of float32.")
         return export_graph(_exportable(folder), Path(out), format, announce)
     if dtype not in DTYPES:
         raise KinformerError(f"`dtype` {dtype!r}: is not a type of exported weights; {nearest(str(dtype), DTYPES)}")
     shard_bytes, run, out = size_in_bytes(max_shard_size), _exportable(folder), Path(out)
     try:
-        has_tokenizer = run.vocabulary == BYTES or (run.folder / str(run.vocabulary)).is_file()
-        source = None  # bytes, or no tokenizer
-        if has_tokenizer and run.vocabulary != BYTES:
-            source = (run.folder / str(run.vocabulary)).read_bytes()
+        file = run.folder / str(run.vocabulary)
+        has_tokenizer = run.vocabulary == BYTES or file.is_file()
+        source = file.read_bytes() if has_tokenizer and run.vocabulary != BYTES else None
         padding = padding_of(source) if has_tokenizer else None
         form = form_of(run.config, run.training.get("length"), padding)
     except KinformerError as error:
@@ -267,9 +252,8 @@ LEAST_SHARE = 1e-4
 
 def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tensor], dtype: str) -> int:
     """Write the difference of ``weights`` from the weights that ``run`` began with as an adapter for the library PEFT,
-    and return its parameters.
-
-    The layouts of transformers cut and join weights, so the factors of each difference come from its singular values.
+    and return its parameters. The layouts of transformers cut and join weights, so the factors of each difference come
+    from its singular values.
 
     Errors: ``KinformerError`` for a run that was not trained with ``lora``, or whose base run is gone.
     """
@@ -349,8 +333,8 @@ def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
 
 
 def _class_padding(run: Run) -> int | None:
-    """Return the id that pads the texts of a causal classifier, the first behind the tokenizer's. transformers
-    reads the class at the last token that is not padding. None for other models, and for a vocabulary without a further
+    """Return the id that pads the texts of a causal classifier, the first behind the tokenizer's: transformers reads
+    the class at the last token that is not padding. None for other models, and for a vocabulary without a further
     id."""
     causal = run.config.protocol is CausalModel and hasattr(run.config.head, "classes") and run.tokenizer is not None
     size = run.tokenizer.vocab_size if causal and run.tokenizer is not None else 0
@@ -500,8 +484,6 @@ def _measured(run: Run) -> str:
     if best is None:
         return ""
     metrics = {metric.name: metric for metric in run.task.metrics}
-    lines = [
-        f"- {metrics[name].text(value) if name in metrics else f'{name} {value:.4g}'}"
-        for name, value in best[0].items()
-    ]
+    shown = [metrics[name].text(value) if name in metrics else f"{name} {value:.4g}" for name, value in best[0].items()]
+    lines = [f"- {text}" for text in shown]
     return "\n".join(["## Measured", "", f"On the run's validation data, after step {best[1]:,}:", "", *lines, "", ""])

@@ -92,10 +92,8 @@ def drawing_of(options: JsonObject) -> Drawing:
     values = {name: value for name, value in values.items() if NEUTRAL.get(name) != value}
     for name in values:
         if name not in SamplingOptions.__annotations__:
-            raise KinformerError(
-                f"generation_kwargs: {name!r} is not an option of generation here; "
-                f"{nearest(name, sorted(SamplingOptions.__annotations__))}"
-            )
+            near = nearest(name, sorted(SamplingOptions.__annotations__))
+            raise KinformerError(f"generation_kwargs: {name!r} is not an option of generation here; {near}")
     if not temperature:  # greedy: of these options, only the repetition penalty changes the largest logit
         values = {name: value for name, value in values.items() if name == "repetition_penalty"}
     sampling = {"temperature": temperature} | values
@@ -113,8 +111,7 @@ def continued(
 ) -> Iterator[tuple[int, str]]:
     """Yield the number of each prompt and its continuation, batch by batch; a batch has at most ``rows`` prompts.
 
-    length: the most tokens of prompt and continuation together that the model reads. A longer prompt loses its
-        beginning.
+    length: the most tokens of prompt and continuation together; a longer prompt loses its beginning.
     generator: gives the seed of every batch; None is PyTorch's global generator.
     """
     groups: dict[Drawing, list[int]] = {}
@@ -176,9 +173,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ImportError as error:
-    raise KinformerError(
-        "the harness needs the package 'lm_eval', which is not installed; run pip install 'kinformer[harness]'."
-    ) from error
+    raise KinformerError("the harness needs the package 'lm_eval'; pip install 'kinformer[harness]'.") from error
 
 AUTO = "auto"
 INSTEAD = "kinformer evaluate without the harness"
@@ -247,8 +242,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         return self.tokenizer_of_run.fingerprint
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the text of the run's chat template, which the harness writes beside its results; "" if none is to be
-        used."""
+        """Return the text of the run's chat template, which the harness writes beside its results; "" if not used."""
         return self._template.source if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -264,10 +258,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
     def _template(self) -> ChatTemplate:
         path = self.run.chat_template
         if path is None:
-            raise KinformerError(
-                f"{self.run.folder}: comes without a chat template; import a model that has one, or leave "
-                "apply_chat_template out."
-            )
+            raise KinformerError(f"{self.run.folder}: lacks a chat template; leave apply_chat_template out.")
         return ChatTemplate(path, (), self.run.prompts.get("special_tokens"))
 
     def get_model_info(self) -> dict[str, object]:
@@ -282,8 +273,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         return list(self._encoded(string))
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation in nats, and whether greedy decoding gives the
-        continuation."""
+        """Return each continuation's log-likelihood in nats, and whether greedy decoding gives the continuation."""
         encoded = [(request.args, *self._encode(*request.args)) for request in requests]
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
@@ -302,16 +292,13 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context up to the first stop string, without the stop string."""
-        prompts = [
-            Prompt(self._encoded(context) or [self.prefix_token_id], options)
-            for context, options in (request.args for request in requests)
-        ]
+        requested = [request.args for request in requests]
+        prompts = [Prompt(self._encoded(text) or [self.prefix_token_id], options) for text, options in requested]
         self._note_cuts(len(prompt.tokens) + drawing_of(prompt.options).max_new_tokens for prompt in prompts)
         texts = [""] * len(prompts)
         with self._bar("generate_until", len(prompts), disable_tqdm) as bar:
-            for number, text in continued(
-                self.model, self.tokenizer_of_run, prompts, self.length, self.rows, self.generator
-            ):
+            drawn = continued(self.model, self.tokenizer_of_run, prompts, self.length, self.rows, self.generator)
+            for number, text in drawn:
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)
                 bar.update()
@@ -368,8 +355,7 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
 
 
 def whole_number(name: str, value: str | int) -> int:
-    """Return ``value``, which may be text, as a whole number of 1 or more; errors name the model's argument
-    ``name``."""
+    """Return ``value``, which may be text, as a whole number of 1 or more; errors name the argument ``name``."""
     try:
         number = int(value)
     except (TypeError, ValueError):
@@ -406,15 +392,11 @@ RESAMPLES = 1000
 """Bootstrap resamples for the standard errors of metrics without a formula for the error."""
 
 POOL = "DISABLE_MULTIPROC"
-"""The environment variable that keeps the harness from resampling in forks: a fork of a process with threads may
-hang."""
+"""The variable that keeps the harness from resampling in forks: a fork of a process with threads may hang."""
 
 
 class Value(NamedTuple):
-    """A metric of a task, or of a group of tasks, of the harness.
-
-    It has a name, a value, a standard error (None if the harness gives none), and whether less is better.
-    """
+    """A metric of a task, or of a group of tasks, of the harness; ``error`` is the standard error, or None."""
 
     task: str
     metric: str
@@ -439,10 +421,8 @@ class Tasks(TaskManager):  # type: ignore[misc]
         super().__init__(include_defaults=not all(map(_is_file, names)))
         for name in names:
             if not _is_file(name) and name not in self.all_tasks:
-                raise KinformerError(
-                    f"`harness` {name}: is neither a task of lm-evaluation-harness nor a YAML file; "
-                    f"{nearest(name, self.all_tasks)}"
-                )
+                near = nearest(name, self.all_tasks)
+                raise KinformerError(f"`harness` {name}: is neither a task of the harness nor a YAML file; {near}")
 
     def load(self, task_list: list[str]) -> LoadedTasks:
         """Load tasks with their data, as the harness does."""
@@ -452,19 +432,16 @@ class Tasks(TaskManager):  # type: ignore[misc]
 
 @contextmanager
 def _in_a_sentence(what: str, names: Sequence[object], remedy: str) -> Iterator[None]:
-    """Turn an exception of the harness, or of a library that it calls, into one sentence about the tasks.
-
-    ``MemoryError`` and ``RuntimeError`` pass unchanged.
-    """
+    """Turn an exception of the harness, or of a library that it calls, into one sentence about the tasks;
+    ``MemoryError`` and ``RuntimeError`` pass unchanged."""
     try:
         yield
     except (KinformerError, MemoryError, RuntimeError):
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
-        raise KinformerError(
-            f"`harness` {','.join(map(str, names))}: {what} ({type(error).__name__}: {reason}); {remedy}."
-        ) from error
+        where = f"`harness` {','.join(map(str, names))}"
+        raise KinformerError(f"{where}: {what} ({type(error).__name__}: {reason}); {remedy}.") from error
 
 
 def evaluate_by_harness(
@@ -491,13 +468,9 @@ def _evaluate(
 ) -> tuple[Evaluation, list[Value]]:
     started_at = time.perf_counter()
     options.prepare(options.seed)
+    shown = not quiet and _watched()
     lm = KinformerLM(
-        run.folder,
-        task_options.context,
-        options.chunk,
-        device=options.device,
-        set=options.set,
-        quiet=quiet or not _watched(),
+        run.folder, task_options.context, options.chunk, device=options.device, set=options.set, quiet=not shown
     )
     lm.generator = torch.Generator().manual_seed(options.seed or DEFAULT_OTHER_SEED)
     remedy = "check it by the command lm_eval validate, and that it has as many examples as `fewshot` says"
@@ -557,10 +530,9 @@ def _facts(task: str, values: Sequence[Value], results: JsonObject) -> dict[str,
         for value in values
         if value.task == task
     }
-    return {"version": results["versions"].get(task), "fewshot": results["n-shot"].get(task)} | {
-        "items": (results["n-samples"].get(task) or {}).get("effective"),
-        "metrics": metrics,
-    }
+    items = (results["n-samples"].get(task) or {}).get("effective")
+    version_and_shots = {"version": results["versions"].get(task), "fewshot": results["n-shot"].get(task)}
+    return version_and_shots | {"items": items, "metrics": metrics}
 
 
 def _table(values: Sequence[Value], results: JsonObject) -> TextTable:
@@ -611,10 +583,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _quietly(quiet: bool) -> Iterator[None]:
-    """Let the harness write nothing but progress bars, and these only on a terminal.
-
-    Standard output is for the result.
-    """
+    """Let the harness write nothing but progress bars on a terminal; standard output is for the result."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     with ExitStack() as streams:

@@ -25,13 +25,12 @@ from kinformer.interop.proof import LIMIT, Plain, Theirs, Verdict, beside, judge
 from kinformer.interop.tokenizer_files import Prompting, prompting_of, write_chat_templates
 from kinformer.interop.writing import form_of
 from kinformer.lab.runs.exporting import export
-from kinformer.lab.runs.options import require_proof
 from kinformer.lab.runs.run import CONFIG, TOKENIZER, Run, creating, open_run, require_empty, save_weights, writing
 from kinformer.lab.tasks.table import task_of
 from kinformer.lab.tasks.texts import vocab_size_of
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError, plural, require_path, spelled
+from kinformer.runtime.errors import KinformerError, plural, require, require_above, require_path, spelled
 from kinformer.runtime.files import load_weights, read_json, write_atomic
 from kinformer.runtime.plugins import current_folder
 
@@ -51,14 +50,8 @@ class ImportedRun:
     @property
     def facts(self) -> dict[str, object]:
         """The imported run's facts as data that JSON can hold."""
-        run = self.run
-        return {
-            "out": str(run.folder),
-            "member": run.member,
-            "recipe": run.recipe,
-            "parameters": self.parameters,
-            "tokenizer": self.tokenizer,
-        }
+        run, counts = self.run, {"parameters": self.parameters, "tokenizer": self.tokenizer}
+        return {"out": str(run.folder), "member": run.member, "recipe": run.recipe} | counts
 
 
 def import_checkpoint(folder: str | Path, out: str | Path, name: str = "imported") -> ImportedRun:
@@ -100,14 +93,12 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
     if missing := sorted(expected.keys() - imported.weights.keys()):
         others = f" and {plural(len(missing) - 1, 'other weight')}" if missing[1:] else ""
         raise KinformerError(
-            f"{place}: lacks {missing[0]}{others}, so it holds a part of a model; import the whole model, with its "
-            "decoder and its head."
+            f"{place}: lacks {missing[0]}{others}, so it holds a part of a model; import the whole model with its head."
         )
     for name, weight in expected.items():
         if (shape := imported.weights[name].shape) != weight.shape:
             raise KinformerError(
-                f"{place}: {name} is {list(shape)}, which is not what config.json says ({list(weight.shape)}); restore "
-                "both from a copy."
+                f"{place}: {name} is {list(shape)}, not config.json's {list(weight.shape)}; restore both from a copy."
             )
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -119,7 +110,7 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
         write_atomic(out / TOKENIZER, partial(shutil.copyfile, imported.tokenizer))
         write_chat_templates(out, prompting.chat_templates)
     save_weights(out, imported.weights, {"imported": "1"})
-    task = task_of(config)
+    task, identity = task_of(config), {"classes": list(imported.classes)} if imported.classes else {}
     run = Run(
         folder=out,
         member=imported.member,
@@ -127,11 +118,7 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
         config=config,
         task=task,
         options=task.Options(),
-        data={
-            "spec": task.data.default,
-            "holdout": None,
-            "identity": {"classes": list(imported.classes)} if imported.classes else {},
-        },
+        data={"spec": task.data.default, "holdout": None, "identity": identity},
         training={} if imported.length is None else {"length": imported.length},
         vocabulary=TOKENIZER if reads_ids(config) else None,
         prompts=_prompts(prompting, config),
@@ -141,10 +128,7 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
 
 
 def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of an imported run.
-
-    The prefix is for decoders alone, because the config of an encoder already names the ids at the ends of its texts.
-    """
+    """Return the entry ``prompts`` of an imported run; the prefix is for decoders alone."""
     begins = config.protocol is CausalModel and all(token < vocab_size_of(config) for token in prompting.before)
     prompts = {"prefix": list(prompting.before) if begins else [], "special_tokens": dict(prompting.special_tokens)}
     return {name: value for name, value in prompts.items() if value}
@@ -187,7 +171,9 @@ TABLES = ("laws", "beside")
 def verify(subject: str | Path, *, trust_remote_code: bool = False, length: int = 24, limit: float = LIMIT) -> Proof:
     """Hold ``subject`` to the laws of causal models; the public form is :func:`kinformer.verify`."""
     require_path("subject", subject)
-    require_proof(length, limit)
+    require("length", length, 2, 64)
+    require_above("limit", limit, 0)
+    require("limit", limit, 0, 1)
     text = str(subject)
     if not Path(text).exists() and ":" in text:
         return Proof(text, "module", tuple(judge(Plain(_object(text)), length, limit)))
@@ -214,15 +200,12 @@ def _run_proof(folder: Path, length: int, limit: float) -> Proof:
 
 
 def _folder_proof(folder: Path, config: Mapping[str, object], trust: bool, length: int, limit: float) -> Proof:
-    """Return the proof of a folder of transformers: the verdicts on the laws of its model, and on the imported model
-    beside it."""
+    """Return the proof of a folder of transformers: verdicts on its model's laws, and on the imported model."""
     kind = str(config["model_type"])
     with _quiet():
         loaded = _loaded(folder, trust)
     if not getattr(loaded.config.get_text_config(), "vocab_size", None):
-        raise KinformerError(
-            f"{folder / CONFIG}: does not have a vocab_size; give a folder with a causal language model."
-        )
+        raise KinformerError(f"{folder / CONFIG}: lacks a vocab_size; give a folder with a causal language model.")
     theirs = Theirs(loaded)
     laws = tuple(judge(theirs, length, limit))
     form = ARCHITECTURES.get(kind)
@@ -248,9 +231,7 @@ def _loaded(folder: Path, trust: bool) -> PreTrainedModel:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise KinformerError(
-            f"verify needs transformers ({error}); get it with: pip install 'kinformer[transformers]'."
-        ) from error
+        raise KinformerError(f"verify needs transformers ({error}); pip install 'kinformer[transformers]'.") from error
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=trust, dtype=torch.float32, use_safetensors=True, local_files_only=True
@@ -287,6 +268,6 @@ def _object(name: str) -> object:
             return value() if isinstance(value, type) or type(value).__name__ == "function" else value
     except Exception as error:
         raise KinformerError(
-            f"{name}: is not a folder, and not an object that can be imported ({type(error).__name__}: {error}); give "
-            "a run, a folder of transformers, or module:object of a causal model."
+            f"{name}: is neither a folder nor an object that can be imported ({type(error).__name__}: {error}); give a "
+            "run, a folder of transformers, or module:object of a causal model."
         ) from None

@@ -19,10 +19,8 @@ from kinformer.runtime.progress import note, progressing
 
 @dataclass(frozen=True)
 class Indexed:
-    """A datastore of ``run`` after a build that wrote ``new`` entries of ``text`` in ``seconds``.
-
-    ``lists`` is the number of lists for approximate search, None for a datastore without lists.
-    """
+    """A datastore of ``run`` after a build that wrote ``new`` entries of ``text`` in ``seconds``; ``lists`` for
+    approximate search, None for a datastore without lists."""
 
     run: Path
     store: Datastore
@@ -76,8 +74,7 @@ def _write(run: Run, keys: KeyedDecoder, text: IndexedText, options: IndexOption
     with Writer(options.datastore, origin_of(run, keys), dtype=options.dtype) as writer:
         if not options.append and not writer.holds(text.identity):
             raise KinformerError(
-                f"{options.datastore}: holds a datastore of another text, or read in another way; add `append` to add "
-                "to it, or give another folder."
+                f"{options.datastore}: is of another text, or read in another way; add `append` or give another folder."
             )
         done = before = writer.begin(text.identity, text.entries)
         try:

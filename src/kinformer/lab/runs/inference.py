@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +24,8 @@ from kinformer.lab.datastore.evaluate import evaluate_datastore
 from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, PredictOptions
 from kinformer.lab.runs.run import Run, open_run
-from kinformer.lab.tables import require_folder_of
-from kinformer.lab.tasks.evaluation import (
-    Embedded,
-    Evaluation,
-    EvaluationReport,
-    LoadedRun,
-    Predicted,
-)
+from kinformer.lab.tables import open_writable, require_folder_of
+from kinformer.lab.tasks.evaluation import Embedded, Evaluation, EvaluationReport, LoadedRun, Predicted
 from kinformer.lab.tasks.next_token import Conversation
 from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
@@ -47,14 +41,10 @@ def require_continuing(run: Run, instead: str) -> None:
     run.task.check_generation(run)
     if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
         raise KinformerError(
-            f"{run.folder}: is a run of the task {run.task.name}, and only texts are continued here; give a run of "
-            "next-token."
+            f"{run.folder}: is a run of the task {run.task.name}, and only next-token continues texts here; give one."
         )
     if isinstance(getattr(run.config, "head", None), NeedsStore):
-        raise KinformerError(
-            f"{run.folder}: is a run of {run.member!r}, which looks things up for all of its sequences together, so "
-            f"that none can join; use {instead}."
-        )
+        raise KinformerError(f"{run.folder}: {run.member!r} looks things up for all sequences together; use {instead}.")
 
 
 # The language model that a task's option ``language_model`` names: another run, which scores the outputs of the run.
@@ -72,7 +62,7 @@ def language_model_of(task_options: object, device: torch.device) -> LoadedRun |
     if run.task.name != "next-token":
         raise KinformerError(
             f"`language_model` {name}: is a run of the task {run.task.name}, which predicts no text; give a run of "
-            "next-token that was trained on transcripts, one a line."
+            "next-token, trained on transcripts, one a line."
         )
     return LoadedRun(run, run.model().to(device))
 
@@ -88,13 +78,10 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     runs = [open_run(folder) for folder in folders]
     for run in runs[1:]:
         if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
-            raise KinformerError(
-                f"{run.folder}: is a run of the task {run.task.name}, unlike {runs[0].folder}, which is one of "
-                f"{runs[0].task.name}; evaluate it by itself."
-            )
-    options_of_task = [
-        options_for(run.task, "EvaluationOptions", options.task_options, str(run.folder)) for run in runs
-    ]
+            first = f"{runs[0].folder}, which is one of {runs[0].task.name}"
+            raise KinformerError(f"{run.folder}: has the task {run.task.name}, unlike {first}; evaluate it alone.")
+    chosen = options.task_options
+    options_of_task = [options_for(run.task, "EvaluationOptions", chosen, str(run.folder)) for run in runs]
     if getattr(options_of_task[0], "harness", None) is not None:
         from kinformer.lab.runs.harness import evaluate_by_harness
 
@@ -161,10 +148,8 @@ def generate(
     options: GenerateOptions,
     write: Callable[[str], None] | None = None,
 ) -> Any:
-    """Generate from ``prompt`` by the run's task, and return a text, an iterator of lines, or None.
-
-    ``task.generation`` decides the type of the result. ``write`` is called with every new piece of a single sample.
-    """
+    """Generate from ``prompt`` by the run's task, and return a text, an iterator of lines, or None. ``task.generation``
+    decides the type of the result. ``write`` is called with every new piece of a single sample."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -189,8 +174,7 @@ def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
     run.task.check_generation(run)
     if run.task.generation.prompt != "text" or "temperature" not in run.task.generation.reads:
         raise KinformerError(
-            f"{run.folder}: is a run of the task {run.task.name}, which continues no text freely; give one of "
-            "next-token."
+            f"{run.folder}: the task {run.task.name} continues no text freely; give one of next-token."
         )
     if options.samples != 1:
         raise KinformerError(f"`samples` {options.samples}: in turns a single text is continued; leave it out.")
@@ -234,8 +218,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
     mine, others = run.tokenizer, other.tokenizer
     if other.task.name != run.task.name or others is None or mine is None or others.fingerprint != mine.fingerprint:
         raise KinformerError(
-            f"`draft` {other.folder}: has another task or tokenizer than {run.folder}, and so other tokens; train the "
-            "draft with both of that run."
+            f"`draft` {other.folder}: has another task or tokenizer than {run.folder}; train it with the same ones."
         )
     model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
     return pack(model, options.samples)
@@ -264,16 +247,14 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
     """
     run = open_run(folder)
     if run.task.prediction.refusal is not None:
-        raise KinformerError(
-            f"{run.folder}: is a run of {run.member!r} for the task {run.task.name}; {run.task.prediction.refusal}"
-        )
+        about = f"a run of {run.member!r} for the task {run.task.name}"
+        raise KinformerError(f"{run.folder}: is {about}; {run.task.prediction.refusal}")
     task_options = options_for(run.task, "PredictionOptions", options.task_options, str(run.folder))
     for option in fields(options):
         value, reads = getattr(options, option.name), run.task.prediction.reads
         if option.name in PREDICTING and option.name not in reads and value != option.default:
-            raise KinformerError(
-                f"{marked(option.name)} {value}: predictions of the task {run.task.name} do not read it; leave it out."
-            )
+            unread = f"predictions of the task {run.task.name} do not read it"
+            raise KinformerError(f"{marked(option.name)} {value}: {unread}; leave it out.")
     model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     subject = LoadedRun(run, model, language_model=language_model_of(task_options, device_of(model)))
     yield from run.task.predict(subject, source, options, task_options)
@@ -293,16 +274,14 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
     for option in ("text_field", "label_field", "format"):
         value = getattr(options, option)
         if value is not None and run.tokenizer is None:
-            raise KinformerError(
-                f"{marked(option)} {value}: says how texts are written, and {run.folder} reads none; leave it out."
-            )
+            unread = f"says how texts are written, and {run.folder} reads none"
+            raise KinformerError(f"{marked(option)} {value}: {unread}; leave it out.")
     model = attach_store(run, run.model(options.set).to(options.prepare(options.seed)), open_run)
     yield from run.task.embed(LoadedRun(run, model), source, options)
 
 
 # Files of vectors: .npz, which NumPy reads, or JSON lines of items and vectors; written vector by vector.
 
-F = TypeVar("F")
 NAMED = 200
 """Characters that name a text in a file of vectors."""
 WriteVector = Callable[[Embedded], None]
@@ -319,19 +298,15 @@ def check_vectors(path: str | Path) -> None:
 def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
     """Yield a function that writes an item's vector, float32 [dim], to ``path``. One vector is in memory at a time.
 
-    An .npz file appears when all vectors are written. Its arrays are ``vectors`` [items, dim], ``names`` (paths, or the
-    first ``NAMED`` characters of texts) and, where items have labels, ``labels``. JSON lines appear one by one.
+    An .npz file, written at the end, has ``vectors`` [items, dim], ``names`` (paths, or the first ``NAMED`` characters
+    of texts) and, where items have labels, ``labels``. JSON lines appear one by one.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".jsonl":
-        with _opened(path, lambda: path.open("w", encoding="utf-8")) as lines:
-
-            def write_line(embedded: Embedded) -> None:
-                print(dump_json(embedded.row), file=lines, flush=True)
-
-            yield write_line
+        with open_writable(path, lambda: path.open("w", encoding="utf-8")) as lines:
+            yield lambda embedded: print(dump_json(embedded.row), file=lines, flush=True)
         return
-    with _opened(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
+    with open_writable(path, lambda: tempfile.TemporaryFile(dir=path.parent)) as bare:
         dim, texts = 0, {"names": list[str](), "labels": list[str]()}
 
         def write_bytes(embedded: Embedded) -> None:
@@ -353,13 +328,3 @@ def writing_vectors(path: str | Path) -> Iterator[WriteVector]:
                 if any(words):
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as array:
                         np.lib.format.write_array(array, np.array(words), allow_pickle=False)
-
-
-def _opened(path: Path, open_file: Callable[[], F]) -> F:
-    """Return the file that ``open_file`` opens for ``path``; a failure becomes a ``KinformerError``."""
-    try:
-        return open_file()
-    except OSError as error:
-        raise KinformerError(
-            f"{path} cannot be written ({error.strerror or error}); choose a folder with room and rights."
-        ) from None

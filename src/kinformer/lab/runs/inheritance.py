@@ -44,8 +44,7 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
     old, new = _fields(base), _fields(recipe)
     if type(base) is not type(recipe):
         raise KinformerError(
-            f"{place}: is a run of a model {base.kind!r}, which {recipe.kind!r} cannot begin with; begin with another "
-            "run, or with none."
+            f"{place}: is a run of a model {base.kind!r}, which {recipe.kind!r} cannot begin with; give another run."
         )
     places = places_of(recipe.layers, len(base.layers))
     layers = tuple(_layer(layer, recipe.layers[at]) for layer, at in zip(base.layers, places, strict=True))
@@ -62,10 +61,8 @@ def inherited_config(base: ModelConfig, recipe: ModelConfig, place: Path | str) 
 
 
 def places_of(layers: Sequence[object], depth: int) -> list[int]:
-    """Return, for every layer of a model of ``depth`` layers, the number of the layer at its place in ``layers``.
-
-    The only layer of its kind, such as the layer with memories, also stands once in a deeper model.
-    """
+    """Return, for every layer of a model of ``depth`` layers, the number of the layer at its place in ``layers``. The
+    only layer of its kind, such as the layer with memories, also stands once in a deeper model."""
     count = len(layers)
     kinds = [tuple(getattr(getattr(layer, name, None), "kind", "") for name in _MADE_OF) for layer in layers]
     places: list[int] = []
@@ -81,10 +78,8 @@ _MADE_OF = ("mixer", "feed_forward", "residual")
 
 
 def _layer(base: Config, recipe: Config) -> Config:
-    """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts whose kinds are not plain.
-
-    Where both have the same mixer, norms stand as in the recipe, because their place may be the only difference.
-    """
+    """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts whose kinds are not plain. Where
+    both have the same mixer, norms stand as in the recipe, because their place may be the only difference."""
     old, new = _fields(base), _fields(recipe)
     mixer = _mixer(old["mixer"], new["mixer"])
     plain = PLAIN["layer"]
@@ -225,11 +220,8 @@ class Inheritance:
     @property
     def partly_new(self) -> tuple[str, ...]:
         """Return the weights with both inherited rows and new rows."""
-        return tuple(
-            name
-            for name, origin in self.origins.items()
-            if not isinstance(origin, str) and any(isinstance(item, int) for item in origin)
-        )
+        rows = ((name, origin) for name, origin in self.origins.items() if not isinstance(origin, str))
+        return tuple(name for name, origin in rows if any(isinstance(item, int) for item in origin))
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -241,8 +233,7 @@ class Inheritance:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return the names of the ``new``, ``partly_new`` and ``left`` weights, and the counts of weights and numbers,
-        in total and from the run."""
+        """Return the ``new``, ``partly_new`` and ``left`` weights, and the counts of all and of inherited weights."""
         sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         fresh = sum(sizes[name] for name in self.new)
         for name, origin in self.origins.items():
@@ -308,10 +299,7 @@ def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head:
             origins[name] = origin
     result = Inheritance(before, after, origins)
     if not any(len(after[name]) > 1 for name in origins):
-        raise KinformerError(
-            f"{place}: none of its matrices fits the model to be trained; begin with a run of a nearer member, or with "
-            "none."
-        )
+        raise KinformerError(f"{place}: none of its matrices fits the model to be trained; begin with a nearer member.")
     return result
 
 
@@ -323,8 +311,8 @@ def require_width(base: ModelConfig, config: ModelConfig, place: Path | str) -> 
     ):
         if old != new:
             raise KinformerError(
-                f"{place}: has {what} = {old}, but the model to be trained has {new}; what begins with another run "
-                "keeps its width and its vocabulary, so leave such a `set` out, or begin with none."
+                f"{place}: has {what} = {old}, but the model to be trained has {new}; leave such a `set` out, or begin "
+                "with no run, because a run keeps its width and its vocabulary."
             )
 
 
@@ -340,8 +328,7 @@ def _described(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, tuple[t
 
 
 def _part(config: Any, name: str) -> str:
-    """Return "slot.kind" of the innermost part of ``config`` with the weight ``name``; "" for a weight of a layer or of
-    the model itself, such as a norm's."""
+    """Return "slot.kind" of the innermost part of ``config`` with the weight ``name``; "" for a layer or the model."""
     keys, node = name.split("."), config
     while keys:
         if keys[0] == "stack" and hasattr(node, "layers"):
@@ -424,9 +411,8 @@ def _layouts(mixer: Any, dim: int) -> tuple[dict[str, list[Block]], dict[str, li
     def blocks(template: str) -> list[Block]:
         if template == "heads":
             return [Block(role, head, heads, roles[role][1]) for head in range(heads) for role in "qkvb"]
-        return [
-            Block(role, head, roles[role][0], roles[role][1]) for role in template for head in range(roles[role][0])
-        ]
+        counted = [(role, *roles[role]) for role in template]
+        return [Block(role, head, count, size) for role, count, size in counted for head in range(count)]
 
     first = {name.replace("projection", f"projection{inner}"): blocks(item) for name, item in LAYOUTS[kind].items()}
     return first, {name: blocks(item) for name, item in further.items()}

@@ -114,8 +114,7 @@ def flags_between(before: TrainOptions, after: TrainOptions) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The complete options, and the facts for the lines about the choice. ``passes``: how often the data are read, for
-    running text."""
+    """The complete options, and the facts for the lines about the choice; ``passes``: over the data of running text."""
 
     options: TrainOptions
     flags: tuple[str, ...]
@@ -142,8 +141,7 @@ class Choice:
 
 
 class Rung(NamedTuple):
-    """A size: a recipe, the factor of its width, and the number of steps from which on this size is better than the
-    size before. The steps are a judgement, not measured."""
+    """A size: a recipe, the factor of its width, and the steps from which on it is best (a judgement, not measured)."""
 
     recipe: str
     scale: float
@@ -157,8 +155,7 @@ GROWTH, STEPS = 1.5, 600
 USUAL: Mapping[str, Any] = {"ema": 0.07}
 """The recipe of tasks whose ``in_minutes`` names no other values."""
 RATE, WIDTH = 3e-3, 32
-"""The learning rate of a model of ``WIDTH`` at the most rows. It falls with the root of the width, and with the fourth
-root of fewer rows."""
+"""The learning rate of a model of ``WIDTH`` at the most rows; it falls with width^(1/2) and with rows^(-1/4)."""
 WHOLE, MULTIPLE = 99, 8
 """The percentage of rows that fit into the length, and the multiple to which the length is rounded."""
 
@@ -176,7 +173,6 @@ class Part(NamedTuple):
     sums: tuple[str, ...]
 
     def batch(self, step: int, rank: int, world: int) -> Any:
-        """Return the rows, the same for every step."""
         return self.rows
 
 
@@ -210,13 +206,10 @@ class Ladder(Choosing):
         if self.options.init is not None:
             values.pop("lr", None)
         of_task = {field.name for field in fields(self.task.Options)}
-        chosen = {
-            name: value for name, value in values.items() if name not in of_task and getattr(self.options, name) is None
-        }
-        task_options = {name: value for name, value in values.items() if name in of_task} | dict(
-            self.options.task_options
-        )
-        options = replace(self.options, **chosen, task_options=task_options)
+        general = values.keys() - of_task
+        chosen = {name: values[name] for name in general if getattr(self.options, name) is None}
+        task_options = {name: value for name, value in values.items() if name in of_task}
+        options = replace(self.options, **chosen, task_options={**task_options, **self.options.task_options})
         with suppress(KinformerError):  # a member without these parts keeps its own
             changed = replace(options, set={**of_model, **options.set})
             self.plan(changed)
@@ -278,8 +271,7 @@ class Ladder(Choosing):
         return replace(options, batch_size=choices[best]), slowness * times[best]
 
     def _with_rate(self, options: TrainOptions) -> TrainOptions:
-        """Return the options with AdamW's learning rate that suits the width and the rows; a trained model keeps the
-        usual one."""
+        """Return the options with a learning rate of AdamW by width and rows; a trained model keeps the usual rate."""
         if options.lr is not None or options.init is not None or options.optimizer not in (None, "adamw"):
             return options
         plan = self.plan(options)
@@ -287,17 +279,15 @@ class Ladder(Choosing):
 
 
 class Size(NamedTuple):
-    """A size: a model's width, the rows of a step, and the tokens of a row.
-
-    steps: the number of steps from which on this size is better than the size before.
-    cost: the cost of a step, relative to the first size.
-    """
+    """A size: a model's width, the rows of a step, and the tokens of a row."""
 
     dim: int
     rows: int
     length: int
     steps: int
+    """The number of steps from which on this size is better than the size before."""
     cost: float
+    """The cost of a step, relative to the first size."""
 
 
 SIZES = (
@@ -322,10 +312,8 @@ ENCODED_A_MINUTE = 7_000_000
 
 class Reread(NamedTuple):
     """The regularisation of a model that reads a text more than ``passes`` times, which keeps it from memorising.
-
     Weight decay is larger than usual (Kim et al. 2025, arXiv 2509.14786, on repeated data). Dropout costs more than it
-    gains until a text is read many times.
-    """
+    gains until a text is read many times."""
 
     passes: float
     dropout: float
@@ -343,11 +331,9 @@ def decides(options: TrainOptions) -> bool:
 
 
 def with_vocabulary(options: TrainOptions, task: Task, splits: Callable[[], Mapping[str, Split]]) -> TrainOptions:
-    """Return ``options`` with a vocabulary that suits the minutes and the size of the split "train" of ``splits``.
-
-    A tokenizer saves computation, because one token stands for several bytes. The options stay unchanged if they name
-    a tokenizer, if the library of tokenizers is missing, or if the data is not UTF-8 text.
-    """
+    """Return ``options`` with a vocabulary that suits the minutes and the size of the split "train" of ``splits``. A
+    tokenizer saves computation, because one token stands for several bytes. The options stay unchanged if they name a
+    tokenizer, if the library of tokenizers is missing, or if the data is not UTF-8 text."""
     record = member(options.member)
     sources = options.tokenizer, options.train_tokenizer, options.init, options.retriever
     has_tokenizer = any(source is not None for source in sources)
@@ -373,10 +359,8 @@ def with_vocabulary(options: TrainOptions, task: Task, splits: Callable[[], Mapp
 
 @cache
 def fastest_precision(device: str) -> str:
-    """Return bf16-mixed if this machine multiplies bfloat16 matrices faster than float32 matrices, else fp32.
-
-    A CPU must be at least 20 % faster in bfloat16, measured on a product of 512 x 512 matrices.
-    """
+    """Return bf16-mixed if this machine multiplies bfloat16 matrices faster than float32 matrices, else fp32. A CPU
+    must be at least 20 % faster in bfloat16, measured on a product of 512 x 512 matrices."""
     if device == "cuda":
         return "bf16-mixed" if torch.cuda.is_bf16_supported() else "fp32"
 
@@ -393,11 +377,8 @@ def fastest_precision(device: str) -> str:
 
 
 def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str, int]:
-    """Return the changes that give a model of ``config`` the width ``dim``, with feed-forwards in proportion.
-
-    Heads become 64 wide. The number of heads stays if heads of 64 do not fit or ``heads_of_64`` is false. The result
-    is empty if the width cannot change.
-    """
+    """Return the changes that give a model of ``config`` the width ``dim``, with feed-forwards in proportion; none if
+    the width cannot change. Heads become 64 wide, unless heads of 64 do not fit or ``heads_of_64`` is false."""
     for scaled in [("num_heads", "hidden_dim")] * heads_of_64 + [("hidden_dim",)]:
         changes = _changes(config, dim, scaled)
         with suppress(KinformerError):
@@ -407,11 +388,8 @@ def resized(config: ModelConfig, dim: int, heads_of_64: bool = True) -> dict[str
 
 
 def rotated(config: ModelConfig) -> dict[str, str]:
-    """Return the changes from learned positions to rotary positions (Su et al. 2021) in softmax attention.
-
-    The result is empty for a model with any other positions. On Tiny Shakespeare, a model with rotary positions is as
-    good after one minute as a model with learned positions after four.
-    """
+    """Return the changes from learned to rotary positions (Su et al. 2021) in softmax attention; none for a model with
+    other positions. On Tiny Shakespeare, rotary positions are as good after one minute as learned ones after four."""
     plain = getattr(getattr(config, "position", None), "kind", None) == "learned"
     if plain and all(_kind(layer, "position") == "none" and _kind(layer, "score") for layer in config.layers):
         return {"position": "none", "layers.*.mixer.position": "rope"}
@@ -444,12 +422,12 @@ def _kind(layer: nn.Module, slot: str) -> str | None:
 
 def _changes(config: ModelConfig, dim: int, scaled: Sequence[str]) -> dict[str, int]:
     changes = {"dim": dim}
-    result: dict[str, dict[int, int]] = {}
+    sizes: dict[str, dict[int, int]] = {}
     for index, layer in enumerate(config.layers):
         for path, value in _sizes(layer, config.dim, dim):
             if path.endswith(tuple(scaled)):
-                result.setdefault(path, {})[index] = value
-    for path, values in result.items():
+                sizes.setdefault(path, {})[index] = value
+    for path, values in sizes.items():
         if len(values) == len(config.layers) and len(set(values.values())) == 1:
             changes[f"layers.*.{path}"] = values[0]
         else:
@@ -512,25 +490,15 @@ class Chooser(Choosing):
         rows = -(-size.rows // share) * share
         sizes = {"batch_size": rows, "length": size.length, "precision": fastest_precision(self.device)}
         complete = {**RECIPE, **sizes, **needs}
-        chosen: dict[str, Any] = {
-            name: value for name, value in complete.items() if getattr(self.options, name) is None
-        }
+        chosen: dict[str, Any] = {name: complete[name] for name in complete if getattr(self.options, name) is None}
         changes: dict[str, object] = {}
         if self.recipe is not None:
-            changes = {**self._widths(self.recipe, size), **self._positions(self.recipe)}
-        return replace(
-            self.options,
-            **chosen,
-            task_options={**task_options, **self.options.task_options},
-            set={**changes, **self.options.set},
-        )
+            changes = self._changes_of(self.recipe, size)
+        task_options |= self.options.task_options
+        return replace(self.options, **chosen, task_options=task_options, set={**changes, **self.options.set})
 
-    def _widths(self, recipe: ModelConfig, size: Size) -> dict[str, int]:
-        """Return the changes to the width of ``size``; none if ``set`` names a width."""
-        return {} if self.has_width() else resized(recipe, size.dim)
-
-    def _positions(self, recipe: ModelConfig) -> dict[str, str]:
-        """Return the changes from learned to rotary positions; none for encoders and for configs with other
-        positions."""
+    def _changes_of(self, recipe: ModelConfig, size: Size) -> dict[str, object]:
+        """Return the changes to the width of ``size``, unless ``set`` names one, and to rotary positions."""
         config = override(recipe, dict(self.options.set), kinds())
-        return rotated(config) if member(self.options.member).causal else {}
+        widths = {} if self.has_width() else resized(recipe, size.dim)
+        return {**widths, **(rotated(config) if member(self.options.member).causal else {})}

@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
 from kinformer.lab.tasks.evaluation import EmbeddingSettings, EvaluationSettings, GenerationSettings, PredictionSettings
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import (
-    Checked,
-    KinformerError,
-    marked,
-    nearest,
-    optional,
-    require,
-    require_above,
-    require_seed,
-)
+from kinformer.runtime.errors import Checked, KinformerError, marked, nearest, optional, require, require_seed
 
 if TYPE_CHECKING:
     import torch
 
 # The option ``parallel``: the numbers of processes that share rows and weights, as in ``tp=2,fsdp=4``.
-
 
 AXES = ("tp", "cp", "ring", "fsdp", "dp")
 
@@ -76,21 +66,12 @@ def parallel_of(text: str) -> Parallel:
         if name not in AXES:
             raise KinformerError(f"`parallel` {text}: {name!r} is none of its axes; {nearest(name, AXES)}")
         if name in sizes or not number.isdigit() or int(number) < 1:
-            raise KinformerError(
-                f"`parallel` {text}: {item.strip()!r} must be {name}=N, once, with N of 1 or more; give it so, as in "
-                "tp=2,fsdp=4."
-            )
+            raise KinformerError(f"`parallel` {text}: {item.strip()!r} must be {name}=N, once, with N of 1 or more.")
         sizes[name] = int(number)
     if "fsdp" in sizes and "dp" in sizes:
-        raise KinformerError(
-            f"`parallel` {text}: groups of processes that compute other rows share the weights (fsdp) or do not (dp); "
-            "give one of the two."
-        )
+        raise KinformerError(f"`parallel` {text}: fsdp shares the weights, and dp does not; give one of the two.")
     if "cp" in sizes and "ring" in sizes:
-        raise KinformerError(
-            f"`parallel` {text}: processes that share the time of rows gather keys and values (cp) or pass them "
-            "on in a ring (ring); give one of the two."
-        )
+        raise KinformerError(f"`parallel` {text}: cp gathers keys and values, ring passes them on; give one.")
     replicas, context = sizes.get("fsdp", sizes.get("dp", 1)), sizes.get("cp", sizes.get("ring", 1))
     return Parallel(sizes.get("tp", 1), replicas, "fsdp" if "fsdp" in sizes else "ddp", context, "ring" in sizes)
 
@@ -103,19 +84,6 @@ def spread(text: str | None, devices: int) -> dict[str, object]:
     if devices not in (1, sizes.devices):
         raise KinformerError(f"`devices` {devices}: `parallel` {text} is {sizes.devices}; leave `devices` out.")
     return {"devices": sizes.devices, "strategy": sizes.strategy}
-
-
-class Processes:
-    """Mixin of options with the fields ``devices``, ``strategy`` and ``parallel``."""
-
-    devices: int
-    strategy: Literal["ddp", "fsdp"]
-    parallel: str | None
-
-    @property
-    def parallelism(self) -> Parallel:
-        """The mesh of processes that the options ask for."""
-        return Parallel(1, self.devices, self.strategy) if self.parallel is None else parallel_of(self.parallel)
 
 
 MAX_THREADS = 1024
@@ -153,15 +121,14 @@ class Machine(Checked):
 
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.split(":")[0] == "mps":
-            raise KinformerError(
-                f"`device` {self.device}: does not have float64, which angles of positions and figures need; use "
-                "cpu or auto."
-            )
-        if self.device.split(":")[0] == "meta":
-            raise KinformerError(f"`device` {self.device}: does not hold values to compute with; use cpu or auto.")
-        if self.device.split(":")[0] == "cuda" and not torch.cuda.is_available():
-            raise KinformerError(f"`device` {self.device}: there is no GPU that PyTorch can use here; use cpu or auto.")
+        kind = self.device.split(":")[0]
+        reason = {"mps": "lacks float64, which positions need", "meta": "does not hold values to compute with"}.get(
+            kind
+        )
+        if kind == "cuda" and not torch.cuda.is_available():
+            reason = "there is no GPU that PyTorch can use here"
+        if reason is not None:
+            raise KinformerError(f"`device` {self.device}: {reason}; use cpu or auto.")
         try:
             device = torch.device(self.device)
             # On CUDA this check would create a context, also in a process that only starts others.
@@ -171,9 +138,8 @@ class Machine(Checked):
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise KinformerError(f"`device` {self.device}: cannot be used here ({reason}); use cpu or auto.") from None
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise KinformerError(
-                f"`device` {self.device}: the GPUs here are numbered 0 to {torch.cuda.device_count() - 1}; choose one."
-            )
+            last = torch.cuda.device_count() - 1
+            raise KinformerError(f"`device` {self.device}: the GPUs here are numbered 0 to {last}; choose one.")
         return device
 
 
@@ -223,7 +189,7 @@ class LearningOptions(OfTask, Machine):
     "length", "batch_size", "optimizer", "lr", "schedule", "min_lr_ratio", "warmup", "momentum", "beta2", "clip",
     "weight_decay", "average", "validation_tokens", "ema", "precision",
 )  # fmt: skip
-class TrainOptions(Processes, Settings, LearningOptions):
+class TrainOptions(Settings, LearningOptions):
     """Train a member.
 
     A missing option of a resumed run keeps the run's value. Else ``minutes`` decide it (see ``lab.runs.minutes``),
@@ -262,6 +228,11 @@ class TrainOptions(Processes, Settings, LearningOptions):
     go round); dp: copies have different rows; fsdp: copies have different rows and share the weights."""
 
     LEAST = {"devices": 1, "neighbours": 1, "probes": 0}  # type: ignore[assignment]
+
+    @property
+    def parallelism(self) -> Parallel:
+        """The mesh of processes that the options ask for."""
+        return Parallel(1, self.devices, self.strategy) if self.parallel is None else parallel_of(self.parallel)
 
     @property
     def folder(self) -> Path:
@@ -352,19 +323,8 @@ class IndexOptions(ListOptions, Machine):
     seed: int = 0
     """The seed of all random numbers."""
 
-    LEAST = {"chunk": 1, "first": 2}
+    LEAST = {"chunk": 1, "first": 2, "seed": 0}
     SHARES = {"holdout": "(0, 1)", "overlap": "[0, 1)"}
-
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        super().__post_init__()
-
-
-def require_proof(length: int, limit: float) -> None:
-    """Refuse a ``length`` and a ``limit`` that :func:`kinformer.verify` cannot use."""
-    require("length", length, 2, 64)
-    require_above("limit", limit, 0)
-    require("limit", limit, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,11 +352,7 @@ class TraceOptions(RunOptions):
     seed: int = 0
     """Decides all random numbers, such as the hashes of a member with hashing."""
 
-    LEAST = {"max_tokens": 1}
-
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        super().__post_init__()
+    LEAST = {"max_tokens": 1, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,12 +387,11 @@ class ServeOptions(RunOptions):
     quiet: bool = False
     """Print nothing but errors."""
 
-    LEAST = {"max_streams": 1, "max_state_bytes": 1, "chunk": 1, "port": 0, "max_waiting": 0}
+    LEAST = {"max_streams": 1, "max_state_bytes": 1, "chunk": 1, "port": 0, "max_waiting": 0, "seed": 0}
 
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise KinformerError("`api_key` is empty; give a key, or leave it out.")
-        require_seed(self.seed)
         if self.port > 65535:
             raise KinformerError(f"`port` is {self.port} but must be at most 65535.")
         if not all(self.chat_stop):

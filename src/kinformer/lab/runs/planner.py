@@ -1,5 +1,4 @@
-"""The planning of a run: the options decide its task, data, tokenizer, model and settings, and checks refuse a plan
-that cannot be trained."""
+"""The planning of a run: the options decide its task, data, tokenizer, model and settings, which are then checked."""
 
 from __future__ import annotations
 
@@ -46,10 +45,7 @@ FIELD = "texts"
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans runs of ``task`` with ``tokenizer`` on the open ``data``, which ``spec`` names.
-
-    ``base`` is the run whose model and weights a new run begins with.
-    """
+    """Plans runs of ``task`` with ``tokenizer`` on the open ``data`` called ``spec``; ``base``: of ``init``."""
 
     task: Task
     data: Data
@@ -58,10 +54,8 @@ class Planner:
     spec: str = ""
 
     def plan(self, options: TrainOptions) -> TrainingPlan:
-        """Return the plan of a run with these options.
-
-        If neither the options nor the data give a length, rows have the usual length or the length that the model's
-        positions allow, whichever is less.
+        """Return the plan of a run with these options. If neither the options nor the data give a length, rows have the
+        usual length or the length that the model's positions allow, whichever is less.
 
         Errors: ``KinformerError`` for options that do not fit the task or its data.
         """
@@ -122,8 +116,8 @@ def base_of(options: TrainOptions) -> Run | None:
     if records[0].causal != records[1].causal:
         kinds = ["a causal model" if record.causal else "an encoder" for record in records]
         raise KinformerError(
-            f"`init` {options.init}: is a run of {base.member!r}, {kinds[0]}, which {options.member!r}, {kinds[1]}, "
-            f"cannot begin with; give a run of {kinds[1]}, or none."
+            f"`init` {options.init}: is a run of {base.member!r}, {kinds[0]}, but {options.member!r} is {kinds[1]}; "
+            f"give a run of {kinds[1]}, or none."
         )
     for name, option in (("tokenizer", options.tokenizer), ("train_tokenizer", options.train_tokenizer)):
         if option:
@@ -158,23 +152,16 @@ def check_source(options: TrainOptions, task: Task) -> None:
     """Refuse data and tokenizers that do not go with the task."""
     # Bytes are not a tokenizer; every task without one reads them.
     refuse_options(task.data.refused, replace(options, tokenizer=None) if options.tokenizer == BYTES else options)
-    if (
-        options.text_field is not None
-        and not task.data.columns
-        and (task.data.default is None or options.data in (None, STDLIB, "-"))
-    ):
-        raise KinformerError(
-            f"`text_field` {options.text_field}: is for tasks of text and JSON lines; give its path with `data`."
-        )
+    read = task.data.columns or (task.data.default is not None and options.data not in (None, STDLIB, "-"))
+    if options.text_field is not None and not read:
+        raise KinformerError(f"`text_field` {options.text_field}: is for JSON lines; give their path with `data`.")
     if options.data is None and task.data.default is None and not options.resume:
         raise KinformerError(f"`task` {task.name}: {task.data.missing}")
 
 
 def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
-    """Return a lasting name of the data, such as an absolute path.
-
-    Standard input and the texts in JSON lines are copied to a file in the run folder, whose path is the name.
-    """
+    """Return a lasting name of the data, such as an absolute path. Standard input and the texts in JSON lines are
+    copied to a file in the run folder, whose path is the name."""
     if options.data is None:
         assert task.data.default is not None
         return task.data.default
@@ -195,10 +182,7 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:
     """Return the tokenizer that ``options`` name, the tokenizer of the run to begin with, the tokenizer of the
-    retriever, whose tokens the datastore holds, or a new one.
-
-    It is None where the task reads no text.
-    """
+    retriever, whose tokens the datastore holds, or a new one; None where the task reads no text."""
     if not task.data.tokenized:
         return None
     if base is not None and base.tokenizer is not None:
@@ -228,19 +212,16 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
 
 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
-    """Return the settings; a missing setting comes from the recipe's paper, then from the task.
-
-    ``length`` is the number of positions of every row if the data decide it, else None.
-    """
+    """Return the settings; a missing setting comes from the recipe's paper, then from the task. ``length`` is the
+    number of positions of every row if the data decide it, else None."""
     usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
     if options.minutes is not None:
         usual.pop("steps", None)
     settings = options.settings()
     settings = replace(settings, **{name: value for name, value in usual.items() if getattr(options, name) is None})
     if length is not None and options.length not in (None, length):
-        raise KinformerError(
-            f"`length` {options.length}: rows of this data have {plural(length, 'position')}; leave it out."
-        )
+        positions = plural(length, "position")
+        raise KinformerError(f"`length` {options.length}: rows of this data have {positions}; leave it out.")
     settings = settings if length is None else replace(settings, length=length)
     if settings.steps is None and settings.minutes is None:
         settings = replace(settings, steps=DEFAULT_STEPS)
@@ -253,8 +234,7 @@ def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings
 
 
 def checked(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
-    """Return ``plan``; refuse a plan whose model does not fit the data, the length, the objective or the processes in
-    any stage."""
+    """Return ``plan``; refuse a plan whose model does not fit the data, the length, the objective or the processes."""
     for stage in stages_of(plan.settings) if plan.settings.stages else ():
         try:
             check_length(stage.settings, group)
@@ -288,11 +268,10 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
 
 
 def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective: Objective) -> None:
-    """Refuse a model with weights that ``objective`` does not train: of early exits, or of predictions further
-    ahead."""
+    """Refuse a model with weights of exits, or of predictions further ahead, that ``objective`` does not train."""
     if getattr(model, "ahead", None) is not None and not getattr(objective, "trains_ahead", False):
         raise KinformerError(
-            f"`objective` {plan.settings.objective}: leaves the weights of `set` ahead as they begin; give `objective` "
+            f"`objective` {plan.settings.objective}: does not train the weights of `set` ahead; give `objective` "
             "multi-token for the task next-token, or leave ahead out."
         )
     if not getattr(getattr(model, "stack", None), "learns", False) or getattr(objective, "trains_exits", False):
@@ -300,9 +279,7 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
     remedy = "give `objective` exits"
     if "exits" not in task.objectives:
         remedy = f"{task.name} has none that trains them: give `set` stack=sequential"
-    raise KinformerError(
-        f"`objective` {plan.settings.objective}: leaves the weights of the stack's exits as they begin; {remedy}."
-    )
+    raise KinformerError(f"`objective` {plan.settings.objective}: does not train the stack's exits; {remedy}.")
 
 
 def _longer(config: ModelConfig, length: int) -> str:
@@ -314,11 +291,5 @@ def _longer(config: ModelConfig, length: int) -> str:
 def group_of(parallel: Parallel, device: str) -> Group:
     """Return the group of processes that will train on ``device``, a type of device, as seen by the first process."""
     world = max(parallel.devices, int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1)
-    return Group(
-        torch.device("cuda" if device == "cuda" else "cpu"),
-        world=world,
-        strategy=parallel.strategy,
-        tensor=parallel.tensor,
-        context=parallel.context,
-        ring=parallel.ring,
-    )
+    kind = torch.device("cuda" if device == "cuda" else "cpu")
+    return Group(kind, 0, world, parallel.strategy, parallel.tensor, parallel.context, parallel.ring)

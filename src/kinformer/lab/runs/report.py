@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from html import escape
+from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,8 @@ class Reporter:
         self.result: Result | None = None
 
     def sample(self, step: int) -> dict[str, str]:
-        """Generate with the present weights. Return the text ``sample``, and the ``image`` file if the task draws one.
-
-        The caller's random numbers do not change.
-        """
+        """Generate with the present weights, without changing the caller's random numbers. Return the text ``sample``,
+        and the ``image`` file if the task draws one."""
         if isinstance(getattr(self.run.config, "head", None), NeedsStore):
             return {}
         run = self.run
@@ -75,7 +74,7 @@ class Reporter:
         if run.task.generation.prompt == "lines":  # the first sentence held out for a translation
             from kinformer.lab.tasks.translate import held_out_pairs
 
-            prompt = iter(held_out_pairs(run, EvaluationSettings(split="validation"))[1].source[:1])
+            prompt = iter(held_out_pairs(run, EvaluationSettings(split="validation")).split.source[:1])
         if run.task.generation.prompt == "text":
             settings["max_new_tokens"] = max(1, min(SAMPLE_TOKENS, run.training["length"] - 2))
         elif "samples" in run.task.generation.reads:
@@ -100,9 +99,7 @@ class Reporter:
             return
         with suppress(OSError, KinformerError):
             page = self._page(history_of(self.run.folder, self.metrics))
-            write_atomic(
-                self.run.folder / REPORT, lambda target: target.write_text(page, encoding="utf-8", errors="replace")
-            )
+            write_atomic(self.run.folder / REPORT, lambda place: place.write_text(page, "utf-8", errors="replace"))
 
     def _page(self, history: History) -> str:
         run, result = self.run, self.result
@@ -168,6 +165,16 @@ def _pairs(values: Mapping[str, object]) -> str:
 WIDTH, HEIGHT, LEFT, LOWER, TICKS, MAX_POINTS = 760, 350, 60, 296, 5, 400
 
 
+def ticks(low: float, high: float, least: float = 0.0) -> list[tuple[float, str]]:
+    """Return the multiples, with their texts, of a round step from ``low`` to ``high``: 1, 2 or 5 times a power of ten,
+    ``least`` or more, and at most ``TICKS`` steps."""
+    rough = max(least, (high - low) / TICKS)
+    digits = floor(log10(rough))
+    step = next(step for step in (factor * 10.0**digits for factor in (1, 2, 5, 10)) if step >= rough)
+    numbers = range(ceil(low / step), floor(high / step) + 1)
+    return [(number * step, f"{number * step:,.{max(0, -digits)}f}") for number in numbers]
+
+
 def _curve(history: History) -> str:
     """Return the curve of training, smoothed, and the points of validation, with their numbers below."""
     low, high = history.range
@@ -177,12 +184,12 @@ def _curve(history: History) -> str:
         return round(x, 1), round(LOWER - (LOWER - 12) * (min(max(value, low), high) - low) / (high - low), 1)
 
     drawn = []
-    for tick in range(TICKS + 1):
-        step, value = history.steps * tick / TICKS, low + (high - low) * tick / TICKS
-        x, y = at(step, value)
+    for value, text in ticks(low, high):
+        y = at(0, value)[1]
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 16}" y1="{y}" y2="{y}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.3g}</text>')
-        drawn.append(f'<text x="{x}" y="{LOWER + 24}" text-anchor="middle">{step:,.0f}</text>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
+    for step, text in ticks(0, max(1, history.steps), least=1):
+        drawn.append(f'<text x="{at(step, low)[0]}" y="{LOWER + 24}" text-anchor="middle">{text}</text>')
     for index, curve in enumerate(
         (history.training[:: -(-len(history.training) // MAX_POINTS) or 1], history.validation)
     ):

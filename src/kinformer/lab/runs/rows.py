@@ -25,10 +25,9 @@ from kinformer.runtime.errors import KinformerError
 
 def data_of(run: Run) -> Data:
     """Open the data that a run was trained on."""
-    return run.task.open(
-        Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, run.data.get("text_field"), run.by_user, run),
-        run.options,
-    )
+    by_user, field = run.by_user, run.data.get("text_field")
+    source = Source(run.data["spec"], run.data.get("holdout"), run.tokenizer, field, by_user, run)
+    return run.task.open(source, run.options)
 
 
 def plan_of(run: Run, settings: Settings) -> TrainingPlan:
@@ -52,7 +51,7 @@ def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
     if different := sorted(name for name in before | after if before.get(name) != after.get(name)):
         raise KinformerError(
             f"{', '.join(stage.changes)} changes the weight {different[0]}, but all stages train the same weights; "
-            "change settings without weights only, such as windows."
+            "change settings without weights, such as windows."
         )
     return changed
 
@@ -67,8 +66,7 @@ def stage_plan(plan: TrainingPlan, stage: Stage) -> TrainingPlan:
 
 
 class StagedRows(DataModule):
-    """The rows of a stage that begins at step ``begin``: rows ``train`` for training, and the rows ``final`` of the
-    run for validation."""
+    """The rows of a stage that begins at step ``begin``: ``train`` for training, the run's ``final`` for validation."""
 
     def __init__(self, train: DataModule, final: DataModule, begin: int) -> None:
         self.train, self.final, self.begin_step = train, final, begin
@@ -108,9 +106,7 @@ def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: 
     if stage.count == 1:
         return final
     if type(final).begin is not DataModule.begin:
-        raise KinformerError(
-            f"`stages`: the task {run.task.name} makes its rows by acting, at fixed sizes; give `stages` []."
-        )
+        raise KinformerError(f"`stages`: the task {run.task.name} makes its rows by acting; give `stages` [].")
     return StagedRows(rows_of(run, stage_plan(plan, stage), device, quiet), final, stage.begin)
 
 
@@ -124,14 +120,11 @@ def teacher_of(run: Run) -> WholeModel | None:
         return None
     teacher = open_run(name)
     if teacher.task.name != run.task.name:
-        raise KinformerError(
-            f"`teacher` {name}: is a run of the task {teacher.task.name}; give one of {run.task.name}."
-        )
+        raise KinformerError(f"`teacher` {name}: is for the task {teacher.task.name}; give a run of {run.task.name}.")
     classes, learnt = ((item.data.get("identity") or {}).get("classes") for item in (teacher, run))
     if classes != learnt:
         raise KinformerError(
-            f"`teacher` {name}: has other classes ({', '.join(classes or ['unknown ones'])}) than there are to learn; "
-            "give a run on the same data."
+            f"`teacher` {name}: has other classes ({', '.join(classes or ['unknown ones'])}); give one of this data."
         )
     channels = [getattr(item.config.input, "channels", None) for item in (teacher, run)]
     if channels[0] != channels[1]:

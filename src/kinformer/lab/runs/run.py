@@ -38,26 +38,11 @@ from kinformer.lab.training.checkpoint import (
     best_weights,
     place_of_best,
 )
-from kinformer.lab.training.logging import METRICS
+from kinformer.lab.training.logging import EVENTS, METRICS
 from kinformer.lab.training.settings import Settings
+from kinformer.runtime import files
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, require_path, require_types
-from kinformer.runtime.files import (
-    DIGEST,
-    digest,
-    load_weights,
-    locked,
-    partial_of,
-    read_json,
-    reading,
-    remove_partials,
-    require_signature,
-    require_utf8,
-    require_weights,
-    save_tensors,
-    signed,
-    write_json,
-)
 from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
@@ -69,68 +54,46 @@ if TYPE_CHECKING:
 
 # Reading of ``config.json``: its schema, keys and types are checked before any other code reads it.
 
-
 SCHEMA = 2
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "member": (str,),
-    "recipe": (str,),
-    "model": (dict,),
-    "tokenizer": (str, NoneType),
-    "task": (dict,),
-    "data": (dict,),
-    "training": (dict,),
-}
+    "member": (str,), "recipe": (str,), "model": (dict,), "tokenizer": (str, NoneType), "task": (dict,),
+    "data": (dict,), "training": (dict,),
+}  # fmt: skip
 _FURTHER: Mapping[str, tuple[type, ...]] = {
-    "tokenizer_fingerprint": (str,),
-    "packages": (dict,),
-    "prompts": (dict,),
-    "checksum": (str,),
-}
+    "tokenizer_fingerprint": (str,), "packages": (dict,), "prompts": (dict,), "checksum": (str,),
+}  # fmt: skip
 _PROMPTS: Mapping[str, tuple[type, ...]] = {"prefix": (list,), "special_tokens": (dict,)}
 _DATA: Mapping[str, tuple[type, ...]] = {
-    "spec": (str, NoneType),
-    "holdout": (float, int, NoneType),
-    "identity": (dict, NoneType),
-    "init": (str,),
-    "inherited": (dict,),
-    "retrieval": (dict,),
-}
+    "spec": (str, NoneType), "holdout": (float, int, NoneType), "identity": (dict, NoneType), "init": (str,),
+    "inherited": (dict,), "retrieval": (dict,),
+}  # fmt: skip
 _RETRIEVAL: Mapping[str, tuple[type, ...]] = {
-    "datastore": (str,),
-    "retriever": (str,),
-    "neighbours": (int,),
-    "probes": (int, NoneType),
-}
+    "datastore": (str,), "retriever": (str,), "neighbours": (int,), "probes": (int, NoneType),
+}  # fmt: skip
 _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", int: "a whole number", float: "a number"}
 
 
 def read_config(place: Path) -> JsonObject:
     """Return the table in the file ``place``.
 
-    Errors: ``KinformerError`` for a file other than the config of a run, for a missing key, and for a value of a wrong
-    type.
+    Errors: ``KinformerError`` for another file, a missing key, and a value of a wrong type.
     """
     folder = place.parent
     if not place.exists():
         raise KinformerError(
             f"{folder}: is not a run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )
-    data = read_json(place)
+    data = files.read_json(place)
     if isinstance(data, dict) and "model_type" in data and "schema" not in data:
         raise KinformerError(
             f"{folder}: is a checkpoint of another library; make it a run first: kinformer import {folder} --out DIR."
         )
     if not isinstance(data, dict) or "schema" not in data:
         raise KinformerError(f"{place}: is not the config of a run; restore it from a copy, or give another folder.")
-    schema = data["schema"]
-    if schema == 1:
+    if data["schema"] != SCHEMA:
         raise KinformerError(
-            f"{place}: has schema 1, as kinformer 0.1 wrote it, but this version reads schema {SCHEMA}; train it "
-            "again, or read it with kinformer 0.1."
-        )
-    if schema != SCHEMA:
-        raise KinformerError(
-            f"{place}: has schema {schema!r}, but this version reads schema {SCHEMA}; use a matching version."
+            f"{place}: has schema {data['schema']!r}, but this version reads schema {SCHEMA}; use the version of "
+            "kinformer that wrote it, or train it again."
         )
     if missing := [name for name in _TYPES if name not in data]:
         raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
@@ -160,16 +123,11 @@ def settings_in(training: JsonObject) -> Settings:
 
 def _check_prompts(prompts: JsonObject, place: Path) -> None:
     _check(prompts, _PROMPTS, place, "prompts.")
-    parts = (
-        ("prefix", prompts.get("prefix", ()), int),
-        ("special_tokens", prompts.get("special_tokens", {}).values(), str),
-    )
-    for name, values, kind in parts:
+    special = prompts.get("special_tokens", {})
+    for name, values, kind in (("prefix", prompts.get("prefix", ()), int), ("special_tokens", special.values(), str)):
         if not all(type(value) is kind for value in values):
             expected = "a list of whole numbers" if kind is int else "a table of texts"
-            raise KinformerError(
-                f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore it from a copy."
-            )
+            raise KinformerError(f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore it.")
 
 
 def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
@@ -269,32 +227,30 @@ class Run:
             fingerprint = file_fingerprint(file.read_bytes())
         if fingerprint:
             data["tokenizer_fingerprint"] = fingerprint
-        write_json(self.folder / CONFIG, signed(data))
+        files.write_json(self.folder / CONFIG, files.signed(data))
 
     def build(self) -> Any:
         """Return the model, newly initialised."""
-        with reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
+        with files.reading(self.folder / CONFIG, "says a model that cannot be built here", "use a larger machine"):
             return self.config.build()
 
     def model(self, changes: Mapping[str, object] | None = None) -> Any:
         """Return the model with its best weights, in eval mode, without its datastore (see ``lab.datastore.attach``).
-
         ``changes`` are overrides of the config, such as another scaling of positions. They must keep the name and the
-        shape of every weight.
-        """
+        shape of every weight."""
         config = self._changed(changes) if changes else self.config
         place, (tensors, _) = place_of_best(self.folder), best_weights(self.folder)
-        with reading(self.folder / CONFIG, "says a model that cannot be built"):
-            require_weights(weight_shapes(config), tensors, place)
+        with files.reading(self.folder / CONFIG, "says a model that cannot be built"):
+            files.require_weights(weight_shapes(config), tensors, place)
             with private_numbers(0):  # the stored weights replace the random ones
                 model = config.build()
-        load_weights(model, tensors, place)
+        files.load_weights(model, tensors, place)
         return model.eval()
 
     def weights_digest(self) -> str:
         """Return the sha256 of the names, shapes, types and bytes of the weights that :meth:`model` reads."""
         tensors, metadata = best_weights(self.folder)
-        return metadata.get(DIGEST) or digest(tensors)
+        return metadata.get(files.DIGEST) or files.digest(tensors)
 
     def _changed(self, changes: Mapping[str, object]) -> ModelConfig:
         changed = override(self.config, changes, kinds())
@@ -319,7 +275,7 @@ def open_run(folder: str | Path) -> Run:
     place = folder / CONFIG
     data = read_config(place)
     packages = data.get("packages", {})
-    with reading(place):
+    with files.reading(place):
         try:
             member_called(data["member"], packages.get("member"))
             task = task_called(data["task"]["name"], packages.get("task"))
@@ -329,7 +285,7 @@ def open_run(folder: str | Path) -> Run:
         except (KinformerError, TypeError) as error:
             raise KinformerError(f"{place}: {error}") from None
         config = model_config(data["model"], f"{place}: model")
-    require_signature(data, place)
+    files.require_signature(data, place)
     return Run(
         folder=folder,
         member=data["member"],
@@ -347,7 +303,7 @@ def open_run(folder: str | Path) -> Run:
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write ``model.safetensors``."""
-    save_tensors(folder / WEIGHTS, weights, metadata)
+    files.save_tensors(folder / WEIGHTS, weights, metadata)
 
 
 # Writing in a run's folder: by one process at a time, which removes only its own files.
@@ -358,13 +314,15 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[
 
 _MADE_FIRST = (TOKENIZER, CHAT_TEMPLATE, SPOOLED, WEIGHTS)
 """The files that creating or importing a run may write before its config."""
+WRITTEN = (*_MADE_FIRST, CONFIG, METRICS, EVENTS, CHECKPOINTS, "additional_chat_templates", "texts", "job")
+"""The files and folders of a training that has not yet saved weights."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Lock a run's folder for this process, and remove half-written files of dead processes."""
-    require_utf8(folder)
-    with locked(folder):
+    files.require_utf8(folder)
+    with files.locked(folder):
         _remove_leftovers(folder)
         yield
 
@@ -374,7 +332,7 @@ def creating(folder: Path) -> Iterator[None]:
     """Create a run in ``folder``, which this process has locked; after a failure, remove its files."""
     require_empty(folder)
     try:
-        with partial_of(folder / CONFIG).open("xb"):
+        with files.partial_of(folder / CONFIG).open("xb"):
             pass
         yield
     except BaseException:
@@ -385,17 +343,15 @@ def creating(folder: Path) -> Iterator[None]:
 def require_empty(folder: Path) -> None:
     """Refuse a folder with any contents."""
     if (folder / CONFIG).exists():
-        raise KinformerError(
-            f"`out` {folder}: holds a run already; add `resume` to continue it, or give another folder."
-        )
+        raise KinformerError(f"`out` {folder}: holds a run already; add `resume`, or give another folder.")
     if any(folder.iterdir()):
         raise KinformerError(f"`out` {folder}: is not empty; give a new folder.")
 
 
 def _remove_leftovers(folder: Path) -> None:
-    if partial_of(folder / CONFIG).exists() and not (folder / CONFIG).exists():
+    if files.partial_of(folder / CONFIG).exists() and not (folder / CONFIG).exists():
         for name in _MADE_FIRST:
             (folder / name).unlink(missing_ok=True)
-    remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
+    files.remove_partials(folder, (CONFIG, METRICS, *_MADE_FIRST))
     for name in (CHECKPOINTS, SHARDED):
         Checkpoints(folder / name, 1).clean()

@@ -37,12 +37,12 @@ from kinformer.lab.evaluation.depths import early_exit_stack
 from kinformer.lab.runs.options import PredictOptions, TraceOptions
 from kinformer.lab.runs.run import Run, open_run
 from kinformer.lab.tasks.texts import check_sequence, ends_of, mask_token_of
-from kinformer.models.encoder_decoder import EncoderDecoder
+from kinformer.models.encoder import EncoderDecoder
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.files import write_atomic
 from kinformer.runtime.parsing import with_finite_numbers
 from kinformer.runtime.progress import note
-from kinformer.stacks.universal import Universal
+from kinformer.stacks.sequential import Universal
 
 Keys = Literal["text", "source", "summaries"]
 Mixer: TypeAlias = CausalMixer | EncoderMixer
@@ -72,8 +72,7 @@ class Weights(NamedTuple):
 def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
     """Return the weights of the call ``mixer(*inputs)``. One further call gives as many columns as values are wide.
 
-    inputs: the arguments of a call with one sequence: a chunk and a state without a past or, of an encoder, x and its
-    context.
+    inputs: a chunk and a state without a past or, of an encoder, x and its context, for one sequence.
 
     Errors: ``NoWeights``, with the reason, where the mixer has none.
     """
@@ -97,11 +96,8 @@ def weights_of(mixer: nn.Module, inputs: Sequence[object]) -> Weights:
 
 
 class _Observers:
-    """Observers of one mixer, which can replace its values.
-
-    ``first`` None keeps the values, and -1 replaces them by zeros. Any other number replaces them by columns of the
-    identity matrix, for the tokens from ``first`` on.
-    """
+    """Observers of one mixer, which can replace its values: ``first`` None keeps the values, -1 replaces them by zeros,
+    and any other number by columns of the identity matrix, for the tokens from ``first`` on."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -116,9 +112,9 @@ class _Observers:
         with probing(values=self._values, outputs=self._outputs, buckets=self._buckets):
             mixer(*inputs)
         if not self.values or not self.outputs:
+            kind = type(mixer).__name__
             raise NoWeights(
-                f"{type(mixer).__name__} does not show its values and outputs, from which weights are read "
-                "(core/probe.py says how)."
+                f"{kind} does not show its values and outputs, which weights need (core/probe.py says how)."
             )
         width = next(iter(self.values.values())).shape[3]
         parts = [y for _, y in sorted(self.outputs.items())]
@@ -297,14 +293,14 @@ def _read(run: Run, stack: Stack, ids: Tensor, options: TraceOptions, hidden: Re
     taps = result[-1]
     require_finite(all(bool(tap.isfinite().all()) for tap in taps))
     calls = [call for call in records.calls if stack.order[call.use] + 1 in layers]
-    steps = torch.stack([item[0].cpu() for item in records.running]).sum(0) if records.running else None
+    running = [item[0].cpu() for item in records.running]
     return Reading(
         ids=ids[0].cpu(),
         tokens=tuple(labels(run, run.config, ids[0].tolist())),
         hidden_states=tuple(tap[0].float().cpu() for tap in taps),
         attention=tuple(_attention(stack, call, options.heads, prefix) for call in calls),
         exits=records.exits[0] if records.exits else None,
-        steps=steps,
+        steps=torch.stack(running).sum(0) if running else None,
     )
 
 
@@ -393,15 +389,12 @@ def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[in
     valid = [str(number) for number in range(1, highest + 1)]
     for part in parts:
         if part not in valid:
-            raise KinformerError(
-                f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some of these."
-            )
+            raise KinformerError(f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some.")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
-    """Return the buckets of the heads ``index``, -1 for heads without buckets; heads with buckets are the last
-    heads."""
+    """Return the buckets of the heads ``index``; only the last heads have buckets, and the others get -1."""
     if buckets is None:
         return None
     return torch.cat([buckets.new_full((heads - len(buckets), *buckets.shape[1:]), -1), buckets])[index]
@@ -467,9 +460,8 @@ def write(traced: Trace, path: Path) -> None:
         page = _page(traced)
         write_atomic(path, lambda target: target.write_text(page, encoding="utf-8"))
         return
-    arrays: dict[str, Any] = {
-        name: value for reading in readings(traced) for name, value in _arrays(reading, reading is not traced)
-    }
+    parts = [(reading, "encoder, " if reading is not traced else "") for reading in readings(traced)]
+    arrays: dict[str, Any] = {name: value for reading, before in parts for name, value in _arrays(reading, before)}
 
     def save(target: Path) -> None:
         with target.open("wb") as file:
@@ -483,9 +475,8 @@ def readings(traced: Trace) -> list[Reading]:
     return [traced] if traced.source is None else [traced.source, traced]
 
 
-def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(reading: Reading, before: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of a reading by name, as in "layer 1/weights"."""
-    before = "encoder, " if of_source else ""
     for name in ("ids", "exits", "steps"):
         if (value := getattr(reading, name)) is not None:
             yield before + name, value.numpy()
@@ -498,10 +489,8 @@ def _arrays(reading: Reading, of_source: bool) -> Iterator[tuple[str, np.ndarray
 
 
 def _page(traced: Trace) -> str:
-    """Return the page, whose data are ``readings`` (name, tokens, exits, steps) and ``places`` (see ``_place``).
-
-    Tokens may come from untrusted text, so the page escapes tokens.
-    """
+    """Return the page, whose data are ``readings`` (name, tokens, exits, steps) and ``places`` (see ``_place``). Tokens
+    may come from untrusted text, so the page escapes tokens."""
     if find_spec("jinja2") is None:
         raise KinformerError("pages need jinja2, which is not installed; pip install 'kinformer[plot]' gets it.")
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -509,10 +498,9 @@ def _page(traced: Trace) -> str:
 
     several = readings(traced)
     names = ["Text"] if len(several) == 1 else ["Source", "Target"]
+    pairs = zip(names, several, strict=True)
     data = {
-        "readings": [
-            {"name": name} | _plain(item, "tokens", "exits", "steps") for name, item in zip(names, several, strict=True)
-        ],
+        "readings": [{"name": name} | _plain(item, "tokens", "exits", "steps") for name, item in pairs],
         "places": [_place(item, number) for number, reading in enumerate(several) for item in reading.attention],
     }
     environment = Environment(loader=FileSystemLoader(ASSETS), autoescape=True, undefined=StrictUndefined)
@@ -525,10 +513,7 @@ def _page(traced: Trace) -> str:
 
 
 def _place(item: AttentionTrace, reading: int) -> dict[str, object]:
-    """Return the data of one mixer for the page.
-
-    The weights are int16 [heads, queries, count] in steps of ``unit``, deflated, in base64.
-    """
+    """Return the data of one mixer for the page: weights as int16 in steps of ``unit``, deflated, in base64."""
     facts = _plain(item, "place", "mixer", "heads", "note", "keys", "implied")
     facts |= {"reading": reading} | _plain(item, "buckets", "spans")
     if item.weights is None:
@@ -550,8 +535,7 @@ def _plain(item: Reading | AttentionTrace, *names: str) -> dict[str, object]:
 
 
 def facts_of(traced: Trace) -> dict[str, object]:
-    """Return a trace without its tensors as JSON-ready data: tokens, exits, steps, and the mean distance and the
-    perplexity of each head."""
+    """Return a trace without its tensors as JSON-ready data, with the mean distance and the perplexity of each head."""
     facts: dict[str, object] = {"title": traced.title}
     for name, reading in zip(("source", "text") if traced.source else ("text",), readings(traced), strict=True):
         attention = [_facts(item) for item in reading.attention]
@@ -591,8 +575,7 @@ def _listed(values: Tensor) -> str:
 
 
 def mean_distance(weights: Tensor) -> Tensor:
-    """Return the mean distance in tokens from a query to its keys, [heads], weighted by the magnitudes of ``weights``
-    [heads, queries, keys]."""
+    """Return the mean distance in tokens from a query to its keys, [heads], weighted by the size of the weights."""
     _, queries, keys = weights.shape
     away = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().to(weights.dtype)
     size = weights.abs()
@@ -600,11 +583,9 @@ def mean_distance(weights: Tensor) -> Tensor:
 
 
 def perplexity(weights: Tensor) -> Tensor:
-    """Return the mean effective number of keys of a head's queries, [heads].
-
-    A row of ``weights`` [heads, queries, keys] is scaled so that its magnitudes sum to 1. Its effective number of keys
-    is 2 to the power of its entropy in bits.
-    """
+    """Return the mean effective number of keys of a head's queries, [heads]. A row of ``weights`` [heads, queries,
+    keys] is scaled so that its magnitudes sum to 1. Its effective number of keys is 2 to the power of its entropy in
+    bits."""
     size = weights.abs()
     total = size.sum(-1, keepdim=True)
     shares = size / total.clamp_min(1e-12)

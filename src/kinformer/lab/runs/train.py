@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -17,10 +21,10 @@ from kinformer.lab.runs.create import JOB, Plan, inheritance_text, plan, set_thr
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
-from kinformer.lab.runs.run import CONFIG, Run, writing
+from kinformer.lab.runs.run import CONFIG, WRITTEN, Run, writing
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training import distributed
-from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints
+from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, place_of_best
 from kinformer.lab.training.distributed import Group, job_id
 from kinformer.lab.training.logging import Metric, Result
 from kinformer.lab.training.loop import Trainer
@@ -38,11 +42,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def announcement(run: Run, settings: Settings, parameters: int, group: Group, frozen: int = 0) -> str:
-    """Return the lines that announce a training.
-
-    They name the member, recipe, parameters and task, the weights from the base run, the data and their size, the
-    device, the precision, the tokens of a step, and the number of ``frozen`` random parameters.
-    """
+    """Return the lines that announce a training, with the number of ``frozen`` random parameters."""
     rows, length = settings.batch_size, settings.length
     work = f"{rows} x {length} = {plural(rows * length, 'token')} a step"
     note = spelled(
@@ -50,8 +50,7 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
         "them from a run that trained them, as by `task` dino; `set` input.frozen=false lets them learn"
     )
     lora = "" if settings.lora is None else f", {parameters - frozen:,} trained (LoRA of rank {settings.lora})"
-    begins = inheritance_text(run.data)
-    begins = f"{begins}\n" if begins else ""
+    begins = f"{text}\n" if (text := inheritance_text(run.data)) else ""
     return (
         f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}{lora}, task {run.task.name}\n"
         f"{begins}"
@@ -125,7 +124,6 @@ class Summary:
         """The best validation in words."""
         if self.result.best_step is None:
             return "not validated"
-
         validation = {name: value for name, value in self.result.validation.items() if value is not None}
         words = ", ".join(metric.text(validation[metric.name]) for metric in self.metrics)
         return f"best validation {words} (step {self.result.best_step})"
@@ -133,10 +131,8 @@ class Summary:
 
 @seeding
 def train(options: TrainOptions, quiet: bool = False, started_at: float | None = None) -> Summary:
-    """Train a member by ``options``.
-
-    quiet: report nothing during training.
-    started_at: when the minutes began to count, by ``time.monotonic()``; now if not given.
+    """Train a member by ``options``. ``quiet``: report nothing during training. ``started_at``: when the minutes began
+    to count, by ``time.monotonic()``; now if not given.
 
     Errors: ``KinformerError``; ``InterruptedError(128 + signal)`` if a signal ended one of several processes.
     """
@@ -156,12 +152,37 @@ def train(options: TrainOptions, quiet: bool = False, started_at: float | None =
     options = replace(options, resume=True) if _started_again(options.folder) else options
     if distributed.started_by_torchrun():
         return _under_torchrun(options, quiet, started_at)
-    with writing(options.folder):
+    with writing(options.folder), clearing(options.folder):
         planned = plan(options, quiet, started_at)
         if planned.parallel.devices > 1:
             return distributed.launch(_join_and_work, (planned,), planned.parallel.devices)
         torch.manual_seed(planned.settings.seed)
         return work(planned, Group(planned.device))
+
+
+@contextmanager
+def clearing(folder: Path) -> Iterator[None]:
+    """Remove the files of a new run that a signal, or Ctrl-C, ends before its weights are saved. ``Interrupt`` takes
+    the signals over during the steps of a training."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    new = not (folder / CONFIG).exists()
+    numbers = {*distributed.heeded()} - {signal.SIGINT} if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    except (KeyboardInterrupt, InterruptedError, SystemExit):
+        if new and not place_of_best(folder).exists() and not Checkpoints(folder / CHECKPOINTS, 1).steps():
+            for name in WRITTEN:
+                shutil.rmtree(folder / name, ignore_errors=True)
+                with suppress(OSError):
+                    (folder / name).unlink()
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _new_folder(name: str) -> Path:
@@ -201,11 +222,8 @@ def work(plan: Plan, group: Group) -> Summary:
 def _stage(
     plan: Plan, training: TrainingPlan, step: int, group: Group, baselines: dict[str, float] | None = None
 ) -> Summary:
-    """Train from ``step`` to the end of its stage; most runs have one stage.
-
-    With ``baselines``, an empty table, the lines about the training are printed first, and the metric of simple rules
-    is put into the table.
-    """
+    """Train from ``step`` to the end of its stage; most runs have one stage. With ``baselines``, an empty table, the
+    lines about the training are printed first, and the metric of simple rules is put into the table."""
     settings, stage = plan.settings, stage_at(plan.settings, step)
     run = replace(plan.run, config=config_of(training.config, stage))
     data = staged_rows(run, training, stage, plan.device.type, plan.quiet)
@@ -267,10 +285,8 @@ def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Su
 
 
 def _started_again(folder: Path) -> bool:
-    """Return whether torchrun starts the training in ``folder`` again.
-
-    With --max-restarts it does so after a process died, and in a job with a name also after machines came or went.
-    """
+    """Return whether torchrun starts the training in ``folder`` again: with --max-restarts after a process died, and in
+    a job with a name also after machines came or went."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not (folder / CONFIG).exists():
         return False

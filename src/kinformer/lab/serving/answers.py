@@ -46,11 +46,9 @@ class Failure:
 
 class TextListener:
     """A listener that passes the pieces of one request's choices to ``send``; the first choice has the number
-    ``first``.
-
-    A token is passed on with the text in which it begins, so that a stop string removes its tokens, too. ``ends``:
-    the tokens that end a choice and are not passed on. ``before``: the prompt's tokens, which a choice continues.
-    """
+    ``first``. A token is passed on with the text in which it begins, so that a stop string removes its tokens, too.
+    ``ends``: the tokens that end a choice and are not passed on. ``before``: the prompt's tokens, which a choice
+    continues."""
 
     def __init__(
         self,
@@ -61,14 +59,13 @@ class TextListener:
         ends: Sequence[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        self._send, self._tokenizer, self._stops, self._first, self._ends = send, tokenizer, stops, first, ends
-        self._before = before
+        self._send, self._tokenizer, self._stops, self._first = send, tokenizer, stops, first
+        self._ends, self._before = ends, before
         self._echo: tuple[str, list[int], int, int] = "", [], 0, 0
         self._choices: dict[int, _Choice] = {}
 
     def echo(self, prompt: str, tokens: list[int], copies: int, added: int = 0) -> None:
-        """Begin each of ``copies`` choices with ``prompt``, whose ``tokens`` follow when they are scored; the first
-        ``added`` tokens stand in front of the prompt's text."""
+        """Begin ``copies`` choices with ``prompt``, whose scored ``tokens`` follow, after ``added`` other tokens."""
         self._echo = prompt, tokens, copies, added
         for copy in range(copies):
             self._send(Piece(self._first + copy, prompt))
@@ -113,8 +110,7 @@ class TextListener:
 
 
 class _Choice:
-    """One unfinished choice: its text, which ``begins`` after the echoed prompt, and tokens that wait for their
-    text."""
+    """One unfinished choice: its text, which ``begins`` after the echoed prompt, and its waiting tokens."""
 
     def __init__(self, text: StoppedText, begins: int) -> None:
         self.text, self.begins, self.shown = text, begins, begins
@@ -137,8 +133,7 @@ def encoded(data: object) -> bytes:
 
 
 def encoded_by_parts(data: object) -> bytes:
-    """Return the same as :func:`encoded`, for a large answer. Other threads can run meanwhile, which Python's faster
-    way to write JSON blocks: for a third of a second with the largest answer."""
+    """Return the same as :func:`encoded`, without blocking other threads while a large answer is written."""
     encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
     return "".join(encoder.iterencode(with_finite_numbers(data))).encode("utf-8", "backslashreplace")
 
@@ -157,10 +152,7 @@ def error(message: str, kind: str, param: str | None = None, code: str | None = 
 
 
 class Answer:
-    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all choices.
-
-    ``texts`` and ``tokens`` collect the pieces of every choice.
-    """
+    """The answers to one request: :meth:`chunk` for a part of a choice, :meth:`full` for all choices."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
@@ -180,24 +172,21 @@ class Answer:
 
     def chunk(self, piece: Piece) -> dict[str, object]:
         """Return the event of a piece."""
-        choice = self._delta(piece) | {
-            "logprobs": self._scores(piece.tokens),
-            "finish_reason": piece.reason,
-        }
-        if self.body.return_token_ids:
-            choice["token_ids"] = [item.token for item in piece.tokens]
-        return self._frame(self.chunk_kind, [{"index": piece.choice} | choice])
+        choice = {"index": piece.choice} | self._delta(piece)
+        return self._frame(self.chunk_kind, [self._choice(choice, piece.tokens, piece.reason)])
 
     def full(self, usage: dict[str, int]) -> dict[str, object]:
         """Return the answer with all choices and the ``usage``."""
         choices = []
         for number, (texts, tokens, reason) in enumerate(zip(self.texts, self.tokens, self.reasons, strict=True)):
             choice = {"index": number} | self._text("".join(texts))
-            choice |= {"logprobs": self._scores(tokens), "finish_reason": reason}
-            if self.body.return_token_ids:
-                choice["token_ids"] = [item.token for item in tokens]
-            choices.append(choice)
+            choices.append(self._choice(choice, tokens, reason))
         return self._frame(self.kind, choices) | {"usage": usage}
+
+    def _choice(self, choice: dict[str, object], tokens: list[ScoredToken], reason: str | None) -> dict[str, object]:
+        """Return a choice with the scores of its tokens, and their ids if the request asks for the ids."""
+        ids = {"token_ids": [item.token for item in tokens]} if self.body.return_token_ids else {}
+        return choice | {"logprobs": self._scores(tokens), "finish_reason": reason} | ids
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, object]:
         """Return the last event of a stream whose usage was requested."""
@@ -223,14 +212,13 @@ class Answer:
         scores = [item.score for item in tokens]
         return {
             "tokens": [self.spelled(item.token) for item in tokens],
-            "token_logprobs": [None if score is None else score.logprob for score in scores],
-            "top_logprobs": [None if score is None else self._top(score.top) for score in scores],
+            "token_logprobs": [score and score.logprob for score in scores],
+            "top_logprobs": [score and self._top(score.top) for score in scores],
             "text_offset": [item.offset for item in tokens],
         }
 
     def _top(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return the scores of tokens by their spelling. The less likely of two tokens with one spelling, such as a
-        letter and its byte, stands under its id."""
+        """Return the scores of tokens by spelling; the less likely of two tokens of one spelling is named by its id."""
         scores: dict[str, float] = {}
         for token, value in top:
             text = self.spelled(token)
@@ -257,10 +245,8 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict[str, object]]:
         delta = {"role": "assistant", "content": ""}
-        return [
-            self._frame(self.chunk_kind, [{"index": number, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for number in range(len(self.texts))
-        ]
+        empty: dict[str, object] = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._frame(self.chunk_kind, [{"index": number} | empty]) for number in range(len(self.texts))]
 
     def _text(self, text: str) -> dict[str, object]:
         return {"message": {"role": "assistant", "content": text}}
@@ -280,8 +266,4 @@ class ChatAnswer(Answer):
 
     def _entry(self, token: int, logprob: float) -> dict[str, object]:
         text, complete = self._spelling(token)
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": list(text.encode()) if complete else None,
-        }
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if complete else None}

@@ -16,41 +16,35 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kinformer.core import state as states
 from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel, StackedModel, device_of
-from kinformer.core.state import (
-    State,
-    join_rows,
-    nbytes,
-    renewed,
-    repeat_rows,
-    reserve,
-    reserved_parts,
-    select_rows,
-    value,
-)
+from kinformer.core.state import State
 from kinformer.generation.recording import logits_after
 from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalise_repetition
 from kinformer.generation.session import Steps, require_continuing, require_ids
-from kinformer.runtime.errors import Checked, KinformerError, plural, require, require_finite
+from kinformer.runtime.errors import Checked, KinformerError, plural, require_finite
 from kinformer.runtime.process import FEW, few_rows
 
-# A request for continuations of one prompt, and the listener that receives their tokens.
+if TYPE_CHECKING:
+    from kinformer.lab.serving.answers import TextListener
+
+# A request for continuations of one prompt, and the log-probabilities of its tokens.
 
 DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
 """The temperature, top_k, top_p and min_p of a draw."""
 
 
 class Penalties(NamedTuple):
-    """Changes of the logits before a draw, as OpenAI defines them: ``bias`` is added to the logits of its tokens;
-    ``presence`` is subtracted from the logit of each token of the continuation so far, and ``frequency`` as often as
-    the token occurs in it."""
+    """Changes of the logits before a draw, as OpenAI defines them: ``bias`` is added to the logits of its tokens, and
+    from each token of the continuation ``presence`` is subtracted once, and ``frequency`` as often as the token
+    occurs."""
 
     presence: float = 0.0
     frequency: float = 0.0
@@ -58,31 +52,10 @@ class Penalties(NamedTuple):
 
 
 class TokenScore(NamedTuple):
-    """The log-probability of a token by the model, before temperature and cuts, and the most probable tokens with their
-    log-probabilities, best first."""
+    """The log-probability of a token, before temperature and cuts, and the most probable tokens with theirs."""
 
     logprob: float
     top: list[tuple[int, float]]
-
-
-class Listener(Protocol):
-    """A listener to one request. The engine's thread calls it between steps, so it must not wait."""
-
-    def scored(self, scores: list[TokenScore | None]) -> None:
-        """Take the score of every token of the prompt; the first has none."""
-        ...
-
-    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
-        """Take the next token of a copy; return whether the copy ends with it."""
-        ...
-
-    def ended(self, copy: int, reason: str) -> None:
-        """Take the end of a copy: "stop" where the listener ended it, or "length"."""
-        ...
-
-    def failed(self, error: KinformerError) -> None:
-        """Take the end of the remaining copies of the request, after the model failed."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +68,8 @@ class Request:
     """
 
     tokens: np.ndarray
-    listener: Listener
+    listener: TextListener
+    """The listener to the tokens. The engine's thread calls it between steps, so it must not wait."""
     sampling: Sampling
     max_new_tokens: int
     penalties: Penalties = Penalties()
@@ -111,8 +85,7 @@ class Request:
 
 
 class Row:
-    """One copy of a request while it is continued: its place in its stream of random numbers, its length, and the
-    tokens that its penalties count."""
+    """One copy of a continued request: its place in its random stream, its length, and the tokens of its penalties."""
 
     def __init__(self, request: Request, copy: int) -> None:
         self.request, self.copy = request, copy
@@ -169,7 +142,7 @@ class Limits(Checked):
     """The bounds of an engine.
 
     max_streams: rows at a time; a request of n copies has n rows.
-    max_state_bytes: the most bytes that the state of all rows together may grow to; None for no bound.
+    max_state_bytes: the most bytes of the state of all rows together; None for no bound.
     max_waiting: requests that wait for their turn; further requests are refused.
     chunk: tokens of prompts absorbed between two steps.
     """
@@ -179,11 +152,7 @@ class Limits(Checked):
     max_waiting: int = 64
     chunk: int = 256
 
-    def __post_init__(self) -> None:
-        for name in ("max_streams", "max_state_bytes", "chunk"):
-            require(name, getattr(self, name), 1)
-        require("max_waiting", self.max_waiting, 0)
-        super().__post_init__()
+    LEAST = {"max_streams": 1, "max_state_bytes": 1, "chunk": 1, "max_waiting": 0}
 
 
 class BusyError(KinformerError):
@@ -191,8 +160,7 @@ class BusyError(KinformerError):
 
 
 class Admission:
-    """The admitted rows. ``row_bytes(length)`` is the size of a row's state in a batch whose longest row has
-    ``length`` tokens."""
+    """The admitted rows; ``row_bytes(length)`` is the size of a row's state if the longest row has this length."""
 
     def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
         self.limits, self._row_bytes = limits, row_bytes
@@ -207,15 +175,13 @@ class Admission:
         """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time."""
         limits = self.limits
         if copies > limits.max_streams:
-            raise KinformerError(
-                f"n is {copies:,}, but this server continues at most {plural(limits.max_streams, 'sequence')} at a "
-                "time (its max_streams); lower n."
-            )
+            most = plural(limits.max_streams, "sequence")
+            raise KinformerError(f"n is {copies:,}, but this server continues at most {most} at a time; lower n.")
         if prompts > limits.max_streams + limits.max_waiting:
+            most = limits.max_streams + limits.max_waiting
             raise KinformerError(
-                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most "
-                f"{limits.max_streams + limits.max_waiting:,} at a time (its max_streams and max_waiting); send fewer "
-                "in a request."
+                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most {most:,} at a time (its "
+                "max_streams and max_waiting); send fewer in a request."
             )
 
     def require_possible(self, request: Request) -> None:
@@ -252,8 +218,7 @@ ROOM = 256
 """Tokens for which a growing state has room; after that many steps it is laid out again."""
 _FAR = 1 << 30  # a length beyond every window: a bounded state no longer grows there
 _UNKNOWN = 0
-"""The number of steps to expect: rows may leave or join at any step, so a recording waits until as many steps were made
-as it costs."""
+"""The number of steps to expect: as rows may join at any step, a recording waits for as many as it costs."""
 
 
 class ContinuedModel(CausalModel, StackedModel, Protocol):
@@ -269,11 +234,8 @@ class Joining(NamedTuple):
 
 
 class Batch:
-    """Rows of ``model`` stepped together; rows leave and join between steps.
-
-    The states of rows of unequal length are right-aligned, so a growing state has as many slots in every row as in the
-    longest. ``tokens`` [rows] int64 are the last token of each row, which the next step absorbs.
-    """
+    """Rows of ``model`` stepped together; rows leave and join between steps. The states of rows of unequal length are
+    right-aligned. ``tokens`` [rows] int64 are the last token of each row, which the next step absorbs."""
 
     def __init__(self, model: CausalModel) -> None:
         self.model = model
@@ -286,27 +248,27 @@ class Batch:
     @property
     def state_bytes(self) -> int:
         """Return the bytes that the state of all rows holds now."""
-        return 0 if self._state is None else nbytes(self._state)
+        return 0 if self._state is None else states.nbytes(self._state)
 
     def change(self, leaving: Sequence[Row], joining: Sequence[Joining]) -> None:
         """Remove the rows ``leaving`` and append the rows ``joining``; enlarge the state's buffers if they are full."""
-        grown = self._steps >= ROOM and any(reserved_parts(self._state))
+        grown = self._steps >= ROOM and any(states.reserved_parts(self._state))
         if not (leaving or joining or grown):
             return
         gone = set(map(id, leaving))
         staying = [index for index, row in enumerate(self.rows) if id(row) not in gone]
         parts = []
         if staying:
-            state = value(self._stepping.settled(self._state))
-            parts.append(select_rows(state, torch.tensor(staying)) if leaving else state)
+            state = states.value(self._stepping.settled(self._state))
+            parts.append(states.select_rows(state, torch.tensor(staying)) if leaving else state)
         self._state = None  # frees the old state before the new one is built, else memory holds both
-        parts += [value(item.state) for item in joining]
+        parts += [states.value(item.state) for item in joining]
         self.tokens = torch.cat([self.tokens[staying], *(item.tokens for item in joining)])
         self.rows = [self.rows[index] for index in staying] + [row for item in joining for row in item.rows]
         self._steps, self._stepping = 0, Steps(self.model, _UNKNOWN, recorded=True)
         if parts:
-            state = renewed(join_rows(parts) if len(parts) > 1 else parts[0], derived=True)
-            self._state = reserve(state, min(ROOM, max(row.remaining for row in self.rows)))
+            state = states.renewed(states.join_rows(parts) if len(parts) > 1 else parts[0], derived=True)
+            self._state = states.reserve(state, min(ROOM, max(row.remaining for row in self.rows)))
 
     def step(self) -> Tensor:
         """Return logits [rows, vocab] behind :attr:`tokens`, which the state absorbs."""
@@ -317,15 +279,13 @@ class Batch:
 
 def row_bytes(model: ContinuedModel, length: int) -> int:
     """Return the most bytes that the state of a row of up to ``length`` tokens holds in a :class:`Batch` in which no
-    row is longer, room included.
-
-    A growing state has a slot for each token and :data:`ROOM` more. The buffer of a window has twice the retained slots
-    and 64 more, so that the window seldom has to be moved to the front of its buffer.
-    """
+    row is longer, room included. A growing state has a slot for each token and :data:`ROOM` more. The buffer of a
+    window has twice the retained slots and 64 more, so that the window seldom has to be moved to the front of its
+    buffer."""
     units = [model.stack.units[index] for index in model.stack.order]
     mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-    fixed = nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
+    fixed = states.nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
     return fixed + sum(_mixer_bytes(partial(mixer.state_bytes, dtype=dtype), length) for mixer in mixers)
 
 
@@ -352,7 +312,7 @@ class Prefill:
         self._tokens = torch.from_numpy(request.tokens)[None].to(device_of(model))
         self._logits: Tensor | None = None
         room = min(ROOM, request.max_new_tokens)
-        self._state: State = reserve(model.initial_state(1), len(request.tokens) + room)
+        self._state: State = states.reserve(model.initial_state(1), len(request.tokens) + room)
 
     @property
     def done(self) -> bool:
@@ -362,7 +322,7 @@ class Prefill:
     @property
     def state_bytes(self) -> int:
         """Return the bytes that the state holds now."""
-        return nbytes(self._state)
+        return states.nbytes(self._state)
 
     def absorb(self, limit: int) -> int:
         """Absorb the next chunk, of at most ``limit`` tokens; return how many it has."""
@@ -382,8 +342,8 @@ class Prefill:
 
     def joining(self, rows: list[Row], tokens: Tensor) -> Joining:
         """Return the copies ``rows`` of this prompt, each with its first of ``tokens`` [rows], for a batch to take."""
-        state, self._state = value(self._state), None
-        return Joining(rows, repeat_rows(state, len(rows)) if len(rows) > 1 else state, tokens)
+        state, self._state = states.value(self._state), None
+        return Joining(rows, states.repeat_rows(state, len(rows)) if len(rows) > 1 else state, tokens)
 
     def _score(self, chunk: Tensor) -> None:
         logits, self._state = self.model(chunk, self._state)
@@ -453,15 +413,15 @@ class Engine:
                 self._waiting.append(request)
             else:
                 self.counts["refused"] += 1
+                rows, waiting = plural(self.rows, "sequence"), plural(self.waiting, "request")
                 raise BusyError(
-                    f"{plural(self.rows, 'sequence')} are being continued and {plural(self.waiting, 'request')} "
-                    "wait, as many as this server takes; repeat the request later."
+                    f"{rows} are being continued and {waiting} wait, as many as this server takes; repeat the request "
+                    "later."
                 )
             self._changed.notify()
 
     def check_rows(self, prompts: int, copies: int) -> None:
-        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time, before they are
-        built."""
+        """Raise, before they are built, if so many prompts with ``copies`` copies can never be accepted."""
         self._admission.require_rows(prompts, copies)
 
     def check(self, request: Request) -> None:
@@ -644,9 +604,7 @@ class Engine:
         return ended
 
 
-_NOT_FINITE = (
-    "the model's predictions are not finite numbers; its weights are damaged or diverged, or need a wider type (fp32)."
-)
+_NOT_FINITE = "the model's predictions are not finite numbers; its weights are damaged, diverged, or need a wider type."
 
 
 def _indices(tokens: Sequence[int] | np.ndarray, logits: Tensor) -> Tensor:

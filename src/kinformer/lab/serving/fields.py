@@ -30,8 +30,7 @@ MOST_STOPS, MOST_STOP_TOKENS, MOST_BIASES, MOST_LOGPROBS, MOST_TOKENS = 4, 64, 1
 MOST_INPUTS = 2048
 """The most texts of a request for embeddings, as at OpenAI."""
 MOST_VALUES = 1 << 17
-"""The most values, names and lists of a body. Python's JSON reader blocks all other threads: a million names take a
-second."""
+"""The most values, names and lists of a body: Python's JSON reader blocks all threads, a second for a million names."""
 IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 """Fields without effect on the generated text."""
 NEUTRAL: Mapping[str, object] = {
@@ -59,11 +58,8 @@ class FieldError(KinformerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Body:
-    """The request of a completion or of a chat: the ``model``, how tokens are drawn, and the form of the answer.
-
-    A request without a seed has a random seed in ``sampling``. ``max_tokens`` and ``logprobs`` are None if the request
-    does not give them. ``fields`` are all fields of the request.
-    """
+    """The request of a completion or of a chat: the ``model``, how tokens are drawn, and the form of the answer. A
+    request without a seed has a random seed in ``sampling``. ``fields`` are all fields of the request."""
 
     model: str
     sampling: Sampling
@@ -85,8 +81,8 @@ def parse(data: bytes) -> JsonObject:
     """Return the fields in the JSON of ``data``."""
     if len(data) > MOST_VALUES and (count := _count_values(data)) > MOST_VALUES:
         raise FieldError(
-            f"the body has {count:,} values, names and lists, but may have at most {MOST_VALUES:,}; send fewer, or a "
-            "prompt of many ids as text."
+            f"the body has {count:,} values, names and lists, but may have at most {MOST_VALUES:,}; send fewer, or ids "
+            "as text."
         )
     try:
         fields = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_int=_whole)
@@ -101,37 +97,32 @@ def parse(data: bytes) -> JsonObject:
 
 
 def _count_values(data: bytes) -> int:
-    """Return the number of commas, colons and opening brackets in the JSON of ``data``, texts left out.
-
-    NumPy counts while other threads run, which a regular expression does not.
-    """
+    """Return the number of commas, colons and opening brackets in the JSON of ``data``, texts left out. NumPy counts
+    while other threads run, which a regular expression does not."""
     signs = np.frombuffer(data.replace(rb"\\", b"  ").replace(rb"\"", b"  "), np.uint8)
     inside = np.logical_xor.accumulate(signs == ord('"'))
     return sum(int(np.count_nonzero((signs == sign) & ~inside)) for sign in b",:[{")
 
 
 def _whole(text: str) -> int:
-    """Return a whole number. Other threads can run between two calls, but not between two numbers that the JSON reader
-    converts itself, and a number of thousands of digits takes a tenth of a millisecond."""
+    """Return a whole number. Other threads can run between two calls, but not inside the JSON reader."""
     return int(text)
 
 
 def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | None = None) -> Body:
-    """Return the request in ``fields``; only the ``supported`` fields may request anything. ``seed`` is the seed of a
-    request that does not name one; None draws a seed."""
+    """Return the request in ``fields``; only the ``supported`` fields may request anything. A request without a seed
+    gets ``seed``, or a random seed for None."""
     values = _supported(fields, supported)
     options = _mapping(values, "stream_options")
     stream = _value(values, "stream", bool, False)
     if options and not stream:
         raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
-    chat = "messages" in supported
+    chat, most = "messages" in supported, _count(values, "max_tokens", 0, None, MOST_TOKENS)
     return Body(
         model=_value(values, "model", str, ""),
         sampling=_sampling(values, seed),
         penalties=Penalties(_penalty(values, "presence_penalty"), _penalty(values, "frequency_penalty"), _bias(values)),
-        max_tokens=_count(
-            values, "max_completion_tokens", 0, _count(values, "max_tokens", 0, None, MOST_TOKENS), MOST_TOKENS
-        ),
+        max_tokens=_count(values, "max_completion_tokens", 0, most, MOST_TOKENS),
         n=_count(values, "n", 1, 1) or 1,
         stops=_stops(values),
         stop_tokens=_stop_tokens(values),
@@ -192,10 +183,7 @@ def read_embedding(fields: Mapping[str, object]) -> EmbeddingBody:
 
 
 def tools(fields: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """Return the tools that the model may call, for the chat template; None without tools.
-
-    The server renders tools and does not parse calls: an answer is text, whatever the model writes.
-    """
+    """Return the tools that the model may call, for the chat template, or None; calls in answers are not parsed."""
     if _value(fields, "tool_choice", Literal["none", "auto"], "auto") == "none":
         return None
     items = fields.get("tools", [])
@@ -205,8 +193,7 @@ def tools(fields: Mapping[str, object]) -> list[dict[str, object]] | None:
 
 
 def messages(fields: Mapping[str, object]) -> list[dict[str, object]]:
-    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text; other keys, such as
-    ``tool_calls``, stay in the message."""
+    """Return the messages of a chat, each with a ``role`` and its ``content`` as one text, and its other keys."""
     items = fields.get("messages")
     if not isinstance(items, list) or not items:
         raise FieldError("messages must be a list of one message or more.", "messages")
@@ -228,8 +215,7 @@ def _message(item: object, place: int) -> dict[str, object]:
 
 
 def _tool_calls(message: Mapping[str, object], where: str) -> list[dict[str, Any]]:
-    """Return the calls of tools in a message, their arguments as an object. OpenAI writes the arguments as JSON in a
-    text, and chat templates read an object."""
+    """Return the calls of tools in a message, with arguments as an object, where OpenAI writes JSON in a text."""
     calls = message["tool_calls"] or []
     where = f"{where}.tool_calls"
     if not isinstance(calls, list):
@@ -281,16 +267,13 @@ def _bias(values: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
     """Return the bias of each token; JSON writes the ids as texts."""
     bias: Mapping[str, Any] = _mapping(values, "logit_bias")
     if len(bias) > MOST_BIASES:
-        raise FieldError(
-            f"logit_bias has {plural(len(bias), 'token')}, but may have at most {MOST_BIASES:,}.", "logit_bias"
-        )
+        tokens = plural(len(bias), "token")
+        raise FieldError(f"logit_bias has {tokens}, but may have at most {MOST_BIASES:,}.", "logit_bias")
     for token, change in bias.items():
         is_token = token.isascii() and token.isdigit() and len(token) < 10
         if not (is_token and is_of_kind(change, float) and -100 <= change <= 100):
-            raise FieldError(
-                f"logit_bias holds {short(token)}: {short(change)}, but must give token ids a number from -100 to 100.",
-                "logit_bias",
-            )
+            held = f"{short(token)}: {short(change)}"
+            raise FieldError(f"logit_bias holds {held}, but must give ids a number from -100 to 100.", "logit_bias")
     return tuple((int(token), float(change)) for token, change in bias.items())
 
 
@@ -379,11 +362,10 @@ class ChatTemplate:
     ) -> None:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
+        self.source = str(template)
         if isinstance(template, Path):
             with reading_corpus(template):
                 self.source = template.read_text("utf-8")
-        else:
-            self.source = template
         environment = _environment()
         from jinja2.meta import find_undeclared_variables
 
@@ -401,10 +383,9 @@ class ChatTemplate:
         return self._render(messages, names)[0]
 
     def answers(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return a conversation as text, and where the answers begin and end in it, in characters.
-
-        The tags ``generation`` mark the answers. Without the tags, an answer and its end are the text that the
-        conversation through the answer adds to the prompt before it.
+        """Return a conversation as text, and where the answers begin and end in it, in characters. The tags
+        ``generation`` mark the answers; else an answer is the text that the conversation through it adds to the prompt
+        before it.
 
         Errors: the errors of :meth:`prompt`, and ``KinformerError`` where the conversation does not begin with the
         prompt.
@@ -434,9 +415,7 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, object]
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of ``messages``, and the ranges of characters between the tags ``generation``."""
-        variables = (
-            {"tools": None, "documents": None, "add_generation_prompt": True} | dict(self._special_tokens) | dict(names)
-        )
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens, **names}
         pieces, length = list[str](), 0
         spans = list[tuple[int, int]]()
         _OUTPUT.set((pieces, spans))
@@ -467,9 +446,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise KinformerError(
-            "a chat template needs the package 'jinja2', which is not installed; pip install 'kinformer[serve]'."
-        ) from error
+        raise KinformerError("a chat template needs the package 'jinja2'; pip install 'kinformer[serve]'.") from error
 
     class Generation(Extension):
         """The tag ``generation`` around the model's own turns. It renders its body unchanged and notes its range."""

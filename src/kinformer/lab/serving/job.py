@@ -31,11 +31,9 @@ class ClientLeftError(Exception):
 
 
 class Job:
-    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or ids.
-
-    Choice number i equals row i of ``kinformer.generate`` for the prompts repeated ``n`` times each. A job may be built
-    outside of the event loop; :meth:`submit` and :meth:`pieces` must run in it.
-    """
+    """The choices of one HTTP request: ``body.n`` for each of ``prompts``, texts or ids. Choice number i equals row i
+    of ``kinformer.generate`` for the prompts repeated ``n`` times each. A job may be built outside of the event loop;
+    :meth:`submit` and :meth:`pieces` must run in it."""
 
     def __init__(
         self,
@@ -52,9 +50,8 @@ class Job:
         self._overflowed = False
         self._queue: asyncio.Queue[Piece | Failure | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._requests = [
-            self._request(tokenizer, prompt, number * body.n, new) for number, prompt in enumerate(prompts)
-        ]
+        starts = enumerate(prompts)
+        self._requests = [self._request(tokenizer, prompt, number * body.n, new) for number, prompt in starts]
 
     @property
     def choices(self) -> int:
@@ -64,12 +61,8 @@ class Job:
     @property
     def usage(self) -> dict[str, int]:
         """Return how many tokens were absorbed and drawn so far."""
-        total = self.prompt_tokens + self.new_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.new_tokens,
-            "total_tokens": total,
-        }
+        prompt, new = self.prompt_tokens, self.new_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def submit(self) -> None:
         """Hand all requests to the engine, or none if the engine is busy."""
@@ -149,11 +142,8 @@ class Job:
         return request
 
     def _require_size(self, request: Request) -> None:
-        """Raise if the answer with ``request`` may become too large. The new tokens of a stream do not count, because
-        they are sent at once."""
-        tokens = len(request.tokens) if self.body.echo else 0
-        if not self.body.stream:
-            tokens += request.max_new_tokens
+        """Raise if the answer with ``request`` may become too large; the new tokens of a stream do not count."""
+        tokens = len(request.tokens) * self.body.echo + request.max_new_tokens * (not self.body.stream)
         self._values += request.copies * tokens * (1 + (request.logprobs or 0))
         if self._values > MOST_VALUES:
             raise KinformerError(
@@ -174,12 +164,12 @@ class Job:
         if self._loop is not None and self.body.stream and self._sent - self._taken >= self._most_behind:
             self._overflowed = True
             self.cancel()
-            item = Failure(
-                KinformerError(
-                    f"{plural(self._sent - self._taken, 'piece')} of the stream waited for its client, as many as may "
-                    "wait, so the stream has ended; read it faster, or lower max_tokens or logprobs."
-                )
+            behind = plural(self._sent - self._taken, "piece")
+            sentence = (
+                f"{behind} of the stream waited for its client, so the stream has ended; read it faster, or lower "
+                "max_tokens or logprobs."
             )
+            item = Failure(KinformerError(sentence))
         self._sent += 1
         if self._loop is None:
             self._queue.put_nowait(item)

@@ -39,6 +39,7 @@ from kinformer.generation.sampling import ends_of_text
 from kinformer.generation.session import require_ids
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.labelled import TextItem
+from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.runs.run import open_run
@@ -74,9 +75,8 @@ def exposition(engine: Engine) -> str:
         ("kinformer_requests_refused_total", "counter", "Requests refused as busy.", {"": counts["refused"]}),
     ]
     if limits.max_state_bytes is not None:
-        families.append(
-            ("kinformer_state_bytes_limit", "gauge", "Bytes that it may hold.", {"": limits.max_state_bytes})
-        )
+        bound = {"": limits.max_state_bytes}
+        families.append(("kinformer_state_bytes_limit", "gauge", "Bytes that it may hold.", bound))
     lines = []
     for name, kind, text, values in families:
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
@@ -90,8 +90,7 @@ MOST_BODY = 8 << 20
 BODY_SECONDS = 60
 """Seconds that a client has to send a body."""
 NEW_TOKENS, NEW_CHAT_TOKENS = 16, 256
-"""The number of tokens drawn for a request that does not give a number: for a completion, as at OpenAI, and for a
-chat."""
+"""The tokens drawn for a completion, as at OpenAI, and for a chat, if the request does not give a number."""
 EMBEDDED = 16
 """The texts whose vectors are computed together."""
 LARGE = 256
@@ -159,11 +158,8 @@ def application(served: Served, local: bool, key: str | None = None) -> Starlett
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)] if local else []
     if key is not None:
         middleware.append(Middleware(RequireKey, key=key))
-    app = Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={HTTPException: _http_error, KinformerError: _error},
-    )
+    errors: Any = {HTTPException: _http_error, KinformerError: _error}
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
     app.state.served = served
     return app
 
@@ -231,9 +227,7 @@ class Events(Response):
 
 
 async def _completions(request: Request) -> Response:
-    served: Served = request.app.state.served
-    job = await run_in_threadpool(_completion_job, served, await _body(request))
-    return await _answered(request, job, Answer(job.body, served.tokenizer, job.choices))
+    return await _answered(request, _completion_job, Answer)
 
 
 def _completion_job(served: Served, data: bytes) -> Job:
@@ -243,9 +237,7 @@ def _completion_job(served: Served, data: bytes) -> Job:
 
 
 async def _chat(request: Request) -> Response:
-    served: Served = request.app.state.served
-    job = await run_in_threadpool(_chat_job, served, await _body(request))
-    return await _answered(request, job, ChatAnswer(job.body, served.tokenizer, job.choices))
+    return await _answered(request, _chat_job, ChatAnswer)
 
 
 def _chat_job(served: Served, data: bytes) -> Job:
@@ -253,9 +245,7 @@ def _chat_job(served: Served, data: bytes) -> Job:
     _require_model(served, body.model)
     if served.template is None:
         raise FieldError(
-            "this server does not have a chat template, so it continues texts only; use /v1/completions, or start "
-            "it with a `chat_template`.",
-            "messages",
+            "this server lacks a chat template; use /v1/completions, or start it with a `chat_template`.", "messages"
         )
     body = replace(body, stops=(*body.stops, *served.template.stops))
     tools = fields.tools(body.fields)
@@ -280,32 +270,32 @@ def _embedded(served: Served, data: bytes) -> dict[str, object]:
     body = fields.read_embedding(fields.parse(data))
     _require_model(served, body.model)
     embedder = served.embedder
-    texts = [embedder.encode(item) if isinstance(item, str) else np.array(item, np.int64) for item in body.inputs]
+    texts = [
+        prompt_ids(embedder.tokenizer, item) if isinstance(item, str) else np.array(item, np.int64)
+        for item in body.inputs
+    ]
     for place, ids in enumerate(texts):
         if not 0 < len(ids) <= embedder.length:
+            tokens = plural(len(ids), "token")
             raise FieldError(
-                f"input {place} has {plural(len(ids), 'token')}, but must have 1 to {embedder.length}, as in "
-                "training; send parts of it.",
+                f"input {place} has {tokens}, but must have 1 to {embedder.length}, as in training; send parts of it.",
                 "input",
             )
         require_ids(served.engine.model, int(ids.min()), int(ids.max()))
     pairs = [(TextItem("", ""), ids) for ids in texts]
     parts = (pairs[start : start + EMBEDDED] for start in range(0, len(pairs), EMBEDDED))
     vectors = [item.vector for part in parts for item in embedder(part)]
-    entries = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": b64encode(vector.tobytes()).decode() if body.base64 else vector.tolist(),
-        }
-        for index, vector in enumerate(vectors)
-    ]
+    shown = [b64encode(vector.tobytes()).decode() if body.base64 else vector.tolist() for vector in vectors]
+    entries = [{"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(shown)]
     total = sum(map(len, texts))
     usage = {"prompt_tokens": total, "total_tokens": total}
     return {"object": "list", "data": entries, "model": body.model, "usage": usage}
 
 
-async def _answered(request: Request, job: Job, answer: Answer) -> Response:
+async def _answered(request: Request, make: Callable[[Served, bytes], Job], kind: type[Answer]) -> Response:
+    served: Served = request.app.state.served
+    job = await run_in_threadpool(make, served, await _body(request))
+    answer = kind(job.body, served.tokenizer, job.choices)
     job.submit()
     if answer.body.stream:
         return Events(job, answer)
@@ -344,11 +334,8 @@ async def _body(request: Request) -> bytes:
 
 def _require_model(served: Served, name: str) -> None:
     if name != served.name:
-        raise FieldError(
-            f"model is {fields.short(name)}, but this server has {served.name!r} alone; request it.",
-            "model",
-            "model_not_found",
-        )
+        sentence = f"model is {fields.short(name)}, but this server has {served.name!r} alone; request it."
+        raise FieldError(sentence, "model", "model_not_found")
 
 
 async def _page(request: Request) -> Response:
@@ -357,8 +344,7 @@ async def _page(request: Request) -> Response:
 
 async def _health(request: Request) -> Response:
     served: Served = request.app.state.served
-    engine = served.engine
-    alive = served.alive()
+    engine, alive = served.engine, served.alive()
     facts = {
         "status": "ok" if alive else "the engine has ended; see the server's output",
         "model": served.name,
@@ -370,9 +356,8 @@ async def _health(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    return PlainTextResponse(
-        exposition(request.app.state.served.engine), media_type="text/plain; version=0.0.4; charset=utf-8"
-    )
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return PlainTextResponse(exposition(request.app.state.served.engine), media_type=kind)
 
 
 async def _models(request: Request) -> Response:
@@ -405,10 +390,7 @@ try:
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
-    raise KinformerError(
-        "serving needs the packages 'starlette' and 'uvicorn', which are not installed; run pip install "
-        "'kinformer[serve]'."
-    ) from error
+    raise KinformerError("serving needs starlette and uvicorn; pip install 'kinformer[serve]'.") from error
 
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of accepting a connection that pass when other connections end."""
@@ -420,17 +402,13 @@ class Server:
     """A server for the run in ``folder``; it listens from the beginning, and answers while :meth:`run` runs."""
 
     def __init__(self, folder: str | Path, options: ServeOptions) -> None:
-
         run = open_run(folder)
         require_continuing(run, "kinformer generate")
         template, path = None, options.chat_template or run.chat_template
         if path is not None:
             template = ChatTemplate(Path(path), options.chat_stop, run.prompts.get("special_tokens"))
         elif options.chat_stop:
-            raise KinformerError(
-                f"`chat_stop` ends answers of chats, but {folder} comes without a chat template; give a "
-                "`chat_template` too."
-            )
+            raise KinformerError(f"`chat_stop`: {folder} lacks a chat template; give a `chat_template` too.")
         self.socket = _listening(options.host, options.port)
         device = options.prepare(0)
         model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
@@ -453,10 +431,7 @@ class Server:
         host = self.socket.getsockname()[0]
         local, key = host in ("127.0.0.1", "::1"), options.api_key or os.environ.get("KINFORMER_API_KEY") or None
         if not (local or key or options.quiet):
-            note(
-                "warning: every machine that reaches this address can use the model; give a key in the variable "
-                "KINFORMER_API_KEY."
-            )
+            note("warning: every machine that reaches this address can use the model; give a key in KINFORMER_API_KEY.")
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
         config = uvicorn.Config(
             application(served, local, key),
@@ -559,10 +534,8 @@ class _Http(uvicorn.Server):
 
 
 def sparing(say: Callable[[str], None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return a handler of the event loop's errors that reports a lack of descriptors at most once a second.
-
-    asyncio's own handler logs a traceback for each of the thousands of connections that may wait.
-    """
+    """Return a handler of the event loop's errors that reports a lack of descriptors at most once a second: asyncio's
+    own handler logs a traceback for each of the thousands of connections that may wait."""
     last = -math.inf
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -600,6 +573,4 @@ def _listening(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise KinformerError(
-            f"`host` {host}, `port` {port}: cannot be listened at ({reason}); `port` 0 takes a free one."
-        ) from None
+        raise KinformerError(f"`host` {host}, `port` {port}: cannot listen ({reason}); try `port` 0.") from None

@@ -10,10 +10,8 @@ A training row is a problem with its answer. A label is the token that follows; 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, log
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from kinformer.core.state import nbytes
 from kinformer.lab.data.algorithms import END, SPLITS, SYMBOLS, AlgorithmData, AlgorithmRows, carried
 from kinformer.lab.data.labelled import TextSource
 from kinformer.lab.evaluation.depths import Depths, noting_depths
-from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answers, answers_to, drawn_batches
+from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answered_batches, answers_to
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
@@ -33,14 +31,13 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     TextTable,
-    by_group,
+    Write,
     evaluated,
+    track,
 )
 from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
-from kinformer.lab.tasks.options import AlgorithmOptions
-from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
-from kinformer.lab.tasks.texts import check_ids, check_sequence
-from kinformer.lab.training.data_module import map_fields
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, TrainingPlan
+from kinformer.lab.tasks.texts import check_ids
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import note
@@ -77,11 +74,6 @@ class AlgorithmModule(MadeRows):
         }
 
 
-def open_problems(source: Source, options: AlgorithmOptions, cache: Path | None = None) -> AlgorithmData:
-    """Return the problems that ``options`` describe."""
-    return options.data
-
-
 def vocab_size(data: AlgorithmData) -> int:
     """Return how many symbols there are."""
     return len(SYMBOLS)
@@ -89,8 +81,7 @@ def vocab_size(data: AlgorithmData) -> int:
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the symbols of problems, and rows shorter than the longest problem."""
-    check_ids(plan, len(SYMBOLS), special_apart=False)
-    check_sequence(model)
+    check_ids(plan, model, len(SYMBOLS))
     plan.data.check(plan.settings.length)
 
 
@@ -103,8 +94,7 @@ class AlgorithmLoss(AnswersLoss):
 
 
 def solved(right: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Return which of ``count`` rows, [count] bool, have every token of the answer right: greedy decoding solves
-    them."""
+    """Return which of ``count`` rows, [count] bool, have the whole answer right: greedy decoding solves them."""
     return torch.ones(count, dtype=torch.bool, device=right.device).index_put((rows[~right],), right.new_zeros(()))
 
 
@@ -116,10 +106,8 @@ PLACE, CARRY = "place", "carry"
 class ByDifficulty:
     """Counts of the answers' tokens by difficulty, for problems of one ``algorithm`` with this many ``digits``;
     ``depths`` come from the model's call on the noted batch.
-
     A model that lets tokens halt or leave early thinks longer about some tokens than about others. Difficulty is their
-    place in the answer, and in an addition how far the carry that arrives there has come.
-    """
+    place in the answer, and in an addition how far the carry that arrives there has come."""
 
     def __init__(self, algorithm: str, digits: int, depths: Depths) -> None:
         self.digits, self.depths = digits, depths
@@ -147,65 +135,26 @@ class ByDifficulty:
 
     @property
     def rows(self) -> dict[str, list[dict[str, float]]]:
-        """Return, by the name of each difficulty, a row for every group with tokens (see :func:`rows_of`)."""
-        return {name: rows_of(name, counts, self.depths.metric.name) for name, counts in self.counts.items()}
-
-
-def rows_of(name: str, counts: Tensor, depth: str) -> list[dict[str, float]]:
-    """Return a row for every group with tokens in ``counts`` [3, groups] (tokens, right tokens, sums of depths): the
-    number of tokens, their accuracy and their mean ``depth``."""
-    return [
-        {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
-        for number, (tokens, right, total) in enumerate(counts.T.tolist())
-        if tokens
-    ]
+        """Return, by the name of each difficulty, the number, accuracy and mean depth of every group of tokens."""
+        depth = self.depths.metric.name
+        return {
+            name: [
+                {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
+                for number, (tokens, right, total) in enumerate(counts.T.tolist())
+                if tokens
+            ]
+            for name, counts in self.counts.items()
+        }
 
 
 # How many problems a model solves by their length, in training's range and beyond, and its answer to one.
 
 
-@dataclass(frozen=True, kw_only=True)
-class DigitsMeasured:
-    """The results on problems of this many ``digits``: how many ``problems`` were ``solved``, how many ``tokens`` of
-    their answers are ``correct``, the share of the most frequent one, and the sum of ``nats``.
-
-    ``trained``: whether training's range holds them. Where tokens halt or leave early, ``depth`` is the metric of their
-    depth, ``mean_depth`` its mean, and ``by_difficulty`` holds the rows of :func:`rows_of` by the name of each
-    difficulty.
-    """
-
-    digits: int
-    trained: bool
-    problems: int
-    solved: int
-    tokens: int
-    correct: int
-    guessing: float
-    nats: float
-    depth: Metric | None = None
-    mean_depth: float = 0.0
-    by_difficulty: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-
-    @property
-    def sequence_accuracy(self) -> float:
-        """Return the share of problems that were solved."""
-        return self.solved / self.problems
-
-    @property
-    def accuracy(self) -> float:
-        """Return the share of right tokens in the answers."""
-        return self.correct / self.tokens
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the results as values for JSON."""
-        return {
-            "digits": self.digits, "trained": self.trained, "problems": self.problems, "solved": self.solved,
-            "sequence_accuracy": self.sequence_accuracy, "tokens": self.tokens, "correct": self.correct,
-            "accuracy": self.accuracy, "guessing": self.guessing, "nats": self.nats,
-            **({} if self.depth is None else {self.depth.name: self.mean_depth}),
-            **{f"by_{name}": rows for name, rows in self.by_difficulty.items()},
-        }  # fmt: skip
+Measured = dict[str, Any]
+"""The results on problems of this many ``digits``, for JSON: how many ``problems`` were ``solved``, how many ``tokens``
+of their answers are ``correct``, the share of the most frequent one (``guessing``), and the sum of ``nats``.
+``trained``: whether training's range holds them. Where tokens halt or leave early, the mean depth by the name of its
+metric, and ``by_place`` and ``by_carry``, the rows of :class:`ByDifficulty`."""
 
 
 def evaluate(
@@ -213,97 +162,100 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on new problems of each number of digits; the metrics are over the problems in training's range,
     or over all problems if none is in it. Every problem is written to the table that the options name."""
-    started_at, model, device = time.perf_counter(), subject.model, device_of(subject.model)
+    started_at, model = time.perf_counter(), subject.model
     data: AlgorithmData = subject.run.options.data
     split = choose(settings.split, SPLITS, "`split`")
 
-    def measure(digits: int) -> DigitsMeasured:
+    def measure(digits: int) -> Measured:
         tokens, right, nats, done = 0, 0, 0.0, 0
         counts = torch.zeros(len(SYMBOLS), dtype=torch.int64)
 
         def draw(part: int, count: int) -> AlgorithmRows:
             return data.rows(split, part, count, settings.seed, digits)
 
-        with torch.inference_mode(), noting_depths(model) as depths:
-            deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
-            for batch in drawn_batches(draw, options.problems, data.width(digits), settings.chunk):
-                answered = answers(model, map_fields(batch, lambda tensor: tensor.to(device)))
-                tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
-                done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
-                nats += float(answered.nats)
-                counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
-                if write is not None:
-                    for row in _problems(batch, answered):
-                        write({"digits": digits, **row})
-                if deep is not None:
-                    deep.note(batch, answered.right)
+        deep = None if depths is None else ByDifficulty(data.algorithm, digits, depths)
+        for batch, answered in answered_batches(model, draw, options.problems, data.width(digits), settings.chunk):
+            tokens, right = tokens + len(answered.labels), right + int(answered.right.sum())
+            done += int(solved(answered.right, answered.rows, len(batch.tokens)).sum())
+            nats += float(answered.nats)
+            counts += answered.labels.cpu().bincount(minlength=len(SYMBOLS))
+            if write is not None:
+                for row in _problems(batch, answered):
+                    write({"digits": digits, **row})
+            if deep is not None:
+                deep.note(batch, answered.right)
         require_finite(isfinite(nats))
-        more: dict[str, Any] = (
-            {} if deep is None else {"depth": deep.depths.metric, "mean_depth": deep.mean, "by_difficulty": deep.rows}
-        )
-        return DigitsMeasured(
-            digits=digits, trained=data.least <= digits <= data.most, problems=options.problems, solved=done,
-            tokens=tokens, correct=right, guessing=int(counts.max()) / tokens, nats=nats, **more,
-        )  # fmt: skip
+        difficulty = {} if deep is None else {f"by_{name}": rows for name, rows in deep.rows.items()}
+        return {
+            "digits": digits,
+            "trained": data.least <= digits <= data.most,
+            "problems": options.problems,
+            "solved": done,
+            "sequence_accuracy": done / options.problems,
+            "tokens": tokens,
+            "correct": right,
+            "accuracy": right / tokens,
+            "guessing": int(counts.max()) / tokens,
+            "nats": nats,
+            **({} if deep is None else {deep.depths.metric.name: deep.mean}),
+            **difficulty,
+        }
 
-    with options.writing_predictions() as write:
-        groups = by_group(_lengths(model, data, options.digits_to_measure), measure, quiet)
-    main = [group for group in groups if group.trained] or groups
-    tokens, problems = sum(group.tokens for group in main), sum(group.problems for group in main)
+    lengths = _lengths(model, data, options.digits_to_measure)
+    with options.writing_predictions() as write, torch.inference_mode(), noting_depths(model) as depths:
+        groups = [measure(digits) for digits in track(lengths, len(lengths), quiet)]
+    depth = None if depths is None else depths.metric
+    main = [group for group in groups if group["trained"]] or groups
+    names = ("tokens", "problems", "correct", "solved", "nats")
+    total = {name: sum(group[name] for group in main) for name in names}
     metrics = {
-        ACCURACY: sum(group.correct for group in main) / tokens,
-        SEQUENCE_ACCURACY: sum(group.solved for group in main) / problems,
-        BITS_PER_LABEL: sum(group.nats for group in main) / log(2) / tokens,
+        ACCURACY: total["correct"] / total["tokens"],
+        SEQUENCE_ACCURACY: total["solved"] / total["problems"],
+        BITS_PER_LABEL: total["nats"] / log(2) / total["tokens"],
     }
-    metrics |= {
-        Metric(f"sequence_accuracy_at_{group.digits}", SHARE, lower_is_better=False): group.sequence_accuracy
-        for group in groups
-    }
-    depth = groups[0].depth
+    for group in groups:
+        name = f"sequence_accuracy_at_{group['digits']}"
+        metrics[Metric(name, SHARE, lower_is_better=False)] = group["sequence_accuracy"]
     if depth is not None:
-        metrics[depth] = sum(group.mean_depth for group in main) / len(main)
-    baselines = {"most_frequent_token": max(group.guessing for group in main)}
+        metrics[depth] = sum(group[depth.name] for group in main) / len(main)
+    baselines = {"most_frequent_token": max(group["guessing"] for group in main)}
     ponder = "" if depth is None else f", {depth.text(metrics[depth])}"
     text = (
         f"{subject.title} on {data.algorithm} of {data.least} to {plural(data.most, 'digit')}, {split} split",
-        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {plural(problems, 'problem')} solved, {metrics[ACCURACY]:.1%} of their "
-        f"tokens right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
+        f"{metrics[SEQUENCE_ACCURACY]:.1%} of {plural(total['problems'], 'problem')} solved, {metrics[ACCURACY]:.1%} "
+        f"of their tokens right, {metrics[BITS_PER_LABEL]:.4f} bits per token{ponder}\n",
         _by_digits(groups, depth),
-        *(() if depth is None else _by_difficulty(groups, depth)),
+        *(() if depth is None else _by_difficulty(main[-1], depth)),
     )
-    facts = {"algorithm": data.algorithm, "by_digits": [group.facts for group in groups]} | baselines
-    identity = data.identity | {"split": split}
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="algorithm", since=started_at
-    )
+    facts = {"algorithm": data.algorithm, "by_digits": groups} | baselines
+    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": "algorithm", "since": started_at}
+    return evaluated(subject, metrics, data.identity | {"split": split}, text, **more)
 
 
-def _by_digits(groups: Sequence[DigitsMeasured], depth: Metric | None) -> TextTable:
+def _by_digits(groups: Sequence[Measured], depth: Metric | None) -> TextTable:
     """Return a row for every number of digits; with ``depth``, the steps or layers per token."""
     names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
     steps = [] if depth is None else [depth]
     lines = [
         [
-            group.digits, "yes" if group.trained else "no", group.problems, f"{group.sequence_accuracy:.1%}",
-            f"{group.accuracy:.1%}", f"{group.guessing:.1%}", *(f"{group.mean_depth:.2f}" for _ in steps),
+            group["digits"],
+            "yes" if group["trained"] else "no",
+            group["problems"],
+            *(f"{group[name]:.1%}" for name in ("sequence_accuracy", "accuracy", "guessing")),
+            *(f"{group[step.name]:.2f}" for step in steps),
         ]
         for group in groups
-    ]  # fmt: skip
+    ]
     return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
 
 
-def _by_difficulty(groups: Sequence[DigitsMeasured], depth: Metric) -> Iterator[str | TextTable]:
-    """Yield tables of answers' tokens by their difficulty, of the longest problems in training's range."""
-    longest = ([group for group in groups if group.trained] or groups)[-1]
+def _by_difficulty(group: Measured, depth: Metric) -> Iterator[str | TextTable]:
+    """Yield tables of the answers' tokens of a ``group`` of problems by their difficulty."""
     for name, what in ((PLACE, "place in the answer, from 0"), (CARRY, "places that the carry has come")):
-        if name not in longest.by_difficulty:
-            continue
-        lines = [
-            [row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"]
-            for row in longest.by_difficulty[name]
-        ]
-        yield f"\nAnswers of {plural(longest.digits, 'digit')}:"
-        yield TextTable((what, "tokens", "right", depth.unit), lines, range(4))
+        if rows := group.get(f"by_{name}"):
+            yield f"\nAnswers of {plural(group['digits'], 'digit')}:"
+            lines = [[row[name], row["tokens"], f"{row['accuracy']:.1%}", f"{row[depth.name]:.2f}"] for row in rows]
+            yield TextTable((what, "tokens", "right", depth.unit), lines, range(4))
 
 
 def _lengths(model: Model, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
@@ -350,9 +302,7 @@ def predict(
     return answers_to(source, settings, problem_in, subject, generate)
 
 
-def generate(
-    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Generated:
+def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Write = None) -> Generated:
     """Return the answer to the problem ``prompt``, such as 407=, token by token, each the most probable, to the end."""
     text = problem_in(prompt)
     started_at, limit = time.perf_counter(), subject.model.max_length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from math import isfinite, log
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kinformer.core.model import CausalModel
+from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data import IGNORED
-from kinformer.lab.tasks.evaluation import GenerationSettings, Predicted, PredictionSettings, TextTable, TrainedRun
+from kinformer.lab.tasks.evaluation import (
+    GenerationSettings,
+    Predicted,
+    PredictionSettings,
+    TextTable,
+    TrainedRun,
+    track,
+)
 from kinformer.lab.tasks.texts import texts_in
-from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
-from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.progress import progressing
+from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, take_rows
+from kinformer.runtime.errors import KinformerError, require_finite
 
 if TYPE_CHECKING:
     from kinformer.lab.data.labelled import TextItem, TextSource
@@ -49,28 +55,12 @@ class ScoredBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many tokens are read, padding included."""
         return self.tokens.numel()
 
     @property
     def scored(self) -> Tensor:
         """Return the tokens after which an answer is scored, [batch, time] bool."""
         return self.labels != IGNORED
-
-
-def drawn_batches(
-    draw: Callable[[int, int], tuple[np.ndarray, ...]], rows: int, width: int, chunk: int
-) -> Iterator[ScoredBatch]:
-    """Yield ``rows`` rows of ``width`` tokens in batches of about ``chunk`` tokens.
-
-    ``draw(part, count)`` gives the rows of a part. The size of a part does not depend on ``chunk``, and so the rows do
-    not.
-    """
-    part_rows, batch_rows = max(1, PART_TOKENS // width), max(1, chunk // width)
-    for part, first in enumerate(range(0, rows, part_rows)):
-        drawn = ScoredBatch.of(draw(part, min(part_rows, rows - first)))
-        for begin in range(0, len(drawn.tokens), batch_rows):
-            yield take_rows(drawn, slice(begin, begin + batch_rows))
 
 
 class Answers(NamedTuple):
@@ -99,6 +89,20 @@ def answers(model: CausalModel, batch: ScoredBatch, state: State = None) -> Answ
     inputs, state = model.head_inputs(batch.tokens, state, valid=batch.valid)
     logits = model.logits(map_tensors(lambda item: item[scored][None], inputs))[0]
     return Answers(logits.float(), batch.labels[scored], scored.nonzero()[:, 0], state)
+
+
+def answered_batches(
+    model: CausalModel, draw: Callable[[int, int], tuple[np.ndarray, ...]], rows: int, width: int, chunk: int
+) -> Iterator[tuple[ScoredBatch, Answers]]:
+    """Yield ``rows`` rows of ``width`` tokens in batches of about ``chunk`` tokens, with the answers of ``model``.
+    ``draw(part, count)`` gives the rows of a part. The size of a part does not depend on ``chunk``, and so the rows do
+    not."""
+    part_rows, batch_rows = max(1, PART_TOKENS // width), max(1, chunk // width)
+    for part, first in enumerate(range(0, rows, part_rows)):
+        drawn = ScoredBatch.of(draw(part, min(part_rows, rows - first)))
+        for begin in range(0, len(drawn.tokens), batch_rows):
+            batch = take_rows(drawn, slice(begin, begin + batch_rows))
+            yield batch, answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
 
 
 class MadeRows(DataModule):
@@ -134,8 +138,7 @@ class MadeRows(DataModule):
         return self.guessed(scored, sizes)
 
     def guessed(self, labels: Tensor, sizes: Tensor) -> dict[str, float]:
-        """Return the accuracy of guessing, from the scored ``labels`` [tokens] and the ``sizes`` [tokens] of their
-        problems."""
+        """Return the accuracy of guessing the scored ``labels`` [tokens] of problems with ``sizes`` [tokens]."""
         raise NotImplementedError
 
     def _share(self, rows: tuple[np.ndarray, ...], rank: int, world: int) -> ScoredBatch:
@@ -180,13 +183,9 @@ def answers_to(
             raise KinformerError(f"{item.place}: {error.message}") from None
 
     inputs = texts_in(source, settings, check_item)
-    with progressing(settings.quiet or inputs.total is None, "predicting") as progress:
-        for number, item in enumerate(inputs.items, start=1):
-            text = answer(subject, item.text, GenerationSettings()).samples[0].text
-            label = {} if item.label is None else {"label": item.label}
-            yield Predicted({"text": item.text} | label | {"answer": text}, f"{item.text}\t{text}")
-            if progress is not None and inputs.total is not None:
-                progress(number, inputs.total)
+    for item in track(inputs.items, inputs.total, settings.quiet, "predicting"):
+        text = answer(subject, item.text, GenerationSettings()).samples[0].text
+        yield Predicted.of(item, f"{item.text}\t{text}", answer=text)
 
 
 def classes_of(run: TrainedRun) -> list[str]:
@@ -208,56 +207,58 @@ def numbers_of(run: TrainedRun, name: str, classes: Sequence[str]) -> np.ndarray
     return np.array([learnt.index(item) for item in classes], np.int64)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LabelMeasurement:
-    """``bits`` per label; of each class its ``examples``, how often it was ``predicted``, and how often ``correct``."""
+    """The predicted ``answers`` int64 [items] to ``labels`` [items], numbers below ``classes``, the ``shares`` of their
+    probability, and the ``nats`` of all labels."""
 
-    bits: float
-    examples: tuple[int, ...]
-    predicted: tuple[int, ...]
-    correct: tuple[int, ...]
+    def __init__(self, labels: np.ndarray, classes: int) -> None:
+        self.labels, self.classes, self.nats = labels.astype(np.int64), classes, 0.0
+        self.answers, self.shares = np.zeros(len(labels), np.int64), np.zeros(len(labels))
+
+    def note(self, indices: np.ndarray, logits: Tensor) -> None:
+        """Note the predictions of the items ``indices`` [n] by their ``logits`` [n, classes]."""
+        labels = torch.from_numpy(self.labels[indices])
+        self.nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        require_finite(isfinite(self.nats))
+        shares, answers = logits.softmax(-1).max(-1)
+        self.answers[indices], self.shares[indices] = answers.numpy(), shares.double().numpy()
+
+    @property
+    def bits(self) -> float:
+        """Return the bits per label."""
+        return self.nats / log(2) / len(self.labels)
+
+    @property
+    def right(self) -> np.ndarray:
+        """Return which answers are right, [items] bool."""
+        return self.answers == self.labels
 
     @property
     def accuracy(self) -> float:
-        """Return the share of examples whose class was predicted."""
-        return sum(self.correct) / sum(self.examples)
+        """Return the share of right answers."""
+        return float(self.right.mean())
 
     @property
     def guessing(self) -> float:
         """Return the share of the most frequent class: the accuracy of always predicting that one."""
-        return max(self.examples) / sum(self.examples)
+        return max(self.counts[0]) / len(self.labels)
 
+    @property
+    def counts(self) -> list[list[int]]:
+        """Return how many items there are of every class, how often it was predicted, and how often rightly."""
+        some = (self.labels, self.answers, self.labels[self.right])
+        return [np.bincount(items, minlength=self.classes).tolist() for items in some]
 
-def by_class(
-    classes: Sequence[str], measured: LabelMeasurement, things: str
-) -> tuple[list[dict[str, object]], TextTable]:
-    """Return, as JSON and as a table, how many ``things`` of every class there are, how often it was predicted and how
-    often rightly."""
-    columns = (measured.examples, measured.predicted, measured.correct)
-    counts = [
-        {"class": name, things: count, "predicted": predicted, "correct": correct}
-        for name, count, predicted, correct in zip(classes, *columns, strict=True)
-    ]
-    rows = [list(count.values()) for count in counts]
-    return counts, TextTable(("class", things, "predicted", "correct"), rows, range(1, 4))
+    def by_class(self, names: Sequence[str], things: str) -> tuple[list[dict[str, object]], TextTable]:
+        """Return the ``counts`` of the classes called ``names``, of ``things``, as JSON and as a table."""
+        headers = ("class", things, "predicted", "correct")
+        rows = list(zip(names, *self.counts, strict=True))
+        return [dict(zip(headers, row, strict=True)) for row in rows], TextTable(headers, rows, range(1, 4))
 
-
-class ClassPredictions:
-    """The predicted class of every item of a part of data, and its probability, in the order of the data."""
-
-    def __init__(self, count: int) -> None:
-        self.classes, self.shares = np.zeros(count, np.int64), np.zeros(count)
-
-    def note(self, indices: np.ndarray, logits: Tensor) -> None:
-        """Note the predictions of the items ``indices`` [n] by their ``logits`` [n, classes]."""
-        shares, classes = logits.softmax(-1).max(-1)
-        self.classes[indices], self.shares[indices] = classes.numpy(), shares.double().numpy()
-
-    def rows(self, labels: np.ndarray, names: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield the prediction of every item beside its label, as a row of a table."""
-        labels = labels[: len(self.classes)]  # of the items that were measured, the first ones
-        for label, predicted, share in zip(labels, self.classes.tolist(), self.shares.tolist(), strict=True):
-            yield {"label": names[int(label)], "class": names[predicted], "probability": share}
+    def rows(self, names: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Yield the answer to every item beside its label, as a row of a table."""
+        for label, answer, share in zip(self.labels.tolist(), self.answers.tolist(), self.shares.tolist(), strict=True):
+            yield {"label": names[label], "class": names[answer], "probability": share}
 
 
 ClassProbability = TypedDict("ClassProbability", {"class": str, "probability": float})

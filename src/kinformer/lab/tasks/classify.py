@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from math import isfinite, log
+from math import log
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,37 +33,23 @@ from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Row
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tables import PredictionTable
-from kinformer.lab.tasks.answers import (
-    ClassPredictions,
-    ClassProbability,
-    LabelMeasurement,
-    by_class,
-    classes_of,
-    most_probable,
-    numbers_of,
-    spell_classes,
-)
+from kinformer.lab.tasks.answers import LabelMeasurement, classes_of, most_probable, numbers_of, spell_classes
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     LoadedRun,
     Predicted,
     PredictionSettings,
-    TrainedRun,
-    evaluated,
-    in_batches,
+    track,
 )
 from kinformer.lab.tasks.options import ClassifyOptions, ListOpsOptions
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
+    HeldOut,
     TextReader,
     check_ids,
-    check_sequence,
     ends_of,
-    heading,
-    identity_of_part,
-    note_other_data,
     spec_of,
     texts_in,
     tokenizer_of,
@@ -72,8 +58,8 @@ from kinformer.lab.tasks.texts import (
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, note, progressing
+from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.progress import note
 
 # The data of the tasks classify and listops, and how a model is fitted to its classes.
 
@@ -122,8 +108,7 @@ def fit(config: ModelConfig, data: Labelled | None) -> dict[str, object]:
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the ids of the data, and a column of a table without classes."""
     data: Labelled = plan.data
-    check_ids(plan, data.vocab_size, special_apart=isinstance(plan.options, ListOpsOptions))
-    check_sequence(model)
+    check_ids(plan, model, data.vocab_size, special_apart=isinstance(plan.options, ListOpsOptions))
     examples = len(data.splits["train"])
     if isinstance(plan.options, ClassifyOptions) and 2 * len(data.classes) > examples:
         columns = f" ({data.columns})" if data.columns else ""
@@ -161,8 +146,7 @@ class LabelledBatch(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, at_last: bool = False) -> LabelledBatch:
-        """Make a batch of padded rows and their labels; with ``at_last``, the label of a row is the label of its last
-        valid token."""
+        """Make a batch of padded rows; with ``at_last``, a row's label is the label of its last valid token."""
         tokens, valid, labels = (None if field is None else torch.from_numpy(field) for field in rows[:3])
         assert tokens is not None and labels is not None
         if at_last:
@@ -172,7 +156,6 @@ class LabelledBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of tokens read, padding included."""
         return self.tokens.numel()
 
     def stretch(self, number: int, count: int) -> LabelledBatch:
@@ -254,8 +237,7 @@ def simple_rules(train: Examples | None, measured: Examples, tokenizer: Tokenize
 
 
 class Classification:
-    """Mean cross-entropy of the label of every row, or of every token where the model predicts the classes of
-    tokens."""
+    """Mean cross-entropy of the label of every row, or of every token where the model classifies tokens."""
 
     by_token = True
 
@@ -295,77 +277,56 @@ def class_logits(model: CausalModel | WholeModel, tokens: Tensor, valid: Tensor 
 
 
 def measure_labels(
-    model: CausalModel | WholeModel,
-    rows: Buckets,
-    classes: int,
-    progress: ProgressCallback | None = None,
-    predictions: ClassPredictions | None = None,
+    model: CausalModel | WholeModel, rows: Buckets, classes: int, quiet: bool = True
 ) -> LabelMeasurement:
-    """Measure ``model`` (in eval mode) on all examples of ``rows``; ``predictions`` notes the prediction of each
-    example."""
-    device = device_of(model)
-    counts, nats = np.zeros((3, classes), np.int64), 0.0
+    """Measure ``model`` (in eval mode) on all examples of ``rows``."""
+    device, measured = device_of(model), LabelMeasurement(rows.examples.labels, classes)
+    batches = zip(rows.batches(), rows.in_order(), strict=True)
     with torch.inference_mode():
-        for indices, some in zip(rows.batches(), rows.in_order(), strict=True):
+        for indices, some in track(batches, len(rows.examples), quiet, size=lambda batch: len(batch[0])):
             batch = LabelledBatch.of(some)
             valid = None if batch.valid is None else batch.valid.to(device)
-            logits = class_logits(model, batch.tokens.to(device), valid).float().cpu()
-            nats += float(functional.cross_entropy(logits, torch.from_numpy(some.labels), reduction="sum"))
-            require_finite(isfinite(nats))
-            guesses = logits.argmax(-1).numpy()
-            if predictions is not None:
-                predictions.note(indices, logits)
-            right = some.labels[guesses == some.labels]
-            counts += np.stack([np.bincount(item, minlength=classes) for item in (some.labels, guesses, right)])
-            if progress is not None:
-                progress(int(counts[0].sum()), len(rows.examples))
-    examples, answers, correct = (tuple(row) for row in counts.tolist())
-    return LabelMeasurement(bits=nats / log(2) / sum(examples), examples=examples, predicted=answers, correct=correct)
+            measured.note(indices, class_logits(model, batch.tokens.to(device), valid).float().cpu())
+    return measured
 
 
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out examples, class by class, beside the most frequent class; all predictions are
     written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    result, same, examples, train = _examples(subject, settings)
-    classes = classes_of(run)
-    length = whole_length(run, model)
-    ends = ends_of(model.config)
-    if cut := result.cut(settings.split, length - ends.size):
+    held, train = _examples(subject, settings)
+    classes, length, ends, examples = classes_of(run), whole_length(run, model), ends_of(model.config), held.split
+    if cut := held.data.cut(settings.split, length - ends.size):
         note(f"note: {cut}.")
     longest = min(length, int(examples.lengths.max()) + ends.size)  # short texts are read many at a time
     rows = Buckets(examples, max(1, settings.chunk // longest), length, 0, ends)
     started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        predictions = None if table.predictions is None else ClassPredictions(len(examples))
-        measured = measure_labels(model, rows, len(classes), progress, predictions)
+    measured = measure_labels(model, rows, len(classes), quiet)
     spelled = not isinstance(run.options, ListOpsOptions)  # the ids are a tokenizer's
-    if predictions is not None:
-        table.write_predictions(
-            ({"text": tokenizer_of(run).decode(examples.tokens(index))} if spelled else {}) | row
-            for index, row in enumerate(predictions.rows(examples.labels, classes))
-        )
-    counts, by_name = by_class(classes, measured, "examples")
+    table.write_predictions(
+        ({"text": tokenizer_of(run).decode(examples.tokens(index))} if spelled else {}) | row
+        for index, row in enumerate(measured.rows(classes))
+    )
+    counts, by_name = measured.by_class(classes, "examples")
     baselines = simple_rules(train, examples, tokenizer_of(run) if spelled else None)
     ngrams = baselines.get(NGRAMS)
     beside = "" if ngrams is None else f", character n-grams with logistic regression have {ngrams:.1%}"
     wins = "" if ngrams is None or ngrams <= measured.accuracy else f"; character n-grams win with {ngrams:.1%}"
     text = (
-        f"{heading(subject, result, settings.split)}{wins}",
         f"accuracy {measured.accuracy:.1%}, {measured.bits:.4f} bits per label: {plural(len(examples), 'example')}, "
         f"{measured.guessing:.1%} are of the most frequent class{beside}\n",
         by_name,
     )
     metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits}
-    identity = identity_of_part(result, settings.split, same)
     facts = baselines | {"examples": len(examples), "length": length, "classes": counts}
     task = "classify" if spelled else LISTOPS
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task=task, since=started_at)
+    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": task, "since": started_at}
+    return held.report(subject, metrics, text, ending=wins, **more)
 
 
-def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelled, bool, Examples, Examples | None]:
-    """Return the data, whether it is the run's own, the part to measure on and the run's training examples, with the
-    run's numbers of classes; None where the training data has gone."""
+def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[HeldOut, Examples | None]:
+    """Return the part to measure on and the run's training examples, with the run's numbers of classes; None where the
+    training data has gone."""
     run = subject.run
 
     def opened(spec: str) -> Labelled:
@@ -374,19 +335,18 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[Labelle
         )
 
     listops = LISTOPS if isinstance(run.options, ListOpsOptions) else None
-    data = opened(listops or spec_of(run, settings.data))
-    same, trained_on = note_other_data(run, data, settings.data is not None), data
-    if not same:
+    held = HeldOut.of(run, settings, data := opened(listops or spec_of(run, settings.data)))
+    trained_on = data
+    if not held.same:
         with suppress(KinformerError):
             trained_on = opened(listops or spec_of(run, None))
     numbers = numbers_of(run, data.name, data.classes)
-    part = data.splits[choose(settings.split, data.splits, "`split`")]
     train: Examples | None = trained_on.splits["train"]
     if trained_on.fingerprint != (run.data.get("identity") or {}).get("fingerprint"):
         train = None
-    elif same:
+    elif held.same:
         train = replace(trained_on.splits["train"], labels=numbers[trained_on.splits["train"].labels])
-    return data, same, replace(part, labels=numbers[part.labels]), train
+    return replace(held, split=replace(held.split, labels=numbers[held.split.labels])), train
 
 
 # The most probable classes of texts.
@@ -397,17 +357,23 @@ class TextClassifier(TextReader):
 
     def __init__(self, subject: LoadedRun, top_k: int) -> None:
         super().__init__(subject.run, subject.model, ends_of(subject.model.config))
-        self.names, self.top_k = classes_of(subject.run), top_k
+        self.run, self.names, self.top_k = subject.run, classes_of(subject.run), top_k
+
+    def encode(self, item: TextItem) -> np.ndarray:
+        if isinstance(self.run.options, ListOpsOptions):
+            return read(item.text, item.place)
+        refuse_empty(item)
+        return tokenizer_of(self.run).encode(item.text)
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Predicted]:
-        """Return the predictions of texts that come with their ids."""
         tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
             logits = class_logits(self.model, tokens, valid).float().cpu()
         require_finite(bool(logits.isfinite().all()))
+        rows = (most_probable(row, self.names, self.top_k) for row in logits.softmax(-1))
         return [
-            _predicted(item, most_probable(row, self.names, self.top_k))
-            for (item, _), row in zip(batch, logits.softmax(-1), strict=True)
+            Predicted.of(item, f"{spell_classes(classes)}\t{item.text}", classes=classes)
+            for (item, _), classes in zip(batch, rows, strict=True)
         ]
 
 
@@ -415,29 +381,5 @@ def predict(
     subject: LoadedRun, source: TextSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield the classes of the texts of ``source``, in order."""
-    encode = encoder_of(subject.run)
     classifier = TextClassifier(subject, settings.top_k)
-    inputs = texts_in(source, settings, encode)
-    pairs = ((item, encode(item)) for item in inputs.items)
-    yield from in_batches(
-        pairs, settings.batch_size, lambda pair: len(pair[1]), classifier, inputs.total, settings.quiet
-    )
-    classifier.note_cut()
-
-
-def encoder_of(run: TrainedRun) -> Callable[[TextItem], np.ndarray]:
-    """Return a function that makes ids of a text, and raises for a text that the run cannot read."""
-    if isinstance(run.options, ListOpsOptions):
-        return lambda item: read(item.text, item.place)
-    tokenizer = tokenizer_of(run)
-
-    def encode(item: TextItem) -> np.ndarray:
-        refuse_empty(item)
-        return tokenizer.encode(item.text)
-
-    return encode
-
-
-def _predicted(item: TextItem, classes: list[ClassProbability]) -> Predicted:
-    label = {} if item.label is None else {"label": item.label}
-    return Predicted({"text": item.text} | label | {"classes": classes}, f"{spell_classes(classes)}\t{item.text}")
+    yield from classifier.read(texts_in(source, settings, classifier.encode), settings)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import nn
@@ -55,11 +55,12 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     TextTable,
+    Write,
     evaluated,
     input_of,
     part_of,
 )
-from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence
 from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.logging import RETURN
@@ -70,11 +71,6 @@ from kinformer.runtime.progress import progressing
 
 INPUT, HEAD = "observations", "policy_and_value"
 BEGINNING = {"initialisation.scheme": "framework"}
-
-
-def open_data(source: Source, options: ControlOptions, cache: Path | None = None) -> ControlData:
-    """Return the data of the environment that ``options`` name."""
-    return open_environment(options, "env" in source.by_user)
 
 
 def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
@@ -97,8 +93,7 @@ def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
 
 
 def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse rows that do not share a rollout, and a model of another environment or whose positions end before an
-    episode does."""
+    """Refuse rows that do not share a rollout, another environment, and positions that end before an episode."""
     check_sequence(model)
     config, data, settings = plan.config, plan.data, plan.settings
     longest: int | None = getattr(model, "max_length", None)
@@ -148,11 +143,9 @@ def training_rows(plan: TrainingPlan) -> ControlRows:
 
 def policy_loss(model: nn.Module, data: DataModule | None) -> PolicyLoss:
     """Return the objective of proximal policy optimisation on the rows ``data``."""
-    return (
-        PolicyLoss(data.options, data.shift)
-        if isinstance(data, ControlRows)
-        else PolicyLoss(ControlOptions(), PolicyShift())
-    )
+    if isinstance(data, ControlRows):
+        return PolicyLoss(data.options, data.shift)
+    return PolicyLoss(ControlOptions(), PolicyShift())
 
 
 # How good an agent is: its mean return with 95 % confidence, beside actions at random; and one episode of it.
@@ -185,16 +178,11 @@ def evaluate(
     )
     facts = {"env": env, **{name: value for name, value in summary_.items() if name != "mean"}, "random": chance}
     facts |= {"context_steps": context, "steps_per_second": speed}
-    identity, baselines = identity | {"env": env}, {"random": chance["mean"]}
-    metrics = {RETURN: summary_["mean"]}
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="control", since=started_at
-    )
+    more: dict[str, Any] = {"baselines": {"random": chance["mean"]}, "task": "control", "since": started_at}
+    return evaluated(subject, {RETURN: summary_["mean"]}, identity | {"env": env}, text, facts=facts, **more)
 
 
-def play_episode(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Made:
+def play_episode(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write = None) -> Made:
     """Play an episode, which begins by ``options.seed``; every step is given to ``write`` at once."""
     task_options: ControlGenerationOptions = options.task_options
     check_picture(task_options.render)
@@ -235,13 +223,6 @@ LineSource: TypeAlias = str | Path | Iterable[Line]
 """Where observations come from: a file, "-" for standard input, or a list."""
 
 
-class Observation(NamedTuple):
-    """``values`` float32 [observation_dim]; ``begins``: it is the first of its episode."""
-
-    values: np.ndarray
-    begins: bool
-
-
 def predict(
     subject: LoadedRun, source: LineSource, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
@@ -258,12 +239,12 @@ def predict(
     actions, size = environment.actions, environment.observation_dim
     agent = ControlAgent(subject.model, ActionSampler(actions, 0.0, 0), None)
     episode = step = 0
-    for observation in islice(_observations(_lines(source), size), settings.first):
-        if observation.begins:
+    for values, begins in islice(_observations(_lines(source), size), settings.first):
+        if begins:
             episode, step = episode + 1, 0
             agent.begin(np.zeros(1, np.int64))
         step += 1
-        (action,) = agent.act(observation.values[None], np.zeros(1))
+        (action,) = agent.act(values[None], np.zeros(1))
         value = int(action) if isinstance(actions, Discrete) else [round(float(item), 6) for item in action]
         yield Predicted({"episode": episode, "step": step, "action": value}, str(value))
 
@@ -277,13 +258,14 @@ def _lines(source: LineSource) -> Iterator[tuple[str, Line]]:
     yield from ((line.place, line.text) for line in lines.items)
 
 
-def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[Observation]:
+def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield the numbers of every observation, float32 [size], and whether it is the first of its episode."""
     begins = True
     for place, line in lines:
         if line is None or (isinstance(line, str) and not line.strip()):
             begins = True
             continue
-        yield Observation(_numbers(line, place, size), begins)
+        yield _numbers(line, place, size), begins
         begins = False
 
 

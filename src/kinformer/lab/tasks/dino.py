@@ -30,17 +30,14 @@ from kinformer.core.state import State
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.sampling import in_epochs
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, evaluated, input_of, part_of
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, input_of, part_of, parts_of
 from kinformer.lab.tasks.images import ASPECTS, CachedFeatures, box, flip, keep_features, luminance
 from kinformer.lab.tasks.options import DinoEvaluationOptions, DinoOptions
 from kinformer.lab.tasks.task import TrainingPlan
-from kinformer.lab.tasks.texts import heading, identity_of_part
 from kinformer.lab.tasks.vision import HeldOutRows, check_channels, fitted, held_out_images
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import ACCURACY, Metric
-from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
 
 # Views of an image for self-distillation (Caron et al. 2021, DINO, section 3.1; Chen et al. 2022, HIPT, section 3.3).
 #
@@ -68,8 +65,7 @@ def grids(grid: Grid) -> tuple[Grid, Grid]:
 
 
 def views_of_features(features: Tensor, local: int, flips: bool, generator: Generator | None) -> list[Tensor]:
-    """Return two global and ``local`` local views of maps [rows, width, height, width of the grid], boxes drawn row by
-    row."""
+    """Return two global and ``local`` local views of maps [rows, width, height, width of the grid], as boxes."""
     large, small = grids((features.shape[2], features.shape[3]))
     boxes = [_box(features, size, generator) for size in (large,) * 2 + (small,) * local]
     return [flip(box, generator) if flips else box for box in boxes]
@@ -106,8 +102,7 @@ def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:
 
 
 def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
-    """Change brightness and contrast by up to 40 %, saturation by 20 %, in four of five images; drop the colour in one
-    of five."""
+    """Change brightness and contrast by 40 %, saturation by 20 % in 80 % of images; drop the colour in 20 %."""
     changed = (x * _factor(x, 0.4, generator)).clamp(0, 1)
     mean = changed.mean((1, 2, 3), keepdim=True)
     changed = (mean + _factor(x, 0.4, generator) * (changed - mean)).clamp(0, 1)
@@ -157,13 +152,11 @@ class DinoBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many positions are read."""
         return self.positions.numel()
 
 
 class Pieces:
-    """``images`` cut into a grid of pieces of ``size`` (rows and columns of pixels), row by row, image by image; what
-    lies beyond an image is 0."""
+    """``images`` cut into pieces of ``size`` pixels (rows, columns), row by row; what lies beyond an image is 0."""
 
     def __init__(self, images: Images, size: tuple[int, int]) -> None:
         self.images, self.size = images, size
@@ -185,20 +178,17 @@ class Pieces:
 
 class DinoRows(HeldOutRows):
     """Pieces of the training images in a new order in every epoch, and the first pieces of the validation images.
-
-    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
-    """
+    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it."""
 
     sums = ("nats", "teacher_nats")
     metrics = (BITS_PER_VIEW, TEACHER_BITS)
     features: CachedFeatures | None = None
 
-    def __init__(self, data: ImageData, settings: Settings, options: DinoOptions, config: ModelConfig) -> None:
-        self.settings, self.options = settings, options
-        input: Patches.Config = input_of(level_config(config, options.level))
-        self.length = input.length
-        size = (input.size[0], input.size[1])
-        self.pieces = {name: Pieces(data.splits[name], size) for name in ("train", "validation")}
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.settings, self.options = plan.settings, plan.options
+        input: Patches.Config = input_of(level_config(plan.config, self.options.level))
+        self.length, (height, width) = input.length, input.size
+        self.pieces = {name: Pieces(plan.data.splits[name], (height, width)) for name in ("train", "validation")}
         self.held_out = min(len(self.pieces["validation"]), LEAST_PIECES)
 
     def batch(self, step: int, rank: int, world: int) -> DinoBatch:
@@ -221,19 +211,13 @@ class DinoRows(HeldOutRows):
         return DinoBatch(values, torch.ones(len(values), self.length, dtype=torch.bool))
 
 
-def training_rows(plan: TrainingPlan) -> DinoRows:
-    """Return the rows of training."""
-    return DinoRows(plan.data, plan.settings, plan.options, plan.config)
-
-
 def level_config(config: ModelConfig, level: int) -> ModelConfig:
     """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest
     encoder, which has the task's head, is not counted. A model that does not read tiles has one level, itself."""
     result: list[ModelConfig] = []
-    outer = config
-    while (inner := getattr(outer.input, "encoder", None)) is not None:
+    inner: ModelConfig | None = config
+    while inner is not None and (inner := getattr(inner.input, "encoder", None)) is not None:
         result.insert(0, inner)
-        outer = inner
     result = result or [config]
     if level > len(result):
         raise KinformerError(
@@ -270,8 +254,7 @@ def view_nats(student: Tensor, teacher: Tensor, centre: Tensor, temperature: flo
 
 
 def level_of(model: nn.Module | StackedWholeModel, level: int) -> StackedWholeModel:
-    """Return the encoder number ``level`` of a pyramid, counted from 1 below; the model itself where it is not a
-    pyramid."""
+    """Return encoder number ``level``, from 1 below, of a pyramid; the model itself where it is not a pyramid."""
     input: Input = part_of(model, "input")
     levels: tuple[Any, ...] = input.lower or (model,)
     return levels[level - 1]
@@ -297,10 +280,8 @@ class Prototypes(nn.Module):
 
 class SelfDistillation(OnlineLearner):
     """The encoder number ``options.level`` of the model is the teacher, so that a run keeps the teacher's weights.
-
     The student begins as a copy of the teacher. The student and both heads belong to this module and are kept in
-    checkpoints.
-    """
+    checkpoints."""
 
     def __init__(self, model: StackedWholeModel, options: DinoOptions) -> None:
         super().__init__()
@@ -347,8 +328,7 @@ class SelfDistillation(OnlineLearner):
                 teacher.get_parameter(name).lerp_(weight, share)
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Draw views of ``values``: in training by PyTorch's generator, which the trainer seeds for each step; else
-        always the same."""
+        """Draw views of ``values``: in training by PyTorch's generator, seeded for each step; else always the same."""
         options = self.options
         generator = None if self.training else torch.Generator().manual_seed(0)
         if self.teacher.input.lower:
@@ -410,34 +390,24 @@ TEMPERATURE = 0.07
 AT_ONCE = 16
 
 
-def vectors_of(
-    model: StackedWholeModel, level: int, images: Images, count: int, progress: ProgressCallback | None = None
-) -> Tensor:
-    """Return vectors [count, dim] of length 1, one for each of the first images: the mean of the encoder's vectors of
-    its pieces."""
+def vectors_of(model: StackedWholeModel, level: int, images: Images, count: int, quiet: bool = True) -> Tensor:
+    """Return vectors [count, dim] of length 1 of the first images: the means of the vectors of their pieces."""
     input: Patches.Config = input_of(level_config(model.config, level))
     size = input.size
     encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
     per_image, parts = len(pieces) // len(images), []
     with torch.inference_mode():
-        for first in range(0, count, AT_ONCE):
-            last = min(first + AT_ONCE, count)
-            values = pieces.take(np.arange(first * per_image, last * per_image)).to(device)
-            vectors = (
-                part_of(encoder.head, "pooled")(encoder.hidden(values).long_input).float().unflatten(0, (-1, per_image))
-            )
+        for part in parts_of(count, AT_ONCE, quiet):
+            values = pieces.take(np.arange(part.start * per_image, part.stop * per_image)).to(device)
+            vectors = part_of(encoder.head, "pooled")(encoder.hidden(values).long_input).float()
             require_finite(bool(vectors.isfinite().all()))
-            parts.append(functional.normalize(vectors.mean(1), dim=-1).cpu())
-            if progress is not None:
-                progress(last, count)
+            parts.append(functional.normalize(vectors.unflatten(0, (-1, per_image)).mean(1), dim=-1).cpu())
     return torch.cat(parts)
 
 
 def nearest_classes(vectors: Tensor, reference: Tensor, labels: Tensor, nearest: int, classes: int) -> Tensor:
     """Return the class [n] of ``vectors`` [n, dim] by weighted votes of their ``nearest`` neighbours.
-
-    The neighbours are rows of ``reference`` [m, dim] with ``labels`` [m]; each votes with exp(cosine / 0.07).
-    """
+    The neighbours are rows of ``reference`` [m, dim] with ``labels`` [m]; each votes with exp(cosine / 0.07)."""
     cosine, index = (vectors @ reference.T).topk(min(nearest, len(reference)), dim=-1)
     votes = functional.one_hot(labels[index], classes) * (cosine / TEMPERATURE).exp()[..., None]
     return votes.sum(1).argmax(-1)
@@ -448,22 +418,19 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on held-out images, beside the most frequent class."""
     run, model = subject.run, subject.model
-    result, part, count, same = held_out_images(run, settings, labelled=True)
-    level, started_at = run.options.level, time.perf_counter()
-    with progressing(quiet) as progress:
-        train_vectors = vectors_of(model, level, result.train, len(result.train), progress)
-        vectors = vectors_of(model, level, part, count)
-    labels, test_labels = (torch.from_numpy(np.array(item.labels)) for item in (result.train, part))
+    held, count = held_out_images(run, settings, labelled=True)
+    level, train, started_at = run.options.level, held.data.train, time.perf_counter()
+    train_vectors = vectors_of(model, level, train, len(train), quiet)
+    vectors = vectors_of(model, level, held.split, count)
+    labels, test_labels = (torch.from_numpy(np.array(item.labels)) for item in (train, held.split))
     test_labels = test_labels[:count]
-    guesses = nearest_classes(vectors, train_vectors, labels, options.nearest, len(result.classes))
+    guesses = nearest_classes(vectors, train_vectors, labels, options.nearest, len(held.data.classes))
     accuracy = float((guesses == test_labels).double().mean())
     guessing = float(test_labels.bincount().max()) / count
     text = (
-        heading(subject, result, settings.split),
         f"accuracy {accuracy:.1%} by the {options.nearest} nearest training images, by vectors of level {level}: "
         f"{plural(count, 'image')}, {guessing:.1%} are of the most frequent class",
     )
     metrics, baselines = {ACCURACY: accuracy}, {"guessing": guessing}
     facts = baselines | {"nearest": options.nearest, "level": level, "measured_images": count}
-    identity = identity_of_part(result, settings.split, same)
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="dino", since=started_at)
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="dino", since=started_at)

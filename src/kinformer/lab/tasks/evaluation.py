@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.data import Tokenizer
-
+    from kinformer.lab.data.labelled import TextItem
 
 # The results of predicting and embedding for every item: a row of values and a line for people, or a vector.
 
-
 FileSource: TypeAlias = str | Path | Sequence[str | Path]
 """Where pictures or sounds come from: a file, a folder, data by name, or a list of paths."""
+Write: TypeAlias = Callable[[str], None] | None
+"""A function that gets the pieces of a generated text as they come, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +101,15 @@ class Predicted(NamedTuple):
     row: Mapping[str, object]
     line: str
 
+    @classmethod
+    def of(cls, item: TextItem, line: str, **answer: object) -> Predicted:
+        """Return the ``answer`` to a text, after the text and its label in the row."""
+        label = {} if item.label is None else {"label": item.label}
+        return cls({"text": item.text} | label | answer, line)
 
-K = TypeVar("K")
+
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +251,9 @@ def evaluated(
     since: float | None = None,
 ) -> Evaluation:
     """Return the evaluation of ``subject``: one value of every metric, the deciding one first.
-
     ``data`` is the identity of what was evaluated on, ``text`` what people read. The facts are the run, its changes,
     the data and the metrics, followed by ``facts`` and, where ``since`` is a time of ``time.perf_counter``, the seconds
-    since then.
-    """
+    since then."""
     run, values = subject.run, {metric.name: value for metric, value in metrics.items()}
     head = {"run": str(run.folder), "member": run.member} | ({} if task is None else {"task": task})
     all_facts = head | {"set": list(subject.changes), "data": data} | values | dict(facts)
@@ -266,16 +271,27 @@ def evaluated(
     )
 
 
-def by_group(keys: Sequence[K], measure: Callable[[K], R], quiet: bool) -> list[R]:
-    """Return the result of ``measure`` for every key, in the order of ``keys``; with a progress bar unless
-    ``quiet``."""
-    groups = []
-    with progressing(quiet) as progress:
-        for key in keys:
-            groups.append(measure(key))
-            if progress is not None:
-                progress(len(groups), len(keys))
-    return groups
+def track(
+    items: Iterable[T],
+    total: int | None,
+    quiet: bool,
+    label: str = "measuring",
+    size: Callable[[T], int] = lambda item: 1,
+) -> Iterator[T]:
+    """Yield ``items``, each of a ``size``; a bar shows how much of ``total``, if known, is done unless ``quiet``."""
+    done = 0
+    with progressing(quiet or total is None, label) as progress:
+        for item in items:
+            yield item
+            done += size(item)
+            if progress is not None and total is not None:
+                progress(done, total)
+
+
+def parts_of(count: int, size: int, quiet: bool = True, label: str = "measuring") -> Iterator[slice]:
+    """Yield the places of ``count`` items in order, ``size`` at a time, with a bar unless ``quiet``."""
+    parts = (slice(first, min(first + size, count)) for first in range(0, count, size))
+    return track(parts, count, quiet, label, lambda part: part.stop - part.start)
 
 
 # Runs as tasks see them: the folder of a trained model, and the loaded model with its companions.
@@ -302,11 +318,9 @@ class TrainedRun(Protocol):
 
 class LoadedRun(NamedTuple):
     """A run to measure or to generate with.
-
     ``model``: of the protocol that the task names, in eval mode; ``changes``: the changes of its config, as
     ``path=value``; ``lookup``: the datastore of its head, as values for JSON; ``draft``: the draft that guesses its
-    next tokens (see ``generation.generate``); ``language_model``: the language model that guides its search.
-    """
+    next tokens (see ``generation.generate``); ``language_model``: the language model that guides its search."""
 
     run: TrainedRun
     model: Any
@@ -329,11 +343,6 @@ def input_of(config: ModelConfig) -> Any:
     return config.input
 
 
-def encoder_of(config: ModelConfig) -> ModelConfig:
-    """Return the encoder of ``config``, an encoder-decoder."""
-    return part_of(config, "encoder")
-
-
 def part_of(owner: object, name: str) -> Any:
     """Return the part ``name`` of a config or model, which only some have, such as the policy of a head."""
     return getattr(owner, name)
@@ -341,27 +350,24 @@ def part_of(owner: object, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Made:
-    """The output of tasks that generate something other than continued text.
-
-    ``facts`` are for JSON, ``text`` is for people.
-    """
+    """The output of tasks that generate something other than continued text: ``facts`` for JSON, ``text`` for people,
+    and of drawn images their ``pixels`` uint8 [images, height, width, channels]."""
 
     facts: Mapping[str, object]
     text: str
     interrupted: bool = False
+    pixels: np.ndarray | None = None
 
 
 # Items in batches: the arrived items of a stream, and items of similar length.
 
-T = TypeVar("T")
 POOL = 16
 """Batches whose items are sorted by length together."""
 _END = object()
 
 
 def arriving(items: Iterator[T], limit: int) -> Iterator[list[T]]:
-    """Yield the items in lists of at most ``limit``: a list holds the items already there, and waits for one at
-    most."""
+    """Yield the items in lists of at most ``limit``: the items already there, and one to wait for at most."""
     queue: Queue[Any] = Queue(maxsize=4 * limit)
 
     def read() -> None:
@@ -413,13 +419,10 @@ def in_batches(
     done = 0
     with progressing(quiet or total is None, "predicting") as progress:
         for pool in arriving(items, batch_size * POOL):
-            order = sorted(range(len(pool)), key=lambda index: size(pool[index]))
-            results: list[R | None] = [None] * len(pool)
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                for index, result in zip(chosen, compute([pool[index] for index in chosen]), strict=True):
-                    results[index] = result
+            results: dict[int, R] = {}
+            for chosen in batched(sorted(range(len(pool)), key=lambda index: size(pool[index])), batch_size):
+                results |= zip(chosen, compute([pool[index] for index in chosen]), strict=True)
                 done += len(chosen)
                 if progress is not None and total is not None:
                     progress(done, total)
-            yield from results  # type: ignore[misc]
+            yield from (results[index] for index in range(len(pool)))

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import ceil, isfinite, log, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,16 +38,18 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     LoadedRun,
+    Made,
     TextTable,
     TrainedRun,
-    evaluated,
+    Write,
     input_of,
+    parts_of,
 )
 from kinformer.lab.tasks.images import png_of
 from kinformer.lab.tasks.options import ImageOptions
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
-from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
-from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput
+from kinformer.lab.tasks.texts import HeldOut, spec_of
+from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields
 from kinformer.lab.training.logging import BITS_PER_DIM, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import progressing
@@ -65,8 +67,7 @@ _BLOCKS = ("block_height", "block_width")
 
 
 def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
-    """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels; None: unknown): an
-    input of pixels in the sizes of the images, in blocks where the attention's pattern has blocks."""
+    """Return the changes of ``config`` to a model that draws the images of ``data``, without positions of text."""
     patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)
@@ -74,18 +75,7 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
         input_changes = {"kind": INPUT, "scale": getattr(config.input, "scale", False), "channels": 3}
         if patterns and shape is not None:
             input_changes |= {name: getattr(next(iter(patterns.values())), name) for name in _BLOCKS}
-    if shape is None:
-        return {"input": input_changes}
-    height, width, channels = shape
-    if channels == 1:
-        input_changes = {name: value for name, value in input_changes.items() if name not in ("joint", "per_channel")}
-    cells = {"height": height, "width": width * (1 if input_changes.get("joint") else channels)}
-    if input_changes.get("block_height") is not None:
-        input_changes |= {
-            f"block_{side}": divisor(size, input_changes[f"block_{side}"]) for side, size in cells.items()
-        }
-    sizes = {"height": height, "width": width, "channels": channels}
-    return {"input": input_changes | sizes} | resized(patterns, cells)
+    return {"input": input_changes} if shape is None else resized(input_changes, patterns, shape)
 
 
 def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
@@ -93,14 +83,23 @@ def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
     return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
 
 
-def resized(patterns: Mapping[int, PatternConfig], cells: Mapping[str, int], path: str = "") -> dict[str, object]:
-    """Return the changes of the ``patterns`` of layers under ``path`` to images of this many ``cells`` (height and
-    width)."""
-    changes: dict[str, object] = {}
-    for index, pattern in patterns.items():
-        blocks = {f"block_{side}": divisor(size, getattr(pattern, f"block_{side}")) for side, size in cells.items()}
-        changes[f"{path}layers.{index}.mixer.pattern"] = to_dict(pattern) | dict(cells) | blocks
-    return changes
+def resized(
+    input: dict[str, Any], patterns: Mapping[int, PatternConfig], shape: tuple[int, int, int], path: str = ""
+) -> dict[str, object]:
+    """Return the changes under ``path`` of a config of pixels, ``input``, and of the ``patterns`` of layers to images
+    of ``shape`` (height, width, channels)."""
+    height, width, channels = shape
+    if channels == 1:
+        input = {name: value for name, value in input.items() if name not in ("joint", "per_channel")}
+    cells = {"height": height, "width": width * (1 if input.get("joint") else channels)}
+
+    def blocks(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"block_{side}": divisor(size, part[f"block_{side}"]) for side, size in cells.items()}
+
+    input = input | ({} if input.get("block_height") is None else blocks(input))
+    changes = {f"{path}layers.{index}.mixer.pattern": to_dict(pattern) for index, pattern in patterns.items()}
+    sizes = {"height": height, "width": width, "channels": channels}
+    return {f"{path}input": input | sizes, **{name: part | cells | blocks(part) for name, part in changes.items()}}
 
 
 def _pattern(layer: object) -> PatternConfig | None:
@@ -202,15 +201,7 @@ class ImageBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many positions there are."""
         return self.values.shape[0] * self.values.shape[1]
-
-
-class ValuesBatch(Batch, Protocol):
-    """A batch of images to draw, whose ``values`` are predicted."""
-
-    @property
-    def values(self) -> Tensor: ...
 
 
 class Sequences:
@@ -238,8 +229,7 @@ class Sequences:
 
 
 class ImageRows(DataModule):
-    """Images in a new order in every epoch; the same first ones in every validation, of as many tokens as the settings
-    say."""
+    """Images in a new order in every epoch; the same first ones in every validation, of about the settings' tokens."""
 
     metrics = (BITS_PER_DIM,)
 
@@ -253,22 +243,25 @@ class ImageRows(DataModule):
     def validations(self) -> int:
         return max(1, self.examples // self.settings.batch_size)
 
-    def batch(self, step: int, rank: int, world: int) -> ValuesBatch:
-        share = self.settings.batch_size // world
-        number = np.arange(share) + step * self.settings.batch_size + rank * share
-        return self._of(self.data.train, in_epochs(number, len(self.data.train), self.settings.seed))
+    def batch(self, step: int, rank: int, world: int) -> Batch:
+        numbers = self._numbers(step, rank, world)
+        return self._of(self.data.train, in_epochs(numbers, len(self.data.train), self.settings.seed))
 
-    def _of(self, images: Images, chosen: np.ndarray) -> ValuesBatch:
+    def _numbers(self, step: int, rank: int, world: int) -> np.ndarray:
+        share = self.settings.batch_size // world
+        return np.arange(share) + step * self.settings.batch_size + rank * share
+
+    def _of(self, images: Images, chosen: np.ndarray) -> Batch:
         values = self.sequences.of(images.pixels[chosen])
         if not self.sequences.input.classes:
             return ImageBatch(values)
         assert images.labels is not None
         return ImageBatch(values, torch.from_numpy(images.labels[chosen].astype(np.int64)))
 
-    def validation(self, rank: int, world: int) -> Iterator[ValuesBatch]:
-        share, images = self.settings.batch_size // world, self.data.validation
+    def validation(self, rank: int, world: int) -> Iterator[Batch]:
+        images = self.data.validation
         for part in range(self.validations):
-            yield self._of(images, (np.arange(share) + part * self.settings.batch_size + rank * share) % len(images))
+            yield self._of(images, self._numbers(part, rank, world) % len(images))
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_DIM.name: means["nats"] / log(2)}
@@ -285,14 +278,28 @@ class PixelLoss:
         """Make the objective for the head of ``model``."""
         return cls(model)
 
-    def __call__(self, model: CausalModel, batch: ValuesBatch, state: State, progress: float) -> ObjectiveOutput:
-        logits, state = self._read(model, batch)
+    def __call__(self, model: CausalModel, batch: Any, state: State, progress: float) -> ObjectiveOutput:
+        logits, state = self.read(model, batch)
         nats, count = self.nats(logits, batch.values).sum(), batch.values.numel()
         return nats / count, {"nats": nats.detach(), "predicted": torch.full_like(nats.detach(), count)}, state
 
-    def _read(self, model: Any, batch: Any) -> tuple[Tensor, State]:
+    def read(self, model: Any, batch: Any) -> tuple[Tensor, State]:
         """Return the logits of the values of ``batch``, and the state after them."""
         return model(labelled(shifted(batch.values), batch.labels))
+
+    def measure(
+        self, model: Any, batch_of: Callable[[slice], Batch], count: int, rows: int, quiet: bool
+    ) -> tuple[float, float]:
+        """Return the nats of all values of ``count`` images, and of the values at the first position, ``rows`` images
+        at a time; ``batch_of`` returns the batch of a slice of the images."""
+        total, first = 0.0, 0.0
+        with torch.inference_mode():
+            for part in parts_of(count, rows, quiet):
+                batch: Any = map_fields(batch_of(part), lambda field: field.to(device_of(model)))
+                nats = self.nats(self.read(model, batch)[0], batch.values).double()
+                total, first = total + float(nats.sum()), first + float(nats[:, 0].sum())
+        require_finite(isfinite(total))
+        return total, first
 
 
 def shifted(values: Tensor) -> Tensor:
@@ -341,28 +348,23 @@ def evaluate(
     subject: LoadedRun, settings: EvaluationSettings, options: ImageEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored unless the options say otherwise."""
-    run, model = subject.run, subject.model
-    started_at = time.perf_counter()
-    data = data_of(run, settings.data)
-    split = data.splits[choose(settings.split, data.splits, "`split`")]
-    same = note_other_data(run, data, settings.data is not None)
-    pixels = split.pixels[: settings.first]
-    sequences, labels = Sequences(input_of(run.config)), labels_of(run, data, split.labels)
+    run, model, started_at = subject.run, subject.model, time.perf_counter()
+    held = HeldOut.of(run, settings, data_of(run, settings.data))
+    pixels = held.split.pixels[: settings.first]
+    sequences, labels = Sequences(input_of(run.config)), labels_of(run, held.data, held.split.labels)
 
-    def score(part: slice) -> tuple[Tensor, Tensor]:
-        values = sequences.of(pixels[part]).to(device_of(model))
-        return model(labelled(shifted(values), None if labels is None else labels[part]))[0], values
+    def batch_of(part: slice) -> ImageBatch:
+        return ImageBatch(sequences.of(pixels[part]), None if labels is None else labels[part])
 
     rows = max(1, settings.chunk // len(sequences.order))
-    nats, first = nats_of_images(len(pixels), rows, score, model, quiet)
-    require_finite(isfinite(nats))
+    nats, first = PixelLoss(model).measure(model, batch_of, len(pixels), rows, quiet)
     per_image = pixels[0].size
     unscored = sequences.input.channels if sequences.input.joint else 1
     every = nats / log(2) / pixels.size
     rest = (nats - first) / log(2) / (len(pixels) * (per_image - unscored))
     main = WITHOUT_FIRST if options.without_first else BITS_PER_DIM
     value = rest if options.without_first else every
-    baselines, scored = floors(data.train.pixels, pixels), per_image - unscored * options.without_first
+    baselines, scored = floors(held.data.train.pixels, pixels), per_image - unscored * options.without_first
     facts = {
         "images": len(pixels), "dimensions": per_image, "scored": scored,
         "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
@@ -373,13 +375,11 @@ def evaluate(
         ["histogram of every place", f"{baselines['histogram']:.4f}"],
     ]
     text = (
-        heading(subject, data, split.name),
         f"{main.text(value)}; {scored} of {plural(per_image, 'value')} of each of {plural(len(pixels), 'image')} "
         f"scored{', the class being told' if labels is not None else ''}\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
-    identity, metrics = identity_of_part(data, split.name, same), {main: value}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="image", since=started_at)
+    return held.report(subject, {main: value}, text, facts=facts, baselines=baselines, task="image", since=started_at)
 
 
 def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Tensor | None:
@@ -395,42 +395,13 @@ def labels_of(run: TrainedRun, data: ImageData, labels: np.ndarray | None) -> Te
     return torch.from_numpy(numbers_of(run, data.name, data.classes)[labels])
 
 
-def nats_of_images(
-    count: int, rows: int, score: Callable[[slice], tuple[Tensor, Tensor]], model: StackedCausalModel, quiet: bool
-) -> tuple[float, float]:
-    """Return the nats of all values of ``count`` images, and of the values at the first position, ``rows`` images at a
-    time. ``score`` returns the logits that ``model`` gives a slice of the images, and its values."""
-    scored, total, first = nats_of(model), 0.0, 0.0
-    with torch.inference_mode(), progressing(quiet) as progress:
-        for start in range(0, count, rows):
-            end = min(start + rows, count)
-            nats = scored(*score(slice(start, end))).double()
-            total, first = total + float(nats.sum()), first + float(nats[:, 0].sum())
-            if progress is not None:
-                progress(end, count)
-    return total, first
-
-
 # Images drawn value by value, or completed from their first rows, and written as a PNG.
 
 PAUSE, OCCLUDED, SMALL = 1, 128, 84
 """Pixels between two images of a grid, the grey of occluded parts, and the height that small images are enlarged to."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Images that were drawn: ``pixels`` uint8 [images, height, width, channels]; ``facts`` for JSON, ``text`` for
-    people."""
-
-    pixels: np.ndarray
-    facts: Mapping[str, object]
-    text: str
-    interrupted: bool = False
-
-
-def draw(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Drawn:
+def draw(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write = None) -> Made:
     """Draw images with a run, in a grid of ``options.samples`` or, with `complete`, a line for each completed image:
     the part that stays, its completions, and the image itself."""
     run, model = subject.run, subject.model
@@ -450,25 +421,30 @@ def draw(
         write_png(out, grid(pixels, ceil(sqrt(count))))
     else:
         lines = pixels.reshape(len(originals), options.samples, *pixels.shape[1:])
-        shown = [_veiled(originals, sequences, prefix.shape[1])[:, None], lines, originals[:, None]]
+        veiled = sequences.of(originals)
+        veiled[:, prefix.shape[1] :] = OCCLUDED  # grey after the part that stays
+        shown = [sequences.images(veiled)[:, None], lines, originals[:, None]]
         write_png(out, grid(np.concatenate(shown, 1).reshape(-1, *pixels.shape[1:]), options.samples + 2))
     steps = values.shape[1] - (0 if prefix is None else prefix.shape[1])
-    facts: dict[str, object] = {
-        "run": str(run.folder), "out": str(out), "images": count, "drawn_values": values[:, -steps:].numel(),
-        "seconds": seconds, "images_per_second": count / seconds, "state_bytes": state_bytes, "seed": options.seed,
-    }  # fmt: skip
-    if labels is not None:
-        facts["labels"] = [classes_of(run)[label] for label in labels.tolist()]
+    facts: dict[str, Any] = {"drawn_values": values[:, -steps:].numel(), "seconds": seconds, "state_bytes": state_bytes}
+    facts |= {} if labels is None else {"labels": [classes_of(run)[label] for label in labels.tolist()]}
+    return made_of(run, out, pixels, facts | {"seed": options.seed})
+
+
+def made_of(run: TrainedRun, out: Path, pixels: np.ndarray, facts: Mapping[str, Any], of: str = "") -> Made:
+    """Return the result of generating images with these ``pixels``, made ``of`` others, in words; ``facts`` hold the
+    seconds, the bytes of the state, the seed and others."""
+    count, speed = len(pixels), len(pixels) / facts["seconds"]
     text = (
-        f"{plural(count, 'image')} in {seconds:.2f} s, {count / seconds:.3g} images/s; state "
-        f"{plural(state_bytes, 'byte')}; seed {options.seed}"
+        f"{plural(count, 'image')}{of} in {facts['seconds']:.2f} s, {speed:.3g} images/s; state "
+        f"{plural(facts['state_bytes'], 'byte')}; seed {facts['seed']}"
     )
-    return Drawn(pixels, facts, text)
+    head = {"run": str(run.folder), "out": str(out), "images": count}
+    return Made({**head, **facts, "images_per_second": speed}, text, pixels=pixels)
 
 
 def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
-    """Return images [count, height, width, channels] side by side, ``columns`` in a line, with white between them; of
-    small ones every pixel becomes a square."""
+    """Return images [count, height, width, channels] in lines of ``columns`` on white, small ones enlarged."""
     times = max(1, SMALL // pixels.shape[1])
     pixels = pixels.repeat(times, axis=1).repeat(times, axis=2)
     count, height, width, channels = pixels.shape
@@ -558,13 +534,6 @@ def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     return decode(path, shape)
 
 
-def _veiled(originals: np.ndarray, sequences: Sequences, prefix: int) -> np.ndarray:
-    """Return the images ``originals``, grey after the first ``prefix`` positions."""
-    values = sequences.of(originals)
-    values[:, prefix:] = OCCLUDED
-    return sequences.images(values)
-
-
 def sample(
     model: StackedCausalModel,
     sequences: Sequences,
@@ -603,13 +572,8 @@ class _Picker:
     def __init__(self, model: StackedCausalModel, count: int, options: GenerationSettings) -> None:
         self.head = model.head if isinstance(model.head, Likelihood) else None
         self.temperature = options.temperature
-        sampling = Sampling(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            seed=options.seed,
-        )
+        names = ("temperature", "top_k", "top_p", "min_p", "seed")
+        sampling = Sampling(**{name: getattr(options, name) for name in names})
         self.sampler = TokenSampler(sampling, range(count))
         self.uniforms = UniformStreams(sampling.seed, range(count))
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.parts import Input
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import ImageData
 from kinformer.lab.data.files import readable
 from kinformer.lab.data.images import SUFFIXES, decode, read_head, read_images, require_pillow
@@ -29,13 +30,13 @@ from kinformer.lab.tasks.evaluation import (
     TrainedRun,
     batched,
     input_of,
+    track,
 )
 from kinformer.lab.tasks.options import PictureOptions
 from kinformer.lab.tasks.task import Source
 from kinformer.lab.tasks.texts import pooled, spec_of
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import reading, require_file
-from kinformer.runtime.progress import progressing
 
 # RandAugment (Cubuk et al. 2019): changes drawn for each image, of one magnitude, in plain PyTorch.
 #
@@ -86,9 +87,9 @@ def _equalise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     angle = torch.deg2rad(30 * strength * sign)
-    cos, sin, zero = angle.cos(), angle.sin(), torch.zeros(len(x))
+    cos, sin = angle.cos(), angle.sin()
     ratio = x.shape[2] / x.shape[3]
-    return _moved(x, [cos, -sin * ratio, zero], [sin / ratio, cos, zero])
+    return _moved(x, (cos, -sin * ratio, 0.0), (sin / ratio, cos, 0.0))
 
 
 def _posterise(x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
@@ -118,21 +119,20 @@ def _blended(base: Tensor, x: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     return base + _wide(1 + 0.9 * strength * sign) * (x - base)
 
 
-def _moved(x: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
-    """Return each pixel from the place that two rows of an affine map [rows] name, zeros from outside."""
-    maps = torch.stack([torch.stack(across, 1), torch.stack(down, 1)], 1)
-    grid = functional.affine_grid(maps, list(x.shape), align_corners=False)
-    return functional.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+Place = tuple[Tensor | float, Tensor | float, Tensor | float]
+ACROSS, DOWN = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)
+"""The rows of the affine map that leaves every pixel in its place."""
 
 
-def _sheared(x: Tensor, across: Tensor | float = 0.0, down: Tensor | float = 0.0) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, zero + across, zero], [zero + down, one, zero])
+def _moved(x: Tensor, across: Place = ACROSS, down: Place = DOWN) -> Tensor:
+    """Return each pixel from the place that two rows of an affine map, numbers or [rows], name; zeros from outside."""
+    return _sampled(x, list(x.shape[2:]), across, down, "zeros")
 
 
-def _translated(x: Tensor, across: Tensor | float = 0.0, down: Tensor | float = 0.0) -> Tensor:
-    zero, one = torch.zeros(len(x)), torch.ones(len(x))
-    return _moved(x, [one, zero, zero + across], [zero, one, zero + down])
+def _sampled(x: Tensor, size: Sequence[int], across: Place, down: Place, outside: str) -> Tensor:
+    maps = torch.stack([torch.stack([torch.zeros(len(x)) + item for item in row], 1) for row in (across, down)], 1)
+    grid = functional.affine_grid(maps.to(x), [*x.shape[:2], *size], align_corners=False)
+    return functional.grid_sample(x, grid, mode="bilinear", padding_mode=outside, align_corners=False)
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -146,10 +146,10 @@ CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "contrast": lambda x, strength, sign: _blended(x.mean((1, 2, 3), keepdim=True), x, strength, sign),
     "brightness": lambda x, strength, sign: _blended(torch.zeros_like(x), x, strength, sign),
     "sharpness": _sharpness,
-    "shear_x": lambda x, strength, sign: _sheared(x, across=0.3 * strength * sign),
-    "shear_y": lambda x, strength, sign: _sheared(x, down=0.3 * strength * sign),
-    "translate_x": lambda x, strength, sign: _translated(x, across=0.9 * strength * sign),
-    "translate_y": lambda x, strength, sign: _translated(x, down=0.9 * strength * sign),
+    "shear_x": lambda x, strength, sign: _moved(x, across=(1.0, 0.3 * strength * sign, 0.0)),
+    "shear_y": lambda x, strength, sign: _moved(x, down=(0.3 * strength * sign, 1.0, 0.0)),
+    "translate_x": lambda x, strength, sign: _moved(x, across=(1.0, 0.0, 0.9 * strength * sign)),
+    "translate_y": lambda x, strength, sign: _moved(x, down=(0.0, 1.0, 0.9 * strength * sign)),
 }
 
 
@@ -212,9 +212,7 @@ def crop(images: Tensor, generator: Generator) -> Tensor:
 def resized_crop(images: Tensor, generator: Generator) -> Tensor:
     """Return a box of each image, of a share ``CROPPED`` of its area and an aspect ``ASPECTS``, scaled bilinearly to
     its size.
-
-    A box longer than a side is cut to it; its centre is drawn where it fits.
-    """
+    A box longer than a side is cut to it; its centre is drawn where it fits."""
     height, width = images.shape[2:]
     low, high = (aspect * height / width for aspect in ASPECTS)  # of pixels
     return box(images, (height, width), CROPPED, (low, high), generator)
@@ -234,10 +232,7 @@ def box(
     aspect = (low + (high - low) * torch.rand(count, generator=generator)).exp()
     down, across = (share / aspect).sqrt().clamp(max=1), (share * aspect).sqrt().clamp(max=1)
     at = [(1 - side) * (2 * torch.rand(count, generator=generator) - 1) for side in (across, down)]
-    zero = torch.zeros(count)
-    maps = torch.stack([torch.stack([across, zero, at[0]], 1), torch.stack([zero, down, at[1]], 1)], 1)
-    grid = functional.affine_grid(maps.to(images), [count, images.shape[1], *size], align_corners=False)
-    return functional.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return _sampled(images, size, (across, 0.0, at[0]), (0.0, down, at[1]), "border")
 
 
 def jitter(images: Tensor, generator: Generator) -> Tensor:
@@ -284,8 +279,7 @@ def cutmix(batch: Augmented, generator: Generator) -> Augmented:
 
 
 def _boxes(images: Tensor, down: Tensor, across: Tensor, generator: Generator) -> Tensor:
-    """Return boxes as [rows, 1, height, width] bool, of ``down`` and ``across`` [rows], shares of the sides, centred
-    anywhere."""
+    """Return boxes [rows, 1, height, width] bool of ``down`` and ``across`` [rows], shares of the sides, anywhere."""
     inside = []
     for axis, share in ((2, down), (3, across)):
         side = images.shape[axis]
@@ -334,8 +328,7 @@ class CachedFeatures:
 
 
 def keep_features(input: Input, changed: bool) -> CachedFeatures | None:
-    """Return a cache for an ``input`` of tiles whose encoder is frozen; None where it learns, where images are
-    ``changed`` in every step, and for other inputs."""
+    """Return a cache for an ``input`` of tiles with a frozen encoder and unchanged images; None for others."""
     features = getattr(input, "features", None)
     if features is None or not input.lower or changed:
         return None
@@ -360,9 +353,7 @@ def pictures_in(
     """Return the pictures of ``source`` at the size of the model of ``run``, at most ``limit``: a picture, all in a
     folder and its folders, the test images of data, or a list of paths. A folder named as one of ``classes`` labels its
     own. ``skip_bad``: note the files that cannot be read, and leave them out.
-
-    The heads of all files are looked at before the first is decoded.
-    """
+    The heads of all files are looked at before the first is decoded."""
     if source == STDIN:
         raise KinformerError(
             "-: images are not read from standard input; give a picture, a folder of pictures, or the name of a data "
@@ -399,9 +390,7 @@ def laid(batch: Sequence[Picture], model: WholeModel) -> Tensor:
 def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     """Yield a PNG or JPEG, or the pictures of a folder, scaled and cropped to the size that the model of ``run`` was
     made for; or the first ``count`` test images of the data ``spec``.
-
-    Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's.
-    """
+    Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's."""
     input = input_of(run.config)
     shape = (*input.size, input.channels)
     path = Path(spec).expanduser()
@@ -416,20 +405,19 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
             yield Picture(str(file), decode(file, shape))
         return
     images = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
-    require_channels(images, run)
+    require_channels(images, run.config, str(run.folder))
     test = images.test
     for index in range(min(count, len(test))):
         label = None if test.labels is None else test.classes[int(test.labels[index])]
         yield Picture(f"test image {index + 1} of {images.name}", np.asarray(test.pixels[index]), label)
 
 
-def require_channels(images: ImageData, run: TrainedRun) -> None:
-    """Refuse images of other channels than the model of ``run`` reads."""
-    reads, channels = input_of(run.config).channels, images.shape[2]
+def require_channels(images: ImageData, config: ModelConfig, reader: str, remedy: str = "others") -> None:
+    """Refuse images of other channels than a model of ``config``, called ``reader``, reads."""
+    reads, channels = input_of(config).channels, images.shape[2]
     if channels != reads:
         raise KinformerError(
-            f"{images.name}: its images have {plural(channels, 'channel')}, but {run.folder} reads {reads}; give "
-            "others."
+            f"{images.name}: its images have {plural(channels, 'channel')}, but {reader} reads {reads}; give {remedy}."
         )
 
 
@@ -455,13 +443,7 @@ def files_in(path: Path) -> list[Path]:
 
 def picture_batches(taken: Inputs[Picture], settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
     """Yield the pictures ``taken`` in batches; ``doing`` is the text of the progress bar."""
-    done = 0
-    with progressing(settings.quiet or taken.total is None, doing) as progress:
-        for batch in batched(taken.items, settings.batch_size):
-            yield batch
-            done += len(batch)
-            if progress is not None and taken.total is not None:
-                progress(done, taken.total)
+    return track(batched(taken.items, settings.batch_size), taken.total, settings.quiet, doing, len)
 
 
 def embed_pictures(subject: LoadedRun, source: FileSource, settings: EmbeddingSettings) -> Iterator[Embedded]:

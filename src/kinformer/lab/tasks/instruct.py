@@ -28,22 +28,13 @@ from kinformer.lab.data.corpus import SHARES
 from kinformer.lab.data.files import fingerprint_of, reading_corpus, single_file
 from kinformer.lab.serving.fields import ChatTemplate
 from kinformer.lab.tasks.answers import ScoredBatch, answers
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TrainedRun, evaluated
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TrainedRun
 from kinformer.lab.tasks.options import InstructOptions
 from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
-from kinformer.lab.tasks.texts import (
-    check_ids,
-    check_sequence,
-    ends_of,
-    heading,
-    identity_of_part,
-    note_other_data,
-    spec_of,
-    whole_length,
-)
+from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, whole_length
 from kinformer.lab.training.data_module import DataModule, map_fields
 from kinformer.lab.training.logging import ANSWER_BITS
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note
 
@@ -94,9 +85,7 @@ class Conversations:
 
 def open_conversations(source: Source, options: InstructOptions, cache: Path | None = None) -> Conversations:
     """Return the conversations that ``source`` names, in the template that the user names or the template of the run.
-
-    Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template.
-    """
+    Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template."""
     assert source.tokenizer is not None
     path = Path(source.spec)
     template = _template(source, options)
@@ -135,9 +124,7 @@ ROLES = ("system", "user", "assistant")
 
 def messages_of(place: str, row: object) -> list[dict[str, str]]:
     """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two.
-
-    Errors: ``KinformerError`` for another row, for roles out of order, and for a row without an answer.
-    """
+    Errors: ``KinformerError`` for another row, for roles out of order, and for a row without an answer."""
     row = row if isinstance(row, dict) else {}
     messages = row.get("messages")
     if "prompt" in row and "completion" in row:
@@ -198,15 +185,9 @@ def _encode(place: str, row: object, template: ChatTemplate | None, source: Sour
     return Conversation(ids, marks, sum(len(text[begin:end].encode()) for begin, end in spans))
 
 
-def vocab_size(data: Conversations) -> int:
-    """Return how many ids the tokenizer has."""
-    return data.vocab_size
-
-
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the tokenizer's ids, and a length within which there is no answer."""
-    check_ids(plan, plan.data.vocab_size, special_apart=False)
-    check_sequence(model)
+    check_ids(plan, model, plan.data.vocab_size)
     for name in ("train", "validation"):
         _usable(plan.data.splits[name], plan.settings.length, name)
 
@@ -248,8 +229,7 @@ class Rows:
         self.order = Order(np.array([len(row.ids) - 1 for row in self.rows]), batch_size, seed)
 
     def batch(self, indices: np.ndarray, rank: int = 0, world: int = 1) -> ScoredBatch:
-        """Return a process's share of some rows. All shares are as wide as the longest row, and a share may end with
-        invalid rows."""
+        """Return a process's share of rows, all as wide as the longest row; a share may end with invalid rows."""
         longest, size = int(self.order.lengths[indices].max()), -(-len(indices) // world)
         shape = (size, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
         tokens, labels, valid = np.zeros(shape, np.int64), np.full(shape, IGNORED), np.zeros(shape, bool)
@@ -293,11 +273,9 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: NoOption
     run: Any = subject.run
     since = time.perf_counter()
     source = Source(spec_of(run, settings.data), run.data.get("holdout"), run.tokenizer, base=run)
-    data = open_conversations(source, run.options)
-    same = note_other_data(run, data, settings.data is not None)
-    split = choose(settings.split, data.splits, "`split`")
-    length = whole_length(run, subject.model)
-    rows = Rows(data.splits[split][: settings.first], max(1, settings.chunk // length), length, 0, split)
+    held, length = HeldOut.of(run, settings, open_conversations(source, run.options)), whole_length(run, subject.model)
+    data, split = held.data, held.name
+    rows = Rows(held.split[: settings.first], max(1, settings.chunk // length), length, 0, split)
     bits = data.bits_per_byte(_nats(subject.model, rows), split)
     baselines, beside = {}, ""
     if (base := _begun_with(run)) is not None:
@@ -306,12 +284,9 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: NoOption
         beside = f"; {base.folder.name}, with which it began, has {baselines['before']:.4f}"
         if baselines["before"] <= bits:
             beside += ", so training did not help: try a lower `lr`, fewer steps or more conversations"
-    text = (
-        heading(subject, data, split),
-        f"{ANSWER_BITS.text(bits)}: {plural(len(rows.rows), 'conversation')}{beside}",
-    )
-    facts, identity = baselines | {"conversations": len(rows.rows)}, identity_of_part(data, split, same)
-    return evaluated(subject, {ANSWER_BITS: bits}, identity, text, facts=facts, baselines=baselines, since=since)
+    text = (f"{ANSWER_BITS.text(bits)}: {plural(len(rows.rows), 'conversation')}{beside}",)
+    facts = baselines | {"conversations": len(rows.rows)}
+    return held.report(subject, {ANSWER_BITS: bits}, text, facts=facts, baselines=baselines, since=since)
 
 
 def _nats(model: CausalModel, rows: Rows) -> float:

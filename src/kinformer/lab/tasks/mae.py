@@ -17,27 +17,36 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from math import ceil, isfinite, log, prod
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from math import isfinite, log, prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.encoder import GridOnly
 from kinformer.core.model import WholeModel, device_of
+from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import ImageData, Images
 from kinformer.lab.data.images import write_png
 from kinformer.lab.data.sampling import in_epochs, mix
-from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, Made, evaluated, input_of, part_of
+from kinformer.lab.tasks.evaluation import (
+    Evaluation,
+    EvaluationSettings,
+    LoadedRun,
+    Made,
+    Write,
+    input_of,
+    part_of,
+    parts_of,
+)
 from kinformer.lab.tasks.image import OCCLUDED, grid
 from kinformer.lab.tasks.images import Augmented, augment, laid, pictures, png_of
-from kinformer.lab.tasks.options import MaeGenerationOptions, MaeOptions, MppOptions, PatchOptions
-from kinformer.lab.tasks.task import GenerationSettings
-from kinformer.lab.tasks.texts import heading, identity_of_part
+from kinformer.lab.tasks.options import MaeGenerationOptions, MaeOptions
+from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.vision import (
     LOOKED_AT,
     HeldOutRows,
@@ -51,24 +60,11 @@ from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutpu
 from kinformer.lab.training.logging import ACCURACY, Metric
 from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.progress import progressing
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.task import TrainingPlan
-
 
 # Images, and which of their patches are seen: drawn by hashes of the step and the row alone.
 
 MASKED_ERROR = Metric("masked_error", "mean squared error of masked patches")
-LEAST_IMAGES = 256
 _ORDER, _CHANGES, MASKS = 16, 17, 18
-
-
-O = TypeVar("O", bound=PatchOptions)
-B = TypeVar("B", bound=Batch)
 
 
 class MaeBatch(NamedTuple):
@@ -80,7 +76,6 @@ class MaeBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many positions are read."""
         return self.seen.numel()
 
 
@@ -96,8 +91,7 @@ def seen_count(patches: int, masked: float) -> int:
 
 
 def seen_patches(patches: int, masked: float, rows: np.ndarray, *key: int) -> Tensor:
-    """Return the numbers int64 [rows, n] of the seen patches of each image. The number of its row and ``key`` decide;
-    every set of patches is equally probable."""
+    """Return the numbers int64 [rows, n] of random seen patches of each image, by its row's number and ``key``."""
     order = np.argsort(mix(*key, rows[:, None], np.arange(patches)[None]), axis=1, kind="stable")
     return torch.from_numpy(np.sort(order[:, : seen_count(patches, masked)], axis=1))
 
@@ -108,21 +102,18 @@ def patches_of(config: ModelConfig, images: ImageData | Images) -> int:
     return prod(input.replace(size=images.shape[:2]).grid)
 
 
-class PatchRows(HeldOutRows, Generic[O, B]):
+class PatchRows(HeldOutRows):
     """Training images in a new order in every epoch, and the first validation images, always with the same masks."""
 
     def __init__(self, plan: TrainingPlan) -> None:
-        data, settings = plan.data, plan.settings
-        self.data, self.settings, self.options = data, settings, plan.options
-        self.patches = patches_of(plan.config, data)
-        enough = ceil(settings.validation_tokens / settings.length)
-        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+        super().__init__(plan)
+        self.patches = patches_of(plan.config, plan.data)
 
     @abstractmethod
-    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> B:
+    def laid(self, images: Tensor, rows: np.ndarray, *key: int) -> Batch:
         """Return a batch of ``images``, masked as the numbers of its rows and ``key`` decide."""
 
-    def batch(self, step: int, rank: int, world: int) -> B:
+    def batch(self, step: int, rank: int, world: int) -> Batch:
         """Make the whole step's rows in every process, so that images change alike whatever their number."""
         rows, seed = self.settings.batch_size, self.settings.seed
         place = np.arange(step * rows, (step + 1) * rows)
@@ -134,13 +125,13 @@ class PatchRows(HeldOutRows, Generic[O, B]):
         batch = self.laid(images, place, seed, MASKS)
         return take_rows(batch, slice(rank * (rows // world), (rank + 1) * (rows // world)))
 
-    def validation(self, rank: int, world: int) -> Iterator[B]:
+    def validation(self, rank: int, world: int) -> Iterator[Batch]:
         """Yield the process's images; where the last cannot be shared evenly, some are measured twice."""
         for index, _ in self.shares(rank, world):
             yield self.laid(pixels_of(self.data.validation, index), index, 0, MASKS)
 
 
-class MaeRows(PatchRows[MaeOptions, MaeBatch]):
+class MaeRows(PatchRows):
     """Rows of images and of the seen patches of each."""
 
     sums = ("error",)
@@ -151,11 +142,6 @@ class MaeRows(PatchRows[MaeOptions, MaeBatch]):
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {MASKED_ERROR.name: means["error"]}
-
-
-def held_out(images: Images, index: np.ndarray, patches: int, masked: float) -> MaeBatch:
-    """Return the images of these numbers, with the fixed masks of all measurements."""
-    return MaeBatch(pixels_of(images, index), seen_patches(patches, masked, index, 0, MASKS))
 
 
 # How an encoder is fitted to masked patches: its head becomes a decoder of pixels, about a third as deep and half as
@@ -276,11 +262,17 @@ class MaskedPatches:
         return cls(data.options if isinstance(data, MaeRows) else MaeOptions())
 
     def __call__(self, model: Encoder, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
-        targets = targets_of(model, batch.images, self.options.raw_pixels).values
-        errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
+        errors, _ = errors_of(model, batch, self.options.raw_pixels)
         masked = masked_of(batch, errors.shape[1])
         error, count = torch.where(masked, errors, errors.new_zeros(())).sum(), masked.sum()
         return error / count, {"error": error.detach(), "predicted": count}, None
+
+
+def errors_of(model: Encoder, batch: MaeBatch, raw_pixels: bool) -> tuple[Tensor, Tensor]:
+    """Return the mean squared errors of the predictions and of predicting 0, [rows, patches]."""
+    targets = targets_of(model, batch.images, raw_pixels).values
+    errors = predict_patches(model, batch).to(targets.dtype) - targets
+    return errors.square().mean(-1), targets.square().mean(-1)
 
 
 # How well a run predicts the masked patches of held-out images, beside the mean of every patch.
@@ -288,51 +280,48 @@ class MaskedPatches:
 AT_ONCE = 64
 
 
+def means_of(count: int, quiet: bool, score: Callable[[np.ndarray], tuple[Tensor, ...]]) -> list[float]:
+    """Return the means of values over the chosen patches of ``count`` images; of images by their numbers, ``score``
+    returns which patches are chosen, [rows, patches], and then their values."""
+    sums, patches = np.zeros(1), 0
+    with torch.inference_mode():
+        for part in parts_of(count, AT_ONCE, quiet):
+            chosen, *values = score(np.arange(part.start, part.stop))
+            sums = sums + [float(value[chosen].double().sum()) for value in values]
+            patches += int(chosen.sum())
+            require_finite(isfinite(sums[0]))
+    return (sums / patches).tolist()
+
+
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always with the same mask."""
     run, model, device = subject.run, subject.model, device_of(subject.model)
-    result, part, count, same = held_out_images(run, settings)
-    started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        total, plain, masked = 0.0, 0.0, 0
-        patches = patches_of(model.config, part)
-        for first in range(0, count, AT_ONCE):
-            index = np.arange(first, min(first + AT_ONCE, count))
-            batch = map_fields(held_out(part, index, patches, run.options.masked), lambda field: field.to(device))
-            with torch.inference_mode():
-                targets = targets_of(model, batch.images, run.options.raw_pixels).values
-                errors = (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
-            chosen = masked_of(batch, patches)
-            # beside the model: predicting each patch's own mean (of raw pixels, the mean of all images)
-            total, plain = total + float(errors[chosen].sum()), plain + float(targets.square().mean(-1)[chosen].sum())
-            masked += int(chosen.sum())
-            require_finite(isfinite(total))
-            if progress is not None:
-                progress(first + len(index), count)
-    error, mean = total / masked, plain / masked
+    held, count = held_out_images(run, settings)
+    started_at, patches = time.perf_counter(), patches_of(model.config, held.split)
+
+    def score(index: np.ndarray) -> tuple[Tensor, ...]:
+        seen = seen_patches(patches, run.options.masked, index, 0, MASKS)
+        batch = map_fields(MaeBatch(pixels_of(held.split, index), seen), lambda field: field.to(device))
+        # beside the model: predicting each patch's own mean (of raw pixels, the mean of all images)
+        return masked_of(batch, patches), *errors_of(model, batch, run.options.raw_pixels)
+
+    error, mean = means_of(count, quiet, score)
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"
     text = (
-        heading(subject, result, settings.split),
         f"{MASKED_ERROR.text(error)} ({what}), {mean:.4f} by the mean: {plural(count, 'image')}, "
         f"{run.options.masked:.0%} of each masked",
     )
-    baselines = {"mean": mean}
+    baselines, metrics = {"mean": mean}, {MASKED_ERROR: error}
     facts = {"mean_error": mean, "measured_images": count, "masked": run.options.masked}
-    identity = identity_of_part(result, settings.split, same)
-    metrics = {MASKED_ERROR: error}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mae", since=started_at)
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="mae", since=started_at)
 
 
 # Images completed from some of their patches, written as a PNG beside the seen patches and the images themselves.
 
 
-def complete(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Made:
+def complete(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write = None) -> Made:
     """Complete pictures: a line of three for each. The seen patches stand in it unchanged.
-
-    Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own.
-    """
+    Where a run predicts deviations, the mean and the deviation of a masked patch are the image's own."""
     run, model = subject.run, subject.model
     input: Patches = model.input
     task_options: MaeGenerationOptions = options.task_options
@@ -361,8 +350,7 @@ def complete(
 
 
 def _pixels(input: Patches, patches: Tensor, images: Tensor, veil: Tensor | None = None) -> np.ndarray:
-    """Return normalised ``patches`` [images, patches, pixels] as images uint8 [images, channels, height, width], grey
-    where ``veil`` is True."""
+    """Return normalised ``patches`` as images uint8 [images, channels, height, width], grey under the ``veil``."""
     config, (rows, columns) = input.config, input.grid(images)
     side, channels = config.patch, config.channels
 
@@ -392,8 +380,7 @@ def fitted_to_colours(config: ModelConfig, data: ImageData | None) -> dict[str, 
 
 
 def suits_colours(config: ModelConfig) -> bool:
-    """Return whether an encoder of ``config`` reads patches and ends with the patches that it began with, and nothing
-    else."""
+    """Return whether an encoder of ``config`` reads patches, and ends with these patches and nothing else."""
     if config.protocol is not WholeModel or config.input.kind != "patches":
         return False
     return config.stack.kind != STAGES and not _has_global_tokens(config)
@@ -437,13 +424,11 @@ class MppBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many patches are read."""
         return self.sources.numel()
 
 
 def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -> tuple[Tensor, Tensor]:
-    """Return ``sources`` and ``corrupted`` of this many ``patches`` of each image, which the number of its row and
-    ``key`` decide."""
+    """Return ``sources`` and ``corrupted`` of ``patches`` patches of each image, by its row's number and ``key``."""
     if patches < 2:
         raise KinformerError(
             "an image of one patch does not have other patches to predict it from; give a smaller `set` input.patch."
@@ -460,7 +445,7 @@ def corrupted_patches(patches: int, share: float, rows: np.ndarray, *key: int) -
     return torch.from_numpy(np.where(corrupted, replaced, numbers)), torch.from_numpy(corrupted)
 
 
-class MppRows(PatchRows[MppOptions, MppBatch]):
+class MppRows(PatchRows):
     """Training images in a new order in every epoch, and the first validation images, always corrupted alike."""
 
     sums = ("nats", "right")
@@ -527,13 +512,11 @@ def nats_of(model: Encoder, batch: MppBatch, colours: Tensor) -> tuple[Tensor, T
 
 
 def counted_colours(data: ImageData, model: Encoder) -> np.ndarray:
-    """Return the bits of each colour by its frequency among the patches of the training images, with one added to every
-    count."""
+    """Return the bits of each colour by its frequency in training images' patches, one added to every count."""
     patch, bits = sizes_of(model)
     counts = np.ones(2 ** (bits * data.shape[2]))
-    images = min(len(data.train), LOOKED_AT)
-    for first in range(0, images, AT_ONCE):
-        pixels = pixels_of(data.train, np.arange(first, min(first + AT_ONCE, images)))
+    for part in parts_of(min(len(data.train), LOOKED_AT), AT_ONCE):
+        pixels = pixels_of(data.train, np.arange(part.start, part.stop))
         counts += np.bincount(colours_of(pixels, patch, bits).flatten().numpy(), minlength=len(counts))
     return -np.log2(counts / counts.sum())
 
@@ -541,34 +524,22 @@ def counted_colours(data: ImageData, model: Encoder) -> np.ndarray:
 def evaluate_colours(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, each always corrupted alike."""
     run, model, device = subject.run, subject.model, device_of(subject.model)
-    result, part, count, same = held_out_images(run, settings)
+    held, count = held_out_images(run, settings)
     started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        costs = torch.from_numpy(counted_colours(result, model)).to(device)
-        sums, corrupted = np.zeros(3), 0
-        for first in range(0, count, AT_ONCE):
-            index = np.arange(first, min(first + AT_ONCE, count))
-            pixels = pixels_of(part, index)
-            patches = model.input.length(pixels) - model.input.config.before
-            batch = MppBatch(pixels, *corrupted_patches(patches, run.options.corrupted, index, 0, MASKS))
-            batch = map_fields(batch, lambda field: field.to(device))
-            colours, chosen = colours_of(batch.images, *sizes_of(model)), batch.corrupted
-            with torch.inference_mode():
-                nats, right = nats_of(model, batch, colours)
-            sums += [float(item[chosen].double().sum()) for item in (nats, right, costs[colours])]
-            corrupted += int(chosen.sum())
-            require_finite(isfinite(sums[0]))
-            if progress is not None:
-                progress(first + len(index), count)
-    nats_per_colour, accuracy, counted = sums / corrupted
-    bits = nats_per_colour / log(2)
+    costs = torch.from_numpy(counted_colours(held.data, model)).to(device)
+
+    def score(index: np.ndarray) -> tuple[Tensor, ...]:
+        pixels = pixels_of(held.split, index)
+        patches = model.input.length(pixels) - model.input.config.before
+        batch = MppBatch(pixels, *corrupted_patches(patches, run.options.corrupted, index, 0, MASKS))
+        batch = map_fields(batch, lambda field: field.to(device))
+        colours = colours_of(batch.images, *sizes_of(model))
+        return batch.corrupted, *nats_of(model, batch, colours), costs[colours]
+
+    nats, accuracy, counted = means_of(count, quiet, score)
+    bits = nats / log(2)
     measured = f"{BITS_PER_COLOUR.text(bits)}, {counted:.4f} by counting; {ACCURACY.text(accuracy)}"
-    text = (
-        heading(subject, result, settings.split),
-        f"{measured}: {plural(count, 'image')}, {run.options.corrupted:.0%} of each corrupted",
-    )
+    text = (f"{measured}: {plural(count, 'image')}, {run.options.corrupted:.0%} of each corrupted",)
     facts = {"counted_bits": counted, "measured_images": count, "corrupted": run.options.corrupted}
-    identity = identity_of_part(result, settings.split, same)
-    metrics = {BITS_PER_COLOUR: bits, ACCURACY: accuracy}
-    baselines = {"counted": counted}
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="mpp", since=started_at)
+    metrics, baselines = {BITS_PER_COLOUR: bits, ACCURACY: accuracy}, {"counted": counted}
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="mpp", since=started_at)

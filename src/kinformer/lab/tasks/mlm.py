@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from math import isfinite, log
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +27,8 @@ from kinformer.core.model import WholeModel, device_of
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
-from kinformer.lab.data.buckets import STEP_OF_WIDTH, lay
 from kinformer.lab.data.labelled import TextItem, TextSource
-from kinformer.lab.data.masking import Bigrams, MaskedText, Masking, Words, ordinary
+from kinformer.lab.data.masking import Bigrams, MaskedRows, MaskedText, Masking, Words, ordinary
 from kinformer.lab.tables import PredictionTable, WriteRow
 from kinformer.lab.tasks.classify import scored
 from kinformer.lab.tasks.evaluation import (
@@ -37,19 +37,17 @@ from kinformer.lab.tasks.evaluation import (
     LoadedRun,
     Predicted,
     PredictionSettings,
-    evaluated,
-    in_batches,
     part_of,
+    track,
 )
 from kinformer.lab.tasks.options import MaskPredictionOptions, MlmOptions
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import (
     SPECIAL_TOKENS,
+    TextReader,
     check_ids,
     check_long_enough,
-    check_sequence,
     ends_of,
-    heading,
     held_out,
     mask_token_of,
     texts_in,
@@ -61,10 +59,8 @@ from kinformer.lab.training.logging import ACCURACY, bits_per_masked
 from kinformer.lab.training.settings import Settings
 from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
 
 # Rows of text with masked tokens for an encoder, and the objective of predicting them.
-
 
 HEAD = "masked_language"
 
@@ -88,7 +84,6 @@ class MaskedBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of tokens read."""
         return self.tokens.numel()
 
     def stretch(self, number: int, count: int) -> MaskedBatch:
@@ -136,20 +131,20 @@ class MaskedTokens(DataModule):
         return {self.bits.name: means["nats"] / log(2), ACCURACY.name: means["correct"]}
 
     def baselines(self) -> dict[str, float]:
-        counts, sums, masked = Bigrams(self.text.split.take(COUNTED)), np.zeros(2), 0
-        for shown in self.held_out.in_order(self.batch_size):
-            masks = shown.rows.labels != IGNORED
-            probabilities = counts.probabilities(shown.rows.labels[masks], shown.before[masks])
-            sums -= [np.log2(item).sum() for item in probabilities]
-            masked += int(masks.sum())
-        return dict(zip(("unigram_bits", "bigram_bits"), (sums / masked).tolist(), strict=True))
+        counts = Bigrams(self.text.split.take(COUNTED))
+        bits = np.concatenate([bits_by_counts(counts, shown) for shown in self.held_out.in_order(self.batch_size)], 1)
+        return dict(zip(("unigram_bits", "bigram_bits"), bits.mean(1).tolist(), strict=True))
+
+
+def bits_by_counts(counts: Bigrams, shown: MaskedRows) -> np.ndarray:
+    """Return the bits [2, masks] of masked tokens by frequency alone, and by frequency after the token before."""
+    masks = shown.rows.labels != IGNORED
+    return -np.log2(np.stack(counts.probabilities(shown.rows.labels[masks], shown.before[masks])))
 
 
 class MaskedLanguage:
     """Mean cross-entropy of the tokens that stood at ``batch.positions`` (Devlin et al. 2019, section 3.1).
-
-    The head computes logits of these positions alone.
-    """
+    The head computes logits of these positions alone."""
 
     reads_hidden = True
     by_token = True
@@ -197,8 +192,7 @@ def fit(config: ModelConfig, data: Corpus | None) -> dict[str, object]:
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the tokens of the corpus, and a corpus shorter than its rows."""
-    check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
-    check_sequence(model)
+    check_ids(plan, model, plan.data.tokenizer.vocab_size)
     check_long_enough(plan.data, 1, plan.settings.length)
 
 
@@ -275,8 +269,7 @@ class MaskedLanguageCpc:
         return (1 - WEIGHT) * loss + WEIGHT * cpc, metrics, None
 
     def choose(self, batch: MaskedBatch, fresh: bool) -> MaskedSentences | None:
-        """Choose sentences to mask, by a ``fresh`` draw or always the same; None if the rows are too short to hold
-        one."""
+        """Choose sentences to mask, by a ``fresh`` draw or always the same; None if the rows cannot hold one."""
         tokens = batch.tokens
         count = tokens.shape[1] // self.length
         if not count:
@@ -303,8 +296,7 @@ class MaskedLanguageCpc:
 
 
 def contrasted(contexts: Tensor, alone: Tensor, real: Tensor) -> ObjectiveOutput:
-    """Score how well every context identifies its sentence among all sentences: ``contexts`` and ``alone`` [n, dim];
-    the ``real`` rows count."""
+    """Score how well every context identifies its sentence: ``contexts`` and ``alone`` [n, dim], ``real`` [n]."""
     contexts, alone = (_standardised(x.float(), real) for x in (contexts, alone))
     logits = (contexts @ alone.mT * contexts.shape[-1] ** -0.5).masked_fill(~real, torch.finfo(torch.float32).min)
     labels = torch.arange(len(real), device=real.device).masked_fill(~real, IGNORED)
@@ -359,37 +351,30 @@ def measure_masked(
     text: MaskedText,
     counts: Bigrams,
     rows: int,
-    progress: ProgressCallback | None = None,
+    quiet: bool = True,
     note: Callable[[MaskedBatch, Tensor], None] | None = None,
 ) -> MaskedMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else;
     ``note`` gets every batch and its logits at the masks."""
-    device = device_of(model)
-    sums, baselines, done = np.zeros(3), np.zeros(2), 0
+    device, sums = device_of(model), np.zeros(5)
     with torch.inference_mode():
-        for shown in text.in_order(rows):
+        for shown in track(text.in_order(rows), len(text), quiet, size=lambda item: len(item.rows.tokens)):
             batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
             logits = masked_logits(model, model.hidden(batch.tokens, valid=batch.valid).long_input, batch)
             _, sums_of_batch, _ = scored(logits, batch.labels)
-            sums += [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
+            scores = [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
+            sums += [*scores, *bits_by_counts(counts, shown).sum(1)]
             require_finite(isfinite(sums[0]))
-            masks = shown.rows.labels != IGNORED
-            for index, probability in enumerate(counts.probabilities(shown.rows.labels[masks], shown.before[masks])):
-                baselines[index] -= np.log2(probability).sum()
-            done += len(shown.rows.tokens)
             if note is not None:
                 note(batch, logits)
-            if progress is not None:
-                progress(done, len(text))
-    nats, masked, correct = sums.tolist()
-    unigram, bigram = (baselines / masked).tolist()
+    nats, masked, correct, unigram, bigram = sums.tolist()
     return MaskedMeasurement(
         bits=nats / log(2) / masked,
         accuracy=correct / masked,
         masked=int(masked),
-        windows=done,
-        unigram_bits=unigram,
-        bigram_bits=bigram,
+        windows=len(text),
+        unigram_bits=unigram / masked,
+        bigram_bits=bigram / masked,
     )
 
 
@@ -428,19 +413,17 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     """Evaluate a run on held-out text, beside counts of its training split; its global input too, where it has one.
     Every masked token is written to the ``table`` that the options name."""
     run, model = subject.run, subject.model
-    data = held_out(run, settings)
+    held = held_out(run, settings)
     masking, length = masking_of(model.config, run.tokenizer, run.options), whole_length(run, model)
-    masked_text = MaskedText(data.split, length, masking, ends_of(model.config), settings.seed)
+    masked_text = MaskedText(held.split, length, masking, ends_of(model.config), settings.seed)
     started_at = time.perf_counter()
     rows = max(1, settings.chunk // length)
-    with table.writing_predictions() as write, progressing(quiet) as progress:
-        counts = Bigrams(data.corpus.splits["train"])
+    with table.writing_predictions() as write:
         note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
-        measured = measure_masked(model, masked_text, counts, rows, progress, note)
-    unit, words = unit_of(data.corpus), ", whole words" if run.options.whole_words else ""
+        measured = measure_masked(model, masked_text, Bigrams(held.data.splits["train"]), rows, quiet, note)
+    unit, words = unit_of(held.data), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
     text = [
-        heading(subject, data.corpus, settings.split),
         f"{measured.bits:.4f} {metric.unit}, {measured.accuracy:.1%} found: {measured.masked:,} masked in windows of "
         f"{plural(length, 'token')}{words}",
         f"{measured.unigram_bits:.4f} by their frequency in the training split",
@@ -453,9 +436,7 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     if has_global_input(model):
         more_facts, more_text = _global_input(subject, masked_text, settings, quiet)
         facts, text = facts | more_facts, text + more_text
-    return evaluated(
-        subject, metrics, data.identity, text, facts=facts, baselines=baselines, task="mlm", since=started_at
-    )
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="mlm", since=started_at)
 
 
 def _global_input(
@@ -464,8 +445,7 @@ def _global_input(
     """Return the gain from the global input, for JSON and as text."""
     training = subject.run.training
     rows = training.get("batch_size", max(1, settings.chunk // text.length))
-    with progressing(quiet) as progress:
-        effect = measure_global_input(subject.model, text, rows, progress)
+    effect = measure_global_input(subject.model, text, rows, quiet)
     lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
     if training.get("objective") == "mlm-cpc":
         lines.append(
@@ -499,14 +479,11 @@ def has_global_input(model: nn.Module) -> bool:
     return hasattr(getattr(model, "global_input", None), "length")
 
 
-def measure_global_input(
-    model: Encoder, text: MaskedText, rows: int, progress: ProgressCallback | None = None
-) -> GlobalInputMeasurement:
+def measure_global_input(model: Encoder, text: MaskedText, rows: int, quiet: bool = True) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)
     totals: dict[str, float] = {}
-    done = 0
-    for shown in text.in_order(rows, shuffled=True):
+    for shown in track(text.in_order(rows, shuffled=True), len(text), quiet, size=lambda item: len(item.rows.tokens)):
         batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
         none = torch.full_like(batch.tokens, -1)
         with torch.inference_mode():
@@ -518,9 +495,6 @@ def measure_global_input(
             for key, value in metrics.items():
                 totals[name + key] = totals.get(name + key, 0.0) + float(value)
         require_finite(isfinite(sum(totals.values())))
-        done += len(shown.rows.tokens)
-        if progress is not None:
-            progress(done, len(text))
     sentences = totals.get("sentences_cpc_predicted", 0.0)
     bits = [totals[f"{name}nats"] / log(2) / max(1.0, totals["predicted"]) for name in ("", "zeroed_", "without_")]
     return GlobalInputMeasurement(
@@ -555,78 +529,58 @@ def _nats(model: Encoder, batch: MaskedBatch, sentences: Tensor | None = None) -
 # The most probable tokens of the masks in texts.
 
 
-class MaskedItem(NamedTuple):
-    """A text with its ids between BOS and EOS, and where among these the masks stand."""
-
-    item: TextItem
-    ids: np.ndarray
-    masks: tuple[int, ...]
+HOLE = -1
 
 
-class Candidate(TypedDict):
-    """A token that may stand in place of a mask, with its probability, for JSON."""
-
-    token: str
-    probability: float
-
-
-class MaskFiller:
+class MaskFiller(TextReader):
     """A run that fills masks in; ``mark`` stands for one in a text."""
 
     def __init__(self, subject: LoadedRun, mark: str, top_k: int) -> None:
-        self.run, self.model, self.mark, self.top_k = subject.run, subject.model, mark, top_k
-        tokenizer, self.mask = subject.run.tokenizer, mask_token_of(subject.model.config)
-        if tokenizer is None or self.mask is None:
-            raise KinformerError(f"{subject.run.folder}: does not have a tokenizer or a mask token.")
-        self.tokenizer = tokenizer
-        self.ends, self.length = ends_of(subject.model.config), whole_length(subject.run, subject.model)
+        super().__init__(subject.run, subject.model, ends_of(subject.model.config))
+        self.run, self.mark, self.top_k, self.tokenizer = subject.run, mark, top_k, tokenizer_of(subject.run)
+        mask = mask_token_of(subject.model.config)
+        if mask is None:
+            raise KinformerError(f"{subject.run.folder}: does not have a mask token.")
+        self.mask = mask
 
-    def encode(self, item: TextItem) -> MaskedItem:
-        """Return the ids of a text. Errors: ``KinformerError`` for a text without a mask, or too long for the model."""
+    def encode(self, item: TextItem) -> np.ndarray:
+        """Return the ids of a text, HOLE for a mask; raise for a text without a mask or too long for the model."""
         pieces = item.text.split(self.mark)
         if len(pieces) < 2:
             raise KinformerError(
                 f"{item.place}: does not hold a mask; write {self.mark} in place of a token, or give `mask` TEXT."
             )
-        ids, masks = [self.tokenizer.encode(pieces[0]).astype(np.int64)], []
+        ids = [self.tokenizer.encode(pieces[0]).astype(np.int64)]
         for piece in pieces[1:]:
-            masks.append(self.ends.before + sum(map(len, ids)))
-            ids += [np.array([self.mask], np.int64), self.tokenizer.encode(piece).astype(np.int64)]
+            ids += [np.array([HOLE]), self.tokenizer.encode(piece).astype(np.int64)]
         joined = np.concatenate(ids)
         if (longest := len(joined) + self.ends.size) > self.length:
             raise KinformerError(
                 f"{item.place}: has {longest} tokens, but {self.run.folder} reads {self.length} at most, its training "
                 "length; shorten the text around its masks."
             )
-        return MaskedItem(item, joined, tuple(masks))
+        return joined
 
-    def __call__(self, batch: Sequence[MaskedItem]) -> list[Predicted]:
+    def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Predicted]:
         """Return the texts with their masks filled in, and the candidates for each mask."""
-        longest = max(len(item.ids) for item in batch) + self.ends.size
-        width = min(self.length, -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH)
-        tokens, valid = lay([item.ids for item in batch], self.ends, width)
-        device = device_of(self.model)
-        rows = torch.tensor([row for row, item in enumerate(batch) for _ in item.masks], device=device)
-        places = torch.tensor([place for item in batch for place in item.masks], device=device)
+        tokens, valid = self.lay([ids for _, ids in batch])
+        holes = tokens == HOLE
         with torch.inference_mode():
-            valid_here = None if valid is None else torch.from_numpy(valid).to(device)
-            hidden = self.model.hidden(torch.from_numpy(tokens).to(device), valid=valid_here).long_input
-            logits = self.model.logits(hidden[rows, places][None])[0].float().cpu()
+            hidden = self.model.hidden(tokens.masked_fill(holes, self.mask), valid=valid).long_input
+            logits = self.model.logits(hidden[holes][None])[0].float().cpu()
         require_finite(bool(logits.isfinite().all()))
-        no_text = torch.tensor(
-            [
-                (number in (self.mask, *self.ends) or number >= self.tokenizer.vocab_size)
-                for number in range(logits.shape[-1])
-            ]
-        )
-        probabilities, numbers = (
-            logits.masked_fill(no_text, -torch.inf).softmax(-1).topk(min(self.top_k, int((~no_text).sum())))
-        )
+        no_text = torch.arange(logits.shape[-1]) >= self.tokenizer.vocab_size
+        no_text[[token for token in (self.mask, *self.ends) if token is not None]] = True
+        shares = logits.masked_fill(no_text, -torch.inf).softmax(-1)
+        probabilities, numbers = shares.topk(min(self.top_k, int((~no_text).sum())))
         candidates = iter(zip(probabilities.tolist(), numbers.tolist(), strict=True))
-        return [self._predicted(item.item, [next(candidates) for _ in item.masks]) for item in batch]
+        return [
+            self._predicted(item, list(islice(candidates, count)))
+            for (item, _), count in zip(batch, holes.sum(1).tolist(), strict=True)
+        ]
 
     def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
-        masks: list[list[Candidate]] = [
+        masks: list[list[dict[str, Any]]] = [
             [
                 {"token": self.tokenizer.decode([number]), "probability": share}
                 for share, number in zip(shares, numbers, strict=True)
@@ -635,13 +589,9 @@ class MaskFiller:
         ]
         pieces = item.text.split(self.mark)
         filled = pieces[0] + "".join(mask[0]["token"] + piece for mask, piece in zip(masks, pieces[1:], strict=True))
-        label = {} if item.label is None else {"label": item.label}
-        row = {"text": item.text} | label | {"filled": filled, "masks": masks}
-        return Predicted(row, filled if self.top_k == 1 else f"{filled}\t{'; '.join(map(_spelled, masks))}")
-
-
-def _spelled(mask: Sequence[Candidate]) -> str:
-    return ", ".join(f"{item['token']!r} {item['probability']:.1%}" for item in mask)
+        spelled = (", ".join(f"{guess['token']!r} {guess['probability']:.1%}" for guess in mask) for mask in masks)
+        line = filled if self.top_k == 1 else f"{filled}\t{'; '.join(spelled)}"
+        return Predicted.of(item, line, filled=filled, masks=masks)
 
 
 def predict(
@@ -649,8 +599,4 @@ def predict(
 ) -> Iterator[Predicted]:
     """Yield the texts of ``source`` with their masks filled in, in order."""
     filler = MaskFiller(subject, options.mask, settings.top_k)
-    inputs = texts_in(source, settings, filler.encode)
-    encode: Callable[[TextItem], MaskedItem] = filler.encode
-    yield from in_batches(
-        map(encode, inputs.items), settings.batch_size, lambda item: len(item.ids), filler, inputs.total, settings.quiet
-    )
+    yield from filler.read(texts_in(source, settings, filler.encode), settings)

@@ -11,7 +11,7 @@ A training row is a window of `length` + 1 tokens of the text, here with the beg
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import log
 from typing import NamedTuple
@@ -31,17 +31,16 @@ from kinformer.generation.generate import MOST_NEW as MOST_NEW
 from kinformer.generation.generate import session_of
 from kinformer.generation.sampling import StoppedText, ends_of_text
 from kinformer.generation.session import Session
-from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split, Tokenizer
+from kinformer.lab.data import Corpus, EvaluationStream, RandomWindows, SegmentStreams, Split
 from kinformer.lab.data.corpus import MixedWindows
 from kinformer.lab.data.ngram import NgramModel
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
-from kinformer.lab.tasks.evaluation import LoadedRun, part_of
+from kinformer.lab.tasks.evaluation import LoadedRun, Write, part_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import (
     check_ids,
     check_long_enough,
-    check_sequence,
     tell_untrained,
     tokenizer_of,
     vocab_size_of,
@@ -56,16 +55,9 @@ from kinformer.runtime.errors import KinformerError
 # Rows of text for a causal model, and the objective of the next token.
 
 
-def vocab_size(data: Corpus) -> int:
-    """Return how many tokens the corpus has."""
-    return data.tokenizer.vocab_size
-
-
 def check(plan: TrainingPlan, model: nn.Module) -> None:
-    """Refuse a model without the tokens of the corpus, a corpus shorter than its rows, and segments for a model whose
-    state grows."""
-    check_ids(plan, vocab_size(plan.data), special_apart=False)
-    check_sequence(model)
+    """Refuse a model without the corpus's tokens, a too short corpus, and segments for a state that grows."""
+    check_ids(plan, model, plan.data.tokenizer.vocab_size)
     if plan.options.segments:
         if (limit := part_of(model, "max_length")) is not None:
             raise KinformerError(
@@ -94,7 +86,6 @@ class TokenBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many tokens are predicted."""
         rows, width = self.tokens.shape
         return rows * (width - 1)
 
@@ -123,10 +114,8 @@ COUNTED_BYTES = 1 << 20
 
 class NextTokens(DataModule):
     """Windows of text or, with ``segments``, consecutive segments with a carried state.
-
     Validation reads windows as training does, each as a new sequence; with segments the state is carried. With
-    ``reset_documents`` (as always with segments) every document begins a new sequence, too.
-    """
+    ``reset_documents`` (as always with segments) every document begins a new sequence, too."""
 
     metrics = (BITS_PER_BYTE,)
     by_time = True
@@ -175,10 +164,8 @@ class NextTokens(DataModule):
 
 class RetrievedTokens(DataModule):
     """The rows of ``texts`` with their neighbours.
-
     ``train`` and ``validation``, int32 [tokens, k]: row t belongs to the input at position t of the training split, and
-    of the measured part of the validation split.
-    """
+    of the measured part of the validation split."""
 
     metrics = (BITS_PER_BYTE,)
 
@@ -237,8 +224,7 @@ def predicted(batch: TokenBatch) -> Tensor:
 
 
 def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean and the detached sum of the cross-entropies of ``targets`` [batch, time], in float32, where
-    ``valid``."""
+    """Return the mean and the detached sum of the cross-entropies of ``targets`` [batch, time], where ``valid``."""
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
         # -100 is the target that cross_entropy ignores; all rows may be invalid in a process's share, hence the clamp.
@@ -249,9 +235,8 @@ def next_token_nats(logits: Tensor, targets: Tensor, valid: Tensor | None) -> tu
 
 
 def hidden_nats(model: CausalModel, inputs: object, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what :func:`next_token_nats` does, from the head's ``inputs``; for hidden states without computing all
-    logits at once."""
-    if not isinstance(inputs, Tensor):
+    """Return :func:`next_token_nats` from the head's ``inputs``; many hidden states without all logits at once."""
+    if not (isinstance(inputs, Tensor) and cross_entropy.in_pieces(model, targets.numel())):
         return next_token_nats(model.logits(inputs), targets, valid)
     count: Tensor | int = max(1, targets.numel())
     if valid is not None:
@@ -329,23 +314,14 @@ class ExitLosses:
         return cls()
 
     def __call__(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
-        config = model.stack.config
+        targets, stack = batch.tokens[:, 1:], model.stack
         if not model.training:
             return NextTokenLoss()(model, batch, state, progress)
-        if config.training == "mixed":
-            return self._mixed(model, batch, state, progress, config.samples)
-        return self._aligned(model, batch, state, progress)
-
-    def _mixed(
-        self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float, samples: int
-    ) -> ObjectiveOutput:
-        drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(samples)]
-        losses, metrics, states = zip(*drawn, strict=True)
-        nats = torch.stack([metric["nats"] for metric in metrics]).mean()
-        return torch.stack(losses).mean(), metrics[0] | {"nats": nats}, states[-1]
-
-    def _aligned(self, model: ExitDecoder, batch: TokenBatch, state: State, progress: float) -> ObjectiveOutput:
-        targets, stack = batch.tokens[:, 1:], model.stack
+        if stack.config.training == "mixed":
+            drawn = [NextTokenLoss()(model, batch, state, progress) for _ in range(stack.config.samples)]
+            means, metrics, states = zip(*drawn, strict=True)
+            mean_nats = torch.stack([metric["nats"] for metric in metrics]).mean()
+            return torch.stack(means).mean(), metrics[0] | {"nats": mean_nats}, states[-1]
         _, state, tapped = model.hidden(
             batch.tokens[:, :-1], state, valid=batch.valid, reset=batch.reset, taps=stack.exits
         )
@@ -428,8 +404,7 @@ class DeepSupervision(nn.Module):
 
 
 class _Reader(nn.Module):
-    """A layer hidden [batch, time, dim], normed first, -> logits [batch, time, vocab] of each of ``targets``, a
-    tuple."""
+    """A layer: hidden [batch, time, dim], normed first, -> a tuple of logits [batch, time, vocab] for ``targets``."""
 
     def __init__(self, dim: int, vocab_size: int, targets: int) -> None:
         super().__init__()
@@ -473,7 +448,7 @@ class MultiToken:
             return NextTokenLoss()(model, batch, state, progress)
         tokens, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         hidden, state, _ = model.hidden(tokens, state, valid=batch.valid, reset=batch.reset)
-        loss, nats = _nats(model, hidden, targets, batch.valid)
+        loss, nats = hidden_nats(model, hidden, targets, batch.valid)
         further = self.further(model, hidden, batch)
         return loss + self.WEIGHT * further.mean(), {"nats": nats, "predicted": predicted(batch)}, state
 
@@ -490,21 +465,13 @@ class MultiToken:
             valid = valid[:, : time - number] & (
                 valid[:, 1:] if batch.reset is None else valid[:, 1:] & ~batch.reset[:, number:]
             )
-            losses.append(_nats(model, hidden, batch.tokens[:, number + 1 :], valid)[0])
+            losses.append(hidden_nats(model, hidden, batch.tokens[:, number + 1 :], valid)[0])
         return torch.stack(losses)
-
-
-def _nats(model: CausalModel, hidden: Tensor, targets: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sum of the cross-entropies of ``targets``."""
-    if cross_entropy.in_pieces(model, targets.numel()):
-        return hidden_nats(model, hidden, targets, valid)
-    return next_token_nats(model.logits(hidden), targets, valid)
 
 
 @dataclass
 class Sample:
-    """One continuation: its ``tokens``, its ``text``, and whether it ``stopped`` at a stop text or at a token that ends
-    a text."""
+    """One continuation: ``tokens``, ``text``, and whether it ``stopped`` at a stop text or a token that ends texts."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -533,20 +500,16 @@ class Generated:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
-def continue_text(
-    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None
-) -> Generated:
+def continue_text(subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Write) -> Generated:
     """Continue ``prompt``; the text of a single sample is given to ``write`` piece by piece while it is drawn."""
     tokenizer = tokenizer_of(subject.run)
     tokens = prompt_ids(tokenizer, prompt)
     if not len(tokens):
         raise KinformerError("the prompt is empty; give at least one character with `prompt` or `prompt_file`.")
     session, new = _session(subject, options, len(tokens))
-    ends = ends_of_text(subject.model)
-    writers = [_Writer(tokenizer, tokens, options.stop, ends, None) for _ in range(options.samples)]
+    write = write if options.samples == 1 else None
+    writers = [_Writer(subject, options, tokens, write) for _ in range(options.samples)]
     tell_untrained(subject.run, len(tokens) + new - 1)
-    if options.samples == 1:
-        writers[0].write = write
     result = Generated([writer.sample for writer in writers], len(tokens))
     started_at, exits = time.perf_counter(), None
     try:
@@ -554,7 +517,13 @@ def continue_text(
         session = session if options.samples == 1 else session.fork(options.samples)
         result.prompt_seconds, started_at = time.perf_counter() - started_at, time.perf_counter()
         with noting_exits(subject.model) as leaving:
-            _draw(session, writers, new, result)
+            for row_tokens in session.stream(new):
+                for writer, token in zip(writers, row_tokens, strict=True):
+                    if not writer.sample.stopped:
+                        result.new_tokens += 1
+                        writer.feed(token)
+                if all(writer.sample.stopped for writer in writers):
+                    break
         exits = leaving.result
     except KeyboardInterrupt:
         result.interrupted = True
@@ -579,9 +548,7 @@ class Conversation:
 
     def turn(self, text: str | bytes) -> Iterator[str]:
         """Return an iterator that draws the continuation of all so far and ``text``, and yields its pieces.
-
-        Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn.
-        """
+        Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn."""
         tokenizer = tokenizer_of(self.subject.run)
         tokens = prompt_ids(tokenizer, text) if self.session is None else tokenizer.encode(text)
         if not len(tokens):
@@ -596,9 +563,7 @@ class Conversation:
     def answer(self, prompt: str) -> Iterator[str]:
         """Return an iterator that draws the continuation of ``prompt``, the whole conversation as a chat template
         writes it, BOS included, and yields its pieces.
-
-        The conversation is read anew, since a template may write earlier messages otherwise in later turns.
-        """
+        The conversation is read anew, since a template may write earlier messages otherwise in later turns."""
         tokens = tokenizer_of(self.subject.run).encode(prompt)
         if not len(tokens):
             raise KinformerError("the chat template writes an empty prompt; give `before` or `after` instead.")
@@ -611,8 +576,7 @@ class Conversation:
 
     def _pieces(self, session: Session, before: np.ndarray, new: int) -> Iterator[str]:
         pieces: list[str] = []
-        ends = ends_of_text(self.subject.model)
-        writer = _Writer(tokenizer_of(self.subject.run), before, self.options.stop, ends, pieces.append)
+        writer = _Writer(self.subject, self.options, before, pieces.append)
         for (token,) in session.stream(new):
             writer.feed(token)
             yield from pieces
@@ -634,44 +598,20 @@ def _new_tokens(model: CausalModel, options: GenerationSettings, before: int) ->
 def _session(subject: LoadedRun, options: GenerationSettings, prompt: int) -> tuple[Session, int]:
     """Return a session for one row, and how many tokens to draw."""
     new = _new_tokens(subject.model, options, prompt)
-    settings = {
-        "chunk": options.chunk,
-        "room": new,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "repetition_penalty": options.repetition_penalty,
-        "seed": options.seed,
-    }
+    names = ("chunk", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    settings = {name: getattr(options, name) for name in names} | {"room": new}
     session = session_of(subject.model, 1, subject.draft, options.draft_length, settings)
     session.require(new, [prompt])
     return session, new
 
 
-def _draw(session: Session, writers: Sequence[_Writer], new: int, result: Generated) -> None:
-    for row_tokens in session.stream(new):
-        for writer, token in zip(writers, row_tokens, strict=True):
-            if not writer.sample.stopped:
-                result.new_tokens += 1
-                writer.feed(token)
-        if all(writer.sample.stopped for writer in writers):
-            return
-
-
 class _Writer:
     """A sample in the making behind the ids ``before``, and the function that its text is written by as it comes."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        before: np.ndarray,
-        stops: Sequence[str],
-        ends: Sequence[int],
-        write: Callable[[str], None] | None,
-    ) -> None:
+    def __init__(self, subject: LoadedRun, options: GenerationSettings, before: np.ndarray, write: Write) -> None:
         self.write, self.sample = write, Sample()
-        self._text = StoppedText(tokenizer.stream(before.tolist()), stops, ends)
+        stream = tokenizer_of(subject.run).stream(before.tolist())
+        self._text = StoppedText(stream, options.stop, ends_of_text(subject.model))
 
     def feed(self, token: int) -> None:
         self.sample.tokens.append(token)

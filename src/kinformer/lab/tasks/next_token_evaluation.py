@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from kinformer.lab.evaluation.depths import (
     with_rule,
 )
 from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
-from kinformer.lab.evaluation.usage import Usage, record_usage
+from kinformer.lab.evaluation.usage import record_usage
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationReport,
@@ -38,6 +38,7 @@ from kinformer.lab.tasks.evaluation import (
     TextTable,
     TrainedRun,
     evaluated,
+    parts_of,
 )
 from kinformer.lab.tasks.next_token import NGRAM_CONTEXT
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
@@ -46,7 +47,6 @@ from kinformer.lab.tasks.texts import (
     HeldOut,
     Length,
     check_positions,
-    heading,
     held_out,
     main_windows,
     parse_lengths,
@@ -111,8 +111,7 @@ def evaluate_recl(
 
 
 def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
-    """Return the contexts to measure, in tokens: ``lengths``, or eight equal steps up to twice the (first run's)
-    training length."""
+    """Return the contexts in tokens: ``lengths``, or eight equal steps up to twice the first run's training length."""
     first = runs[0]
     if lengths:
         return sorted({length.tokens(first) for length in lengths})
@@ -136,7 +135,7 @@ def _blocks(
     ]
     headers = ("run", "RECL", *steps)
     title = (
-        f"relative effective context length on {held.corpus.name} {held.corpus.version}, {held.split.name} split: "
+        f"relative effective context length on {held.data.name} {held.data.version}, {held.split.name} split: "
         f"the hardest {hardest} tokens\n"
     )
     return [title, TextTable(headers, rows, range(1, len(headers)))]
@@ -147,9 +146,7 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 32
 
 class TextSamples(Samples):
     """Samples of running text for a calibration of early exits: prompts, and their greedy continuations.
-
-    The prompts are evenly drawn from a text; the truth is the text after the prompt.
-    """
+    The prompts are evenly drawn from a text; the truth is the text after the prompt."""
 
     def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
         if options.beam is not None:
@@ -174,39 +171,23 @@ class TextSamples(Samples):
         self.begin()
 
     def write(self) -> np.ndarray:
-        continued = []
-        for start in range(0, len(self.prompts), self.batch_size):
-            some = torch.from_numpy(self.prompts[start : start + self.batch_size])
-            continued.append(generate(self.model, some, max_new_tokens=self.new_tokens, temperature=0.0, seed=0).cpu())
-        return torch.cat(continued).numpy()
+        settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "temperature": 0.0, "seed": 0}
+        parts = (torch.from_numpy(self.prompts[part]) for part in parts_of(len(self.prompts), self.batch_size))
+        return torch.cat([generate(self.model, some, **settings).cpu() for some in parts]).numpy()
 
     def saved(self, threshold: float) -> Exited:
         with at_threshold(self.model, threshold):
             return saved(self.model, self.exits[threshold], self.prompt_tokens)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of one run: ``first`` as trained, ``rest`` at further lengths, ``skipped`` the lengths beyond
-    its positions, ``usage`` of its memories, ``steps`` per token and ``exits`` in the first (``all_layers``: the same
-    with all layers), ``subject`` without its model."""
+class Measured(NamedTuple):
+    """The measurements of one run: the ``evaluation`` as trained, all ``measurements``, the first as trained and the
+    others at further lengths, and ``skipped``, the lengths beyond the run's positions."""
 
-    subject: LoadedRun
-    data: HeldOut
-    first: Measurement
-    rest: list[Measurement]
-    skipped: list[int]
-    seconds: float
-    ngram: float | None
-    usage: tuple[Usage, ...]
-    steps: float | None = None
-    exits: Exited | None = None
-    all_layers: Measurement | None = None
-
-    @property
-    def all(self) -> list[Measurement]:
-        """Return the first measurement and those at further lengths."""
-        return [self.first, *self.rest]
+    run: TrainedRun
+    evaluation: Evaluation
+    measurements: Sequence[Measurement]
+    skipped: Sequence[int]
 
 
 def evaluate(
@@ -232,7 +213,7 @@ def evaluate(
     names = short_names([run.folder for run in runs])
     if options.plot is not None:
         _plot(names, results, Path(options.plot))
-    return EvaluationReport([_evaluation(result) for result in results], _side_by_side(names, results))
+    return EvaluationReport([result.evaluation for result in results], _side_by_side(names, results))
 
 
 def _measure(
@@ -271,60 +252,44 @@ def _measure(
         for windows in further:
             if windows not in done:
                 done[windows] = measured_by(windows, progress=progress)
-    ngram = (
-        NgramModel(held.corpus.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split) if options.baseline else None
-    )
     if skipped:
         note(f"note: {run.folder}: not measured at {', '.join(map(str, skipped))}, beyond its positions.")
-    rest = [done[windows] for windows in further]
-    measured = (done[main], rest, skipped, seconds, ngram, usages.read(), ponder_recorder.mean, exits, all_layers)
-    return Measured(subject._replace(model=None), held, *measured)
-
-
-def _evaluation(result: Measured) -> Evaluation:
-    first, metrics = result.first, {BITS_PER_BYTE: result.first.bits_per_byte}
-    metrics |= {} if result.steps is None else {PONDER_STEPS: result.steps}
-    metrics |= {} if result.exits is None else {LAYERS_PER_TOKEN: result.exits.layers_per_token}
-    exits = {}
-    if result.exits is not None and result.all_layers is not None:
-        exits = {"exits": result.exits.facts, "all_layers_bits_per_byte": result.all_layers.bits_per_byte}
+    first, rest, usage = done[main], [done[windows] for windows in further], usages.read()
+    metrics, lookup = {BITS_PER_BYTE: first.bits_per_byte}, subject.lookup or {}
+    baselines: dict[str, float] = {}
     facts = (
         _facts_of_run(first)
-        | {"bytes": first.bytes, "seconds": result.seconds, "bytes_per_second": first.bytes / result.seconds}
-        | {"lengths": [_facts_of_run(item) for item in result.rest], "not_possible": result.skipped}
-        | {"ngram_bits_per_byte": result.ngram}
-        | dict(result.subject.lookup or {})
-        | exits
-        | ({"memory": [asdict(usage) for usage in result.usage]} if result.usage else {})
+        | {"bytes": first.bytes, "seconds": seconds, "bytes_per_second": first.bytes / seconds}
+        | {"lengths": [_facts_of_run(item) for item in rest], "not_possible": skipped, "ngram_bits_per_byte": None}
+        | dict(lookup)
+        | ({"memory": [asdict(item) for item in usage]} if usage else {})
     )
-    baselines = {} if result.ngram is None else {"ngram_bits_per_byte": result.ngram}
-    return evaluated(result.subject, metrics, result.data.identity, _lines(result), facts=facts, baselines=baselines)
-
-
-def _lines(result: Measured) -> list[str]:
-    data, first = result.data, result.first
     lines = [
-        heading(result.subject, data.corpus, data.split.name),
         f"{first.bits_per_byte:.4f} bits per byte: {plural(first.bytes, 'byte')}, "
-        f"{plural(first.tokens, 'prediction')}, {_way(first)}, {first.bytes / result.seconds:,.0f} bytes/s",
+        f"{plural(first.tokens, 'prediction')}, {_way(first)}, {first.bytes / seconds:,.0f} bytes/s"
     ]
-    if (lookup := result.subject.lookup) is not None:
+    if lookup:
         lines.append(
             f"{plural(lookup['neighbours'], 'neighbour')} of each token among the "
             f"{plural(lookup['entries'], 'entry')} of {lookup['datastore']}"
         )
-    for usage in result.usage:
-        lines.append(
-            f"{usage.used:.1%} of the {plural(usage.values, 'value')} of {usage.part} used, KL {usage.kl:.3f} from "
-            "even use"
-        )
-    if result.steps is not None:
-        lines.append(PONDER_STEPS.text(result.steps))
-    if result.exits is not None and result.all_layers is not None:
-        lines.append(f"{result.exits.text}, which have {result.all_layers.bits_per_byte:.4f} bits per byte")
-    if result.ngram is not None:
-        lines.append(f"{result.ngram:.4f} bits per byte by a 5-gram model of the training split")
-    return lines
+    lines += [
+        f"{item.used:.1%} of the {plural(item.values, 'value')} of {item.part} used, KL {item.kl:.3f} from even use"
+        for item in usage
+    ]
+    if (steps := ponder_recorder.mean) is not None:
+        metrics[PONDER_STEPS] = steps
+        lines.append(PONDER_STEPS.text(steps))
+    if exits is not None and all_layers is not None:
+        metrics[LAYERS_PER_TOKEN] = exits.layers_per_token
+        facts |= {"exits": exits.facts, "all_layers_bits_per_byte": all_layers.bits_per_byte}
+        lines.append(f"{exits.text}, which have {all_layers.bits_per_byte:.4f} bits per byte")
+    if options.baseline:
+        counted = NgramModel(held.data.splits["train"], NGRAM_CONTEXT).bits_per_byte(held.split)
+        facts["ngram_bits_per_byte"] = baselines["ngram_bits_per_byte"] = counted
+        lines.append(f"{counted:.4f} bits per byte by a 5-gram model of the training split")
+    evaluation = held.report(subject, metrics, lines, facts=facts, baselines=baselines)
+    return Measured(run, evaluation, [first, *rest], skipped)
 
 
 def _way(measured: Measurement) -> str:
@@ -335,20 +300,14 @@ def _way(measured: Measurement) -> str:
 
 
 def _facts_of_run(measured: Measurement) -> dict[str, object]:
-    return {
-        "context": measured.context,
-        "carried": measured.context is None,
-        "overlap": measured.overlap,
-        "tokens": measured.tokens,
-        "bits_per_byte": measured.bits_per_byte,
-        "bits_per_token": measured.bits_per_token,
-        "by_position": [item._asdict() for item in measured.by_position],
-    }
+    values = {name: getattr(measured, name) for name in ("overlap", "tokens", "bits_per_byte", "bits_per_token")}
+    by_position = [item._asdict() for item in measured.by_position]
+    return {"context": measured.context, "carried": measured.context is None, **values, "by_position": by_position}
 
 
 def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | TextTable]:
     """Return the lengths of all runs in one table, and the positions of each; nothing where no lengths were named."""
-    if not any(result.rest or result.skipped for result in results):
+    if not any(result.measurements[1:] or result.skipped for result in results):
         return []
     blocks: list[str | TextTable] = ["", _by_length(names, results)]
     for name, result in zip(names, results, strict=True):
@@ -359,7 +318,7 @@ def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
     """Return bits per byte, a row per length and a column per run; "-" beyond a model's positions."""
-    columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.all} for result in results]
+    columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.measurements} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
     rows = [
@@ -371,7 +330,7 @@ def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
 
 def _by_position(result: Measured) -> TextTable:
     """Return bits per byte by how many tokens of its window a token had before it, a column per length."""
-    measured = list({item.context: item for item in result.all if item.by_position}.values())
+    measured = list({item.context: item for item in result.measurements if item.by_position}.values())
     columns = [{item.last: item for item in one.by_position} for one in measured]
     bins = {last: value for column in columns for last, value in column.items()}
     rows = [
@@ -391,11 +350,13 @@ def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None
 
     curves = []
     for name, result in zip(names, results, strict=True):
-        windowed = sorted((item for item in result.all if item.context is not None), key=lambda item: item.context or 0)
+        windowed = sorted(
+            (item for item in result.measurements if item.context is not None), key=lambda item: item.context or 0
+        )
         curves.append(
             Curve(
                 name=name,
-                trained=trained_at(result.subject.run),
+                trained=trained_at(result.run),
                 lengths=tuple((item.context or 0, item.bits_per_byte) for item in windowed),
                 positions=tuple((item.last, item.bits_per_byte) for item in windowed[-1].by_position),
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kinformer.lab.tables import PredictionTable
 from kinformer.runtime.errors import Checked, KinformerError, choose, marked, require_above
@@ -184,6 +184,15 @@ def whole_numbers(flag: str, text: str, of: str, example: str) -> tuple[int, ...
         raise KinformerError(f"{flag} {text}: does not list numbers of {of}; write as in {example}.") from None
 
 
+def range_in(option: str, text: str, of: str, example: str, first: int = 1) -> tuple[int, int]:
+    """Return the ends of a range of numbers ``of`` something from ``first`` on, as in ``"3-7"`` or ``"3"``."""
+    least, dash, most = text.partition("-")
+    fine = least.isdecimal() and (most.isdecimal() or not dash)
+    if not fine or not first <= int(least) <= int(most or least):
+        raise KinformerError(f"{marked(option)} {text}: is not a range of {of}; write as in {example}.")
+    return int(least), int(most or least)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecallOptions(Checked):
     """Options of training on recall."""
@@ -200,21 +209,22 @@ class RecallOptions(Checked):
     LEAST = {"symbols": 4}
 
     def __post_init__(self) -> None:
-        numbers("`pairs`", self.pairs)
+        _ = self.numbers_of_pairs
         require_above("gap_power", self.gap_power, 0)
         super().__post_init__()
+
+    @property
+    def numbers_of_pairs(self) -> tuple[int, ...]:
+        """Return the numbers in ``pairs``."""
+        return whole_numbers("`pairs`", self.pairs, "pairs", "4,8,16")
 
     @property
     def data(self) -> Recall:
         """Return the rows that these options describe."""
         from kinformer.lab.data.mqar import Recall
 
-        return Recall(
-            pairs=numbers("`pairs`", self.pairs),
-            symbols=self.symbols,
-            gap_power=self.gap_power,
-            random_fillers=not self.zero_fillers,
-        )
+        pairs, fillers = self.numbers_of_pairs, not self.zero_fillers
+        return Recall(pairs=pairs, symbols=self.symbols, gap_power=self.gap_power, random_fillers=fillers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,19 +239,13 @@ class RecallEvaluationOptions(PredictionTable):
     LEAST = {"rows": 1}
 
     def __post_init__(self) -> None:
-        if self.at_pairs is not None:
-            numbers("`at_pairs`", self.at_pairs)
+        _ = self.pairs_to_measure
         super().__post_init__()
 
     @property
     def pairs_to_measure(self) -> tuple[int, ...] | None:
         """Return the numbers of ``at_pairs``."""
-        return None if self.at_pairs is None else numbers("`at_pairs`", self.at_pairs)
-
-
-def numbers(flag: str, text: str) -> tuple[int, ...]:
-    """Return ``"4,8"`` as distinct numbers of pairs, in order."""
-    return whole_numbers(flag, text, "pairs", "4,8,16")
+        return None if self.at_pairs is None else whole_numbers("`at_pairs`", self.at_pairs, "pairs", "4,8,16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,18 +259,20 @@ class AlgorithmOptions:
     Rows are as long as the longest problem and its answer; `length` is the longest row allowed."""
 
     def __post_init__(self) -> None:
-        least, dash, most = self.digits.partition("-")
-        fine = least.isdecimal() and (most.isdecimal() if dash else not most)
-        if not fine or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"`digits` {self.digits}: is not a range of numbers from 1; write as in 1-20.")
+        _ = self.bounds
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the ends of the range of ``digits``."""
+        return range_in("digits", self.digits, "numbers from 1", "1-20")
 
     @property
     def data(self) -> AlgorithmData:
         """Return the rows that these options describe."""
         from kinformer.lab.data.algorithms import AlgorithmData
 
-        least, _, most = self.digits.partition("-")
-        return AlgorithmData(algorithm=self.algorithm, least=int(least), most=int(most or least))
+        least, most = self.bounds
+        return AlgorithmData(algorithm=self.algorithm, least=least, most=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,23 +287,17 @@ class AlgorithmEvaluationOptions(PredictionTable):
     LEAST = {"problems": 1}
 
     def __post_init__(self) -> None:
-        if self.at_digits is not None:
-            lengths_of(self.at_digits)
+        _ = self.digits_to_measure
         super().__post_init__()
 
     @property
     def digits_to_measure(self) -> tuple[int, ...] | None:
         """Return the numbers of ``at_digits``."""
-        return None if self.at_digits is None else lengths_of(self.at_digits)
-
-
-def lengths_of(text: str) -> tuple[int, ...]:
-    """Return ``"10,20"`` as distinct numbers of digits, in order."""
-    return whole_numbers("`at_digits`", text, "digits", "10,20,40")
+        return None if self.at_digits is None else whole_numbers("`at_digits`", self.at_digits, "digits", "10,20,40")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOpsOptions:
+class ListOpsOptions(Checked):
     """Options of training on ListOps."""
 
     examples: int = 96_000
@@ -305,18 +305,16 @@ class ListOpsOptions:
     example_tokens: str = "500-2000"
     """How many tokens a list has: more than the first number and fewer than the second."""
 
+    LEAST = {"examples": 8}
+
     def __post_init__(self) -> None:
-        if self.examples < 8:
-            raise KinformerError(f"`examples` {self.examples}: ListOps needs 8 or more.")
-        least, dash, most = self.example_tokens.partition("-")
-        if not (dash and least.isdecimal() and most.isdecimal()):
-            raise KinformerError(f"`example_tokens` {self.example_tokens}: is not a range; write as in 500-2000.")
+        super().__post_init__()
+        _ = self.bounds
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Return the range of tokens as numbers."""
-        least, _, most = self.example_tokens.partition("-")
-        return int(least), int(most)
+        return range_in("example_tokens", self.example_tokens, "numbers of tokens", "500-2000", first=0)
 
 
 # Images.
@@ -332,10 +330,6 @@ def changes_of(augment: str, valid_names: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-PATCH_AUGMENTATIONS = ("crop", "resized-crop", "flip")
-"""Changes of images that keep their patches meaningful."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PictureOptions(Checked):
     """Options of training on images."""
@@ -348,11 +342,13 @@ class PictureOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchOptions(PictureOptions):
-    """Options of training on patches without labels."""
+    """Options of training on patches, whose changes are the ``CHANGES``."""
 
     augment: str = NOTHING
     """How training images are changed at each step: some of crop,resized-crop,flip, or none. Digits and letters must
     not be flipped."""
+
+    CHANGES: ClassVar[tuple[str, ...]] = ("crop", "resized-crop", "flip")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -361,7 +357,7 @@ class PatchOptions(PictureOptions):
     @property
     def augmentations(self) -> tuple[str, ...]:
         """Return the names in ``augment``."""
-        return changes_of(self.augment, PATCH_AUGMENTATIONS)
+        return changes_of(self.augment, self.CHANGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +435,7 @@ AUGMENTATIONS = ("crop", "resized-crop", "flip", "jitter", "randaugment", "erasi
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionOptions(PictureOptions):
+class VisionOptions(PatchOptions):
     """Options of training on image classification."""
 
     augment: str = NOTHING
@@ -462,13 +458,13 @@ class VisionOptions(PictureOptions):
     distillation_temperature: float = 3.0
     """With `distillation` soft: the divisor of the teacher's and the student's logits."""
 
+    CHANGES = AUGMENTATIONS
     LEAST = {"repeats": 1}
     SHARES = {"smoothing": "[0, 1)", "label_share": "(0, 1]", "distillation_weight": "[0, 1]"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        changes = self.augmentations
-        if self.repeats > 1 and not changes:
+        if self.repeats > 1 and not self.augmentations:
             raise KinformerError(
                 f"`repeats` {self.repeats}: gives the same image again where `augment` changes none; give that too, or "
                 "leave it out."
@@ -483,11 +479,6 @@ class VisionOptions(PictureOptions):
         ):
             if idle and getattr(self, name) != getattr(VisionOptions, name):
                 raise KinformerError(f"{marked(name)}: does nothing without {needs}; give that too, or leave it out.")
-
-    @property
-    def augmentations(self) -> tuple[str, ...]:
-        """Return the names in ``augment``."""
-        return changes_of(self.augment, AUGMENTATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -648,19 +639,20 @@ class SpeechOptions(Checked):
     @property
     def joined(self) -> tuple[int, int] | None:
         """Return the least and the most clips of an utterance, None where clips are not joined."""
-        if self.join is None:
-            return None
-        least, dash, most = self.join.partition("-")
-        if not (least.isdecimal() and (most.isdecimal() or not dash)) or not 1 <= int(least) <= int(most or least):
-            raise KinformerError(f"`join` {self.join}: is not a range of clips; write as in 3-7.")
-        return int(least), int(most or least)
+        return None if self.join is None else range_in("join", self.join, "clips", "3-7")
 
     def reading(self, share: float | None) -> SoundOptions:
         """Return how the data is read; ``share`` is held out of recordings where the options do not say which are."""
-        from kinformer.lab.data.sound import Holdout, SoundOptions
+        from kinformer.lab.data.sound import SoundOptions
 
-        held = Holdout(speaker=self.held_out_speaker, pattern=self.test_clips, share=share)
-        return SoundOptions(units=self.units, join=self.joined, rate=self.sample_rate, held=held)
+        return SoundOptions(
+            units=self.units,
+            join=self.joined,
+            rate=self.sample_rate,
+            speaker=self.held_out_speaker,
+            pattern=self.test_clips,
+            share=share,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

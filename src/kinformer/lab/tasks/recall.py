@@ -9,10 +9,9 @@ A training row is pairs of a key and its value, then slots that begin with a key
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, log
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from kinformer.core.model import device_of
 from kinformer.core.state import nbytes
 from kinformer.lab.data.labelled import TextSource
 from kinformer.lab.data.mqar import SPLITS, Recall, RecallRows
-from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answers, answers_to, drawn_batches
+from kinformer.lab.tasks.answers import Answers, AnswersLoss, MadeRows, ScoredBatch, answered_batches, answers_to
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
@@ -30,14 +29,14 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     TextTable,
-    by_group,
+    Write,
     evaluated,
+    track,
 )
 from kinformer.lab.tasks.next_token import Generated, Sample
-from kinformer.lab.tasks.options import RecallOptions
-from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
-from kinformer.lab.tasks.texts import check_ids, check_sequence
-from kinformer.lab.training.data_module import DataModule, map_fields
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, TrainingPlan
+from kinformer.lab.tasks.texts import check_ids
+from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 
@@ -83,16 +82,6 @@ class RecallData(MadeRows):
         return metrics
 
 
-def open_rows(source: Source, options: RecallOptions, cache: Path | None = None) -> Recall:
-    """Return the rows that ``options`` describe."""
-    return options.data
-
-
-def vocab_size(data: Recall) -> int:
-    """Return how many symbols there are."""
-    return data.symbols
-
-
 def row_lengths(data: Recall, config: ModelConfig) -> list[int]:
     """Return the tokens that the most pairs and as many queries take."""
     return [4 * max(data.pairs)]
@@ -100,8 +89,7 @@ def row_lengths(data: Recall, config: ModelConfig) -> list[int]:
 
 def check(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the symbols of the data, and rows too short for the pairs."""
-    check_ids(plan, plan.data.symbols, special_apart=False)
-    check_sequence(model)
+    check_ids(plan, model, plan.data.symbols)
     plan.data.check(plan.settings.length)
 
 
@@ -128,18 +116,6 @@ class RecallLoss(AnswersLoss):
 # How many values a model recalls by the number of pairs, and which value it recalls for a key.
 
 
-class PairsMeasured(TypedDict):
-    """The results of rows of this many ``pairs``, for JSON: the ``queries``, how many are ``correct``, and the sum of
-    their ``nats``."""
-
-    pairs: int
-    length: int
-    queries: int
-    correct: int
-    accuracy: float
-    nats: float
-
-
 def evaluate(
     subject: LoadedRun, settings: EvaluationSettings, options: RecallEvaluationOptions, quiet: bool
 ) -> Evaluation:
@@ -150,7 +126,7 @@ def evaluate(
     split = choose(settings.split, SPLITS, "`split`")
     all_pairs, rows = options.pairs_to_measure or data.pairs, options.rows
 
-    def measure(pairs: int) -> PairsMeasured:
+    def measure(pairs: int) -> dict[str, Any]:
         length = max(run.training["length"], 4 * pairs)
         data.check(length, (pairs,))
         if model.max_length is not None and length > model.max_length:
@@ -163,8 +139,7 @@ def evaluate(
         def draw(part: int, count: int) -> RecallRows:
             return data.rows(split, part, count, length, settings.seed, (pairs,))
 
-        for batch in drawn_batches(draw, rows, length, settings.chunk):
-            answered = answers(model, map_fields(batch, lambda field: field.to(device_of(model))))
+        for batch, answered in answered_batches(model, draw, rows, length, settings.chunk):
             queries += len(answered.labels)
             right += int(answered.right.sum())
             nats += float(answered.nats)
@@ -179,10 +154,9 @@ def evaluate(
         }  # fmt: skip
 
     with options.writing_predictions() as write, torch.inference_mode():
-        groups = by_group(all_pairs, measure, quiet)
-    queries = sum(group["queries"] for group in groups)
-    correct, nats = sum(group["correct"] for group in groups), sum(group["nats"] for group in groups)
-    guessing = rows * len(all_pairs) / queries
+        groups = [measure(pairs) for pairs in track(all_pairs, len(all_pairs), quiet)]
+    queries, correct = sum(group["queries"] for group in groups), sum(group["correct"] for group in groups)
+    guessing, nats = rows * len(all_pairs) / queries, sum(group["nats"] for group in groups)
     metrics = {ACCURACY: correct / queries, BITS_PER_LABEL: nats / log(2) / queries}
     metrics |= {accuracy_of(group["pairs"]): group["accuracy"] for group in groups}
     lines = [
@@ -196,15 +170,12 @@ def evaluate(
         TextTable(("pairs", "length", "queries", "accuracy", "guessing"), lines, range(5)),
     )
     baselines, facts = {"guessing": guessing}, {"guessing": guessing, "by_pairs": groups}
-    identity = data.identity | {"split": split}
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="recall", since=started_at
-    )
+    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": "recall", "since": started_at}
+    return evaluated(subject, metrics, data.identity | {"split": split}, text, **more)
 
 
 def _queries(batch: ScoredBatch, answered: Answers, before: int) -> Iterator[dict[str, int | float]]:
-    """Yield every query of a batch, whose rows are numbered after those ``before``: its key, the right value, the most
-    probable one, and its probability."""
+    """Yield every query of a batch, with rows numbered after ``before``: its key, its value, and the predicted one."""
     shares, values = answered.logits.softmax(-1).max(-1)
     keys = batch.tokens[batch.scored]
     columns = (answered.rows, keys, answered.labels, values, shares)
@@ -219,9 +190,7 @@ def predict(
     return answers_to(source, settings, lambda text: symbols_of(text, subject.model.vocab_size), subject, generate)
 
 
-def generate(
-    subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Generated:
+def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSettings, write: Write = None) -> Generated:
     """Return the most probable value after ``prompt``: numbers of symbols, keys with values and at last a key."""
     words = symbols_of(prompt, subject.model.vocab_size)
     started_at = time.perf_counter()

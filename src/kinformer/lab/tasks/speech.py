@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, inf, isfinite, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ from kinformer.lab.data.labelled import STDIN
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.data.sound import (
     ENDINGS,
-    Holdout,
     Resampler,
     Sound,
     WavStream,
@@ -70,29 +69,24 @@ from kinformer.lab.tasks.evaluation import (
     PredictionSettings,
     TextTable,
     TrainedRun,
-    evaluated,
+    Write,
     input_of,
     part_of,
+    track,
 )
-from kinformer.lab.tasks.options import DecodingOptions, SpeechOptions
+from kinformer.lab.tasks.options import (
+    DecodingOptions,
+    SpeechEvaluationOptions,
+    SpeechGenerationOptions,
+    SpeechOptions,
+    SpeechPredictionOptions,
+)
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
-from kinformer.lab.tasks.texts import (
-    check_sequence,
-    heading,
-    identity_of_part,
-    note_other_data,
-    pooled,
-    spec_of,
-    tokenizer_of,
-)
+from kinformer.lab.tasks.texts import HeldOut, check_sequence, pooled, spec_of, tokenizer_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.errors import KinformerError, plural, require_finite
 from kinformer.runtime.progress import note, note_once, progressing
-
-if TYPE_CHECKING:
-    from kinformer.lab.tasks.options import SpeechEvaluationOptions, SpeechGenerationOptions, SpeechPredictionOptions
-
 
 # The data, and how a model is fitted to it.
 
@@ -152,8 +146,7 @@ BAND, SECONDS, SHARE = 27 / 80, 1.0, 0.2
 
 
 def with_speed(samples: Tensor, generator: Generator) -> Tensor:
-    """Return the sound ``samples`` float32 [time] at one of the speeds: a hundred samples at one rate are ``speed`` at
-    another."""
+    """Return ``samples`` float32 [time] at a random speed: 100 samples at one rate are ``speed`` at another."""
     speed = SPEEDS[int(torch.randint(len(SPEEDS), (), generator=generator))]
     return samples if speed == 100 else resample(samples, speed, 100)
 
@@ -200,17 +193,14 @@ class SpeechBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many positions there are, padding included."""
         return self.valid.numel()
 
 
 class Rows:
     """The utterances of a split as a model of ``config`` hears them.
-
     ``usable`` are the utterances that training can learn from: not longer than ``length`` positions, and long enough
     for their transcripts. ``changes`` names the random changes of an utterance, which are made where it has a
-    generator.
-    """
+    generator."""
 
     def __init__(
         self, data: Sound, split: str, config: ModelConfig, length: int | None = None, changes: Sequence[str] = ()
@@ -220,14 +210,13 @@ class Rows:
         self.input: Frames.Config = input_of(config)
         self.bank = Filterbank(data.rate, self.input.mels)
         number = {symbol: index for index, symbol in enumerate(data.symbols, start=1)}
-        count = len(self.utterances.lengths)
-        transcripts = (split_symbols(self.utterances.transcript(index), data.unit) for index in range(count))
-        self.targets = [np.array([number[symbol] for symbol in transcript], np.int64) for transcript in transcripts]
+        texts = map(self.utterances.transcript, range(len(self.utterances.lengths)))
+        self.transcripts = [split_symbols(text, data.unit) for text in texts]
+        self.targets = [np.array([number[symbol] for symbol in row], np.int64) for row in self.transcripts]
         frames = 1 + np.maximum(0, self.utterances.lengths - self.bank.size) // self.bank.hop
         self.positions = -(-frames // self.input.stride)
-        needed = np.array([len(target) + int((target[1:] == target[:-1]).sum()) for target in self.targets])
-        self.needed = needed
-        self.short, self.long = self.positions < needed, self.positions > (length or np.inf)
+        self.needed = np.array([len(target) + int((target[1:] == target[:-1]).sum()) for target in self.targets])
+        self.short, self.long = self.positions < self.needed, self.positions > (length or np.inf)
         self.usable = np.flatnonzero(~(self.short | self.long))
         self.length = length
 
@@ -272,8 +261,7 @@ class Rows:
         return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
 
     def features(self, number: int, generator: Generator | None = None) -> Tensor:
-        """Return an utterance as positions [time, width, mels], changed at random by a ``generator``; for a causal
-        model normalised by the sound so far."""
+        """Return an utterance as positions [time, width, mels], changed at random by a ``generator``, if any."""
         samples = self.utterances.samples(number)
         if generator is None:
             return features_of(samples, self.bank, self.config)
@@ -296,8 +284,7 @@ def features_of(
 
 
 class SpeechRows(DataModule):
-    """Utterances of like length side by side. Validation: the first ones of as many positions as the settings say, 64
-    at least."""
+    """Utterances of like length side by side; validation has the first ones, 64 at least."""
 
     sums = ("nats", "errors")
     metrics = (ERROR_RATE, BITS_PER_SYMBOL)
@@ -319,14 +306,10 @@ class SpeechRows(DataModule):
     def batch(self, step: int, rank: int, world: int) -> SpeechBatch:
         numbers = self.train.usable[self.order.indices(step)]
         share = len(numbers) // world
-        places = range(rank * share, (rank + 1) * share)
-        generators = self._generators(step, places) if self.train.changes else ()
-        return self.train.batch(numbers[places.start : places.stop], generators=generators)
-
-    def _generators(self, step: int, places: range) -> list[Generator]:
-        """Return a generator for each of the rows at ``places`` of a step, the same in any number of processes."""
-        seeds = mix(self.seed, _CHANGES, step, np.arange(places.start, places.stop)) >> np.uint64(1)
-        return [Generator().manual_seed(seed) for seed in seeds.tolist()]
+        places = np.arange(rank * share, (rank + 1) * share)
+        # A seed for each row of the step, the same in any number of processes.
+        seeds = (mix(self.seed, _CHANGES, step, places) >> np.uint64(1)).tolist() if self.train.changes else ()
+        return self.train.batch(numbers[places], generators=[Generator().manual_seed(seed) for seed in seeds])
 
     def validation(self, rank: int, world: int) -> Iterator[SpeechBatch]:
         for indices in self.batches:
@@ -341,8 +324,7 @@ class SpeechRows(DataModule):
     def baselines(self) -> dict[str, float]:
         rows = self.held_out
         numbers = rows.usable[np.concatenate(self.batches)].tolist()
-        references = [split_symbols(rows.utterances.transcript(number), rows.data.unit) for number in numbers]
-        return _simple_rules(rows.data, references)
+        return _simple_rules(rows.data, [rows.transcripts[number] for number in numbers])
 
 
 class CTC:
@@ -356,8 +338,10 @@ class CTC:
         lengths, there = batch.valid.sum(1), batch.counts != IGNORED
         nats = ctc_nats(logits, lengths, batch.targets, batch.counts.clamp_min(0)).where(there, 0).sum()
         symbols = batch.counts.clamp_min(0).sum()
-        hypotheses, heard = transcripts(logits.detach(), lengths, batch)
-        errors = torch.full_like(symbols, count_errors(hypotheses, heard).edits)
+        columns = logits.detach().float().cpu(), lengths.tolist(), batch.targets.tolist(), batch.counts.tolist()
+        rows = [row for row in zip(*columns, strict=True) if row[-1] != IGNORED]
+        heard = [greedy(path[:length]) for path, length, _, _ in rows]
+        errors = torch.full_like(symbols, count_errors([target[:count] for _, _, target, count in rows], heard).edits)
         return nats / symbols.clamp_min(1), {"nats": nats.detach(), "predicted": symbols, "errors": errors}, state
 
 
@@ -369,18 +353,6 @@ def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -
     return functional.ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True)
 
 
-def transcripts(logits: Tensor, lengths: Tensor, batch: SpeechBatch) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the right and the greedy transcripts of every example, as classes."""
-    transcripts_, heard = [], []
-    counts = batch.counts.tolist()
-    paths = logits.float().cpu()
-    for row, length, target, count in zip(paths, lengths.tolist(), batch.targets.tolist(), counts, strict=True):
-        if count != IGNORED:
-            transcripts_.append(target[:count])
-            heard.append(greedy(row[:length]))
-    return transcripts_, heard
-
-
 # From logits to transcripts: by the most probable path, by a beam, or by a beam with a language model.
 
 
@@ -388,9 +360,7 @@ def decoder_of(
     subject: LoadedRun, symbols: Sequence[str], unit: str, prefixes: int, options: DecodingOptions
 ) -> Callable[[Tensor], list[int]]:
     """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``.
-
-    Errors: ``KinformerError`` for a language model whose tokens are not single symbols.
-    """
+    Errors: ``KinformerError`` for a language model whose tokens are not single symbols."""
     if prefixes == 1:
         return greedy
     beside = subject.language_model
@@ -428,10 +398,10 @@ def evaluate(
     subject: LoadedRun, settings: EvaluationSettings, options: SpeechEvaluationOptions, quiet: bool
 ) -> Evaluation:
     """Evaluate a run on all held-out utterances, however long or short."""
-    run, model, prefixes = subject.run, subject.model, options.prefixes
+    model, prefixes = subject.model, options.prefixes
     data = _data(subject, settings)
-    same = note_other_data(run, data, settings.data is not None)
-    rows = Rows(data, choose(settings.split, data.splits, "`split`"), model.config)
+    held = HeldOut.of(subject.run, settings, data)
+    rows = Rows(data, held.name, model.config)
     decode = decoder_of(subject, data.symbols, data.unit, prefixes, options)
     started_at = time.perf_counter()
     heard: list[list[int]] = [[] for _ in rows.positions]
@@ -450,14 +420,15 @@ def evaluate(
             begin = end
             if progress is not None:
                 progress(min(begin, len(order)), len(order))
-    references = [split_symbols(rows.utterances.transcript(number), data.unit) for number in range(len(heard))]
     heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
     if rows.short.any():
         note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
     fold: Callable[[list[str]], list[str]] = list if options.fold is None else partial(_folded, unit=data.unit)
-    references, heard_symbols = (list(map(fold, some)) for some in (references, heard_symbols))
-    options.write_predictions(_rows(rows, references, heard_symbols))
+    references, heard_symbols = (list(map(fold, some)) for some in (rows.transcripts, heard_symbols))
+    table = _table(rows, references, heard_symbols)
+    options.write_predictions(table)
     errors = count_errors(references, heard_symbols)
+    worst = sorted((row for row in table if row["errors"]), key=lambda row: -row["errors"])[:SHOWN]
     possible = int(sum(len(rows.targets[number]) for number in rows.usable))
     bits = nats / log(2) / possible if possible else inf  # no path of so few positions gives a transcript
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
@@ -469,20 +440,16 @@ def evaluate(
         **{name: getattr(options, name) for name in ("language_model", "alpha", "beta") if options.name},
     }  # fmt: skip
     text: list[str | TextTable] = [
-        heading(subject, data, settings.split),
-        _metrics(data.unit, errors, metrics[BITS_PER_SYMBOL], options),
+        _metrics(data.unit, errors, bits, options),
         f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
         f"100 %, always the most frequent transcript {baselines['most_frequent']:.1%}\n",
-        _worst(rows, references, heard_symbols),
+        TextTable(("utterance", "said", "heard"), [[row["audio"], row["label"], row["text"]] for row in worst]),
     ]
     if data.unit == CHARACTERS:
-        words = _words(references, heard_symbols)
+        words = count_errors(*(["".join(item).split() for item in some] for some in (references, heard_symbols)))
         facts["word_error_rate"] = words.rate
-        text.insert(2, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
-    identity = identity_of_part(data, settings.split, same)
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="speech", since=started_at
-    )
+        text.insert(1, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="speech", since=started_at)
 
 
 def _simple_rules(
@@ -503,7 +470,7 @@ def _data(subject: LoadedRun, settings: EvaluationSettings) -> Sound:
     options = run.options.reading(run.data.get("holdout"))
     options = replace(options, rate=None if spec == "dtmf" else rate, units=run.data["identity"].get("unit"))
     if settings.data is not None:  # the run's held-out clips say nothing about other data
-        options = replace(options, held=Holdout(share=run.data.get("holdout")))
+        options = replace(options, speaker=None, pattern=None)
     return open_sound(spec, options, symbols)
 
 
@@ -517,10 +484,6 @@ def _folded(phones: list[str], unit: str) -> list[str]:
     return folded(phones)
 
 
-def _words(references: list[list[str]], heard: list[list[str]]) -> Errors:
-    return count_errors(*([join_symbols(item, CHARACTERS).split() for item in some] for some in (references, heard)))
-
-
 def _metrics(unit: str, errors: Errors, bits: float, options: SpeechEvaluationOptions) -> str:
     how = "greedy" if options.prefixes == 1 else plural(options.prefixes, "prefix") + options.name
     how += "" if options.fold is None else f"; folded to {options.fold}"
@@ -531,24 +494,14 @@ def _metrics(unit: str, errors: Errors, bits: float, options: SpeechEvaluationOp
     )
 
 
-def _rows(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> Iterator[dict[str, object]]:
-    """Yield a row of a table for every utterance: the right transcript, the model's, and the edits between them."""
-    unit = rows.data.unit
+def _table(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> list[dict[str, Any]]:
+    """Return a row of a table for every utterance: the right transcript, the model's, and the edits between them."""
+    table = []
     for number, (reference, item) in enumerate(zip(references, heard, strict=True)):
-        texts = {"label": join_symbols(reference, unit), "text": join_symbols(item, unit)}
-        yield {"audio": rows.utterances.name(number), **texts, "errors": count_errors([reference], [item]).edits}
-
-
-def _worst(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> TextTable:
-    """Return the utterances with the most errors, the worst first."""
-    edits = np.array([count_errors([a], [b]).edits for a, b in zip(references, heard, strict=True)])
-    worst = [number for number in np.argsort(-edits, kind="stable")[:SHOWN].tolist() if edits[number]]
-    unit = rows.data.unit
-    lines = [
-        [rows.utterances.name(number), join_symbols(references[number], unit), join_symbols(heard[number], unit)]
-        for number in worst
-    ]
-    return TextTable(("utterance", "said", "heard"), lines)
+        texts = {name: join_symbols(some, rows.data.unit) for name, some in (("label", reference), ("text", item))}
+        edits = count_errors([reference], [item]).edits
+        table.append({"audio": rows.utterances.name(number), **texts, "errors": edits})
+    return table
 
 
 # Transcription of a file, or of speech while it is spoken.
@@ -590,8 +543,7 @@ class Transcribed:
 
 
 class Listener:
-    """A model that reads sound of ``rate`` samples a second piece by piece: a causal one writes at once, an encoder at
-    the end."""
+    """A model that reads sound of ``rate`` piece by piece: a causal one writes at once, an encoder at the end."""
 
     def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
         self.model: Any = model  # called as its protocol says
@@ -612,7 +564,9 @@ class Listener:
         self.samples = torch.cat([self.samples, self.resampler.feed(torch.from_numpy(samples), last)])
         if not (self.causal or last):
             return torch.zeros(0, 1)
-        values = self._windows(self._features(last), last) if self.causal else self._whole()
+        width, stride = self.input.width, self.input.stride
+        features = self._features(last)
+        values = self._windows(features, last) if self.causal else windows(features, width, stride)
         if not len(values):
             return torch.zeros(0, 1)
         outputs = self.model(values[None].to(device_of(self.model)), *([self.state] if self.causal else []))
@@ -621,9 +575,6 @@ class Listener:
         if self.high - self.low < SILENT:
             logits = torch.full_like(logits, NEVER).index_fill(1, torch.tensor([BLANK]), 0.0)
         return logits
-
-    def _whole(self) -> Tensor:
-        return windows(self._features(last=True), self.input.width, self.input.stride)
 
     def _windows(self, features: Tensor, last: bool) -> Tensor:
         """Return the complete positions [new, width, mels]; zeros complete the last one."""
@@ -645,9 +596,7 @@ class Listener:
         return self.norm(features)
 
 
-def transcribe(
-    subject: LoadedRun, prompt: None, settings: GenerationSettings, write: Callable[[str], None] | None
-) -> Transcribed:
+def transcribe(subject: LoadedRun, prompt: None, settings: GenerationSettings, write: Write) -> Transcribed:
     """Write down the sound of a file, or of standard input; every piece of text is given to ``write``."""
     run, model = subject.run, subject.model
     options: SpeechGenerationOptions = settings.task_options
@@ -723,8 +672,7 @@ def _ended(pieces: Iterator[np.ndarray], place: str) -> Iterator[tuple[np.ndarra
 def predict(
     subject: LoadedRun, source: FileSource, settings: PredictionSettings, options: SpeechPredictionOptions
 ) -> Iterator[Predicted]:
-    """Yield the transcripts of the files of ``source`` (a WAV or FLAC file, a folder of such files, or a list of
-    paths), in order."""
+    """Yield the transcripts of the files of ``source`` (a sound file, a folder of such, or a list), in order."""
     symbols, unit, rate = writing_of(subject.run)
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
     for file, samples, sound_rate in sounds(source, settings.first, settings.quiet, "predicting", settings.skip_bad):
@@ -738,8 +686,7 @@ def predict(
 
 
 def _probability(logits: Tensor, heard: list[int]) -> float:
-    """Return p(transcript | sound), the sum over all paths that give the symbols ``heard``, by ``logits`` [time,
-    classes]."""
+    """Return p(transcript | sound): the sum over the paths to the symbols ``heard``, of ``logits`` [time, classes]."""
     targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
     return exp(-float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts)))
 
@@ -750,15 +697,10 @@ def sounds(
     """Yield the files of ``source`` (a WAV or FLAC file, a folder of such files, or a list of paths) in order, each
     with its samples [time] and their rate; at most ``limit`` files. ``doing`` is the text of the progress bar.
     ``skip_bad``: note the files that cannot be read, and leave them out.
-
-    The heads of all files are looked at before the first is read.
-    """
+    The heads of all files are looked at before the first is read."""
     files = [file for file, _ in readable(_files(source)[:limit], sound_info, skip_bad)]
-    with progressing(quiet, doing) as progress:
-        for number, (file, sound) in enumerate(readable(files, read_sound, skip_bad), start=1):
-            yield file, *sound
-            if progress is not None:
-                progress(number, len(files))
+    for file, sound in track(readable(files, read_sound, skip_bad), len(files), quiet, doing):
+        yield file, *sound
 
 
 def _files(source: FileSource) -> list[Path]:

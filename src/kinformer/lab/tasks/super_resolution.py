@@ -10,10 +10,9 @@ A training row is an image and the smaller image of its blocks' means, here with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from math import isfinite, log
+from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,16 +37,15 @@ from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
     LoadedRun,
+    Made,
     TextTable,
-    encoder_of,
-    evaluated,
+    Write,
     input_of,
     part_of,
 )
 from kinformer.lab.tasks.image import (
     ABSOLUTE,
     INPUT,
-    Drawn,
     ImageRows,
     PixelLoss,
     Sequences,
@@ -57,7 +55,7 @@ from kinformer.lab.tasks.image import (
     data_of,
     grid,
     image_changes,
-    nats_of_images,
+    made_of,
     patterns_of,
     resized,
     sample,
@@ -66,9 +64,9 @@ from kinformer.lab.tasks.image import (
 from kinformer.lab.tasks.images import files_in, open_images, png_of
 from kinformer.lab.tasks.options import SuperResolutionOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
-from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data
+from kinformer.lab.tasks.texts import HeldOut
 from kinformer.lab.training.logging import BITS_PER_DIM
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
+from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:
     from kinformer.lab.tasks.options import SuperResolutionGenerationOptions
@@ -95,7 +93,7 @@ def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, 
     changes = image_changes(config, None if data is None else data.shape)
     if config.input.kind != INPUT and config.position.kind in ABSOLUTE:
         changes["position"] = "none"
-    encoder = encoder_of(config)
+    encoder = part_of(config, "encoder")
     if getattr(encoder.input, "kind", None) != INPUT:
         changes["encoder.input"] = {"kind": INPUT, "shifted": False, "channels": 3}
         if encoder.position.kind in ABSOLUTE:
@@ -107,19 +105,14 @@ def requested(config: ModelConfig, data: ImageData | None, options: SuperResolut
     """Return the changes of a fitted ``config`` to an encoder of the images of ``data``, made smaller by the factor."""
     if data is None:
         return {}
-    encoder, factor, (height, width, channels) = encoder_of(config), options.factor, data.shape
-    input = to_dict(encoder.input)
-    if channels == 1:
-        input = {name: value for name, value in input.items() if name not in ("joint", "per_channel")}
-    sizes = {"height": height // factor, "width": width // factor, "channels": channels}
-    cells = {"height": height // factor, "width": width // factor * (1 if input.get("joint") else channels)}
-    changes = resized(patterns_of(encoder.layers), cells, "encoder.")
-    return {"encoder.input": input | sizes} | changes
+    encoder, factor, (height, width, channels) = part_of(config, "encoder"), options.factor, data.shape
+    shape = (height // factor, width // factor, channels)
+    return resized(to_dict(encoder.input), patterns_of(encoder.layers), shape, "encoder.")
 
 
 def length(data: ImageData, config: ModelConfig) -> int:
     """Return how many positions a large image has."""
-    for name, input in (("input", config.input), ("encoder.input", encoder_of(config).input)):
+    for name, input in (("input", config.input), ("encoder.input", part_of(config, "encoder").input)):
         if getattr(input, "kind", None) != INPUT:
             raise KinformerError(
                 f"`set` {name}={getattr(input, 'kind', None)}: the task super-resolution needs the input pixels; leave "
@@ -133,7 +126,7 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model for images of other shapes, or whose attention runs through other cells than its inputs."""
     config, data, factor = plan.config, plan.data, plan.options.factor
     large: Pixels.Config = input_of(config)
-    source: Pixels.Config = input_of(encoder_of(config))
+    source: Pixels.Config = input_of(part_of(config, "encoder"))
     check(plan, nn.ModuleList([part_of(model, "stack")]))
     check_blocks_of(part_of(model, "encoder").stack, source)
     shape = (source.height * factor, source.width * factor, source.channels)
@@ -152,15 +145,13 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
 
 
 class EnlargingBatch(NamedTuple):
-    """``values`` int64 [images, time(, channels)] of the large images, ``source`` int64 [images, length(, channels)] of
-    the small ones."""
+    """``values`` int64 [images, time(, channels)] of large images, ``source`` [images, length(, channels)] of small."""
 
     values: Tensor
     source: Tensor
 
     @property
     def size(self) -> int:
-        """Return how many positions there are, of both."""
         return len(self.values) * (self.values.shape[1] + self.source.shape[1])
 
 
@@ -169,7 +160,7 @@ class EnlargingSequences:
 
     def __init__(self, config: ModelConfig) -> None:
         large: Pixels.Config = input_of(config)
-        small: Pixels.Config = input_of(encoder_of(config))
+        small: Pixels.Config = input_of(part_of(config, "encoder"))
         self.large, self.small, self.factor = Sequences(large), Sequences(small), large.height // small.height
 
     def of(self, pixels: np.ndarray) -> EnlargingBatch:
@@ -191,7 +182,7 @@ class EnlargingRows(ImageRows):
 class EnlargingLoss(PixelLoss):
     """-ln p of every value of a large image, given the values before it and the small image."""
 
-    def _read(self, model: SourceModel, batch: EnlargingBatch) -> tuple[Tensor, State]:
+    def read(self, model: SourceModel, batch: EnlargingBatch) -> tuple[Tensor, State]:
         return model(shifted(batch.values), model.begin(batch.source))
 
 
@@ -200,23 +191,15 @@ class EnlargingLoss(PixelLoss):
 
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored."""
-    run, started_at = subject.run, time.perf_counter()
-    data = data_of(run, settings.data)
-    split = data.splits[choose(settings.split, data.splits, "`split`")]
-    same = note_other_data(run, data, settings.data is not None)
-    pixels, sequences = np.asarray(split.pixels[: settings.first]), EnlargingSequences(run.config)
-    model: SourceModel = subject.model
-
-    def score(part: slice) -> tuple[Tensor, Tensor]:
-        values, source = (item.to(device_of(model)) for item in sequences.of(pixels[part]))
-        return model(shifted(values), model.begin(source))[0], values
-
+    run, model, started_at = subject.run, subject.model, time.perf_counter()
+    held = HeldOut.of(run, settings, data_of(run, settings.data))
+    pixels, sequences = np.asarray(held.split.pixels[: settings.first]), EnlargingSequences(run.config)
     rows = max(1, settings.chunk // len(sequences.large.order))
-    nats, _ = nats_of_images(len(pixels), rows, score, subject.model, quiet)
-    require_finite(isfinite(nats))
-    value = nats / log(2) / pixels.size
-    baselines = {"source": floor_over_source(data.train.pixels, pixels, sequences.factor)}
-    baselines["neighbours"] = floors(data.train.pixels, pixels)["neighbours"]
+    loss = EnlargingLoss(model)
+    nats, _ = loss.measure(model, lambda part: sequences.of(pixels[part]), len(pixels), rows, quiet)
+    value, training = nats / log(2) / pixels.size, held.data.train.pixels
+    baselines = {"source": floor_over_source(training, pixels, sequences.factor)}
+    baselines["neighbours"] = floors(training, pixels)["neighbours"]
     lines = [
         [run.member, f"{value:.4f}"],
         ["small image and three neighbours, counted", f"{baselines['source']:.4f}"],
@@ -224,7 +207,6 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
     ]
     small, dimensions = sequences.small.input, pixels[0].size
     text = (
-        heading(subject, data, split.name),
         f"{BITS_PER_DIM.text(value)}, over images of {small.height} x {small.width}; {plural(dimensions, 'value')} of "
         f"each of {plural(len(pixels), 'image')} scored\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
@@ -233,20 +215,15 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
         "images": len(pixels), "dimensions": dimensions, "source_size": [small.height, small.width],
         "source_bits": baselines["source"], "neighbours_bits": baselines["neighbours"],
     }  # fmt: skip
-    identity, task = identity_of_part(data, split.name, same), "super-resolution"
-    return evaluated(
-        subject, {BITS_PER_DIM: value}, identity, text, facts=facts, baselines=baselines, task=task, since=started_at
-    )
+    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": "super-resolution", "since": started_at}
+    return held.report(subject, {BITS_PER_DIM: value}, text, **more)
 
 
 # Images enlarged, value by value, and written as a PNG beside the small images.
 
 
-def enlarge(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Drawn:
-    """Enlarge pictures: a line for each, of the small one, ``options.samples`` drawn ones and, where it is known, the
-    image itself."""
+def enlarge(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write = None) -> Made:
+    """Enlarge pictures: a line for each, of the small one, ``options.samples`` drawn ones and any large one."""
     run, model = subject.run, subject.model
     task_options: SuperResolutionGenerationOptions = options.task_options
     out = png_of(run, task_options.out, "enlarged.png")
@@ -264,16 +241,9 @@ def enlarge(
     lines += [] if large is None else [large[:, None]]
     sheet = np.concatenate(lines, 1)
     write_png(out, grid(sheet.reshape(-1, *pixels.shape[1:]), sheet.shape[1]))
-    facts = {
-        "run": str(run.folder), "out": str(out), "images": len(pixels), "pictures": len(small),
-        "source_size": list(small.shape[1:3]), "seconds": seconds, "images_per_second": len(pixels) / seconds,
-        "state_bytes": state_bytes, "seed": options.seed,
-    }  # fmt: skip
-    text = (
-        f"{plural(len(pixels), 'image')} of {plural(len(small), 'picture')} in {seconds:.2f} s, "
-        f"{len(pixels) / seconds:.3g} images/s; state {plural(state_bytes, 'byte')}; seed {options.seed}"
-    )
-    return Drawn(pixels, facts, text)
+    facts = {"pictures": len(small), "source_size": list(small.shape[1:3]), "seconds": seconds}
+    facts |= {"state_bytes": state_bytes, "seed": options.seed}
+    return made_of(run, out, pixels, facts, f" of {plural(len(small), 'picture')}")
 
 
 def _pictures(

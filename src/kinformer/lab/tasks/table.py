@@ -23,22 +23,7 @@ from kinformer.lab.tasks.task import (
     Prediction,
     Task,
 )
-from kinformer.lab.training.logging import (
-    ACCURACY,
-    ANSWER_BITS,
-    BITS_PER_ACTION,
-    BITS_PER_BYTE,
-    BITS_PER_DIM,
-    BITS_PER_LABEL,
-    BITS_PER_SYMBOL,
-    BLEU,
-    CHRF,
-    ERROR_RATE,
-    RETURN,
-    SEQUENCE_ACCURACY,
-    Metric,
-    bits_per_masked,
-)
+from kinformer.lab.training import logging as metric
 from kinformer.runtime import plugins
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest
 
@@ -53,21 +38,86 @@ def refuse(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
+def implement(page: str, functions: str) -> dict[str, Any]:
+    """Return functions of ``page`` for methods of a record: "check", or "measure=evaluate" for another name."""
+    pairs = (item.partition("=") for item in functions.split())
+    return {method: f"{page}:{name or method}" for method, _, name in pairs}
+
+
+def needs_of(default: str, refused: str, why: str) -> DataNeeds:
+    """Return the needs of a task with the ``default`` data, for which the options ``refused`` mean nothing."""
+    return DataNeeds(default=default, refused=refuse(refused, why))
+
+
 READS_WHOLE_TEXTS = "it reads whole texts and continues none; give a run of next-token."
 NO_CLASSES = "it tells no classes yet; train it on for the task vision, with `init`."
-PATCH_INPUTS = ("patches", "tiles")
-OF_IMAGES = DataNeeds(
-    default="digits",
-    refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for images; leave it out."),
+NO_SEED = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
+OF_TEXT, MADE = "tokenizer train_tokenizer text_field", "data holdout tokenizer train_tokenizer"
+"""The options that mean nothing to data other than text, and to data that a task makes."""
+OF_IMAGES = needs_of("digits", OF_TEXT, "is for text, not for images; leave it out.")
+OF_PATCHES = EvaluationNeeds(
+    refused={**NO_SEED.refused, "chunk": "is for tokens, and images are computed some at a time; leave it out."}
 )
-EVALUATED_IMAGES = EvaluationNeeds(refused={"seed": NOTHING_DRAWN})
-EVALUATED_PATCHES = EvaluationNeeds(
-    refused={
-        **EVALUATED_IMAGES.refused,
-        "chunk": "is for tokens, and images are computed some at a time; leave it out.",
-    }
+ONE_EPISODE = Generation(
+    prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
 )
 
+CLASSIFY = Task(
+    name="classify",
+    title="classification",
+    description=(
+        "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or "
+        ".jsonl. Measured by accuracy, beside the most frequent class and, with scikit-learn, character n-grams."
+    ),
+    models=Models(protocols=(WholeModel, CausalModel), inputs=("tokens",), made_for={"head": "classification"}),
+    data=DataNeeds(
+        missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
+        tokenized=True,
+        columns=True,
+        refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
+    ),
+    evaluation=EvaluationNeeds(refused={"first": "is for text, not for examples; leave it out.", **NO_SEED.refused}),
+    generation=Generation(refusal=READS_WHOLE_TEXTS),
+    prediction=Prediction(reads=("top_k", *OF_TEXTS)),
+    metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
+    objectives={"classification": "classify:Classification"},
+    settings={"batch_size": 32},
+    rivals={"guessing": "the most frequent class", "character_ngrams": "character n-grams with logistic regression"},
+    advice="give more `steps` or examples, or begin with a pretrained run by `init`",
+    Options=options.ClassifyOptions,
+    EvaluationOptions=PredictionTable,
+    embed="texts:embed_texts",
+    **implement(
+        "classify",
+        "vocab_size row_lengths fit check tell predict open=open_examples data_module=training_rows measure=evaluate",
+    ),
+)
+MPP = Task(
+    name="mpp",
+    title="colours of masked patches",
+    description=(
+        "An encoder of images learns without labels, as BERT does of text (masked patch prediction of ViT): half "
+        "of an image's patches are corrupted, most by a mask, and it predicts the mean colour of each. The task "
+        "vision begins with the run by `init`; mae is the later form. Measured in bits per colour, beside "
+        "counting colours."
+    ),
+    models=Models(protocols=(WholeModel,), inputs=("patches",)),
+    data=OF_IMAGES,
+    evaluation=OF_PATCHES,
+    generation=Generation(refusal=NO_CLASSES),
+    prediction=Prediction(refusal=NO_CLASSES),
+    metrics=(metric.Metric("bits_per_colour", "bits per colour of a corrupted patch"), metric.ACCURACY),
+    objectives={"patch-colours": "mae:PatchColours"},
+    rivals={"counted": "counting colours"},
+    advice="give more `steps` or images",
+    Options=options.MppOptions,
+    length="vision:length_of",
+    **implement("images", "open=open_images embed=embed_pictures"),
+    **implement(
+        "mae",
+        "suits=suits_colours fit=fitted_to_colours check=check_colours data_module=MppRows measure=evaluate_colours",
+    ),
+)
 RECORDS = (
     Task(
         name="next-token",
@@ -78,10 +128,10 @@ RECORDS = (
         ),
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
         data=DataNeeds(default="stdlib", tokenized=True, running_text=True),
-        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
+        evaluation=NO_SEED,
         generation=Generation(),
         prediction=Prediction(refusal="it continues texts; use kinformer generate, or kinformer embed for vectors."),
-        metrics=(BITS_PER_BYTE,),
+        metrics=(metric.BITS_PER_BYTE,),
         objectives={
             "next-token": "next_token:token_loss",
             "deep-supervision": "next_token:DeepSupervision",
@@ -92,14 +142,10 @@ RECORDS = (
         advice="give more `minutes` or `steps`, or a longer text",
         Options=options.NextTokenOptions,
         EvaluationOptions=options.NextTokenEvaluationOptions,
-        open="texts:open_text",
-        vocab_size="next_token:vocab_size",
-        check="next_token:check",
-        data_module="next_token:training_rows",
-        evaluate="next_token_evaluation:evaluate",
-        generate="next_token:continue_text",
-        samples="next_token_evaluation:TextSamples",
-        embed="texts:embed_texts",
+        **implement("texts", "open=open_text embed=embed_texts"),
+        vocab_size=lambda data: data.tokenizer.vocab_size,
+        **implement("next_token", "check data_module=training_rows generate=continue_text"),
+        **implement("next_token_evaluation", "evaluate samples=TextSamples"),
     ),
     Task(
         name="instruct",
@@ -118,21 +164,17 @@ RECORDS = (
                 "train_tokenizer text_field", "is for running text; conversations are read with the run's tokenizer."
             ),
         ),
-        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
+        evaluation=NO_SEED,
         generation=Generation(),
         prediction=Prediction(refusal="it answers messages; use kinformer chat, generate or serve."),
-        metrics=(ANSWER_BITS,),
+        metrics=(metric.ANSWER_BITS,),
         settings={"lr": 2e-4, "weight_decay": 0.0},
         objectives={"answers": "answers:AnswersLoss"},
         Options=options.InstructOptions,
-        open="instruct:open_conversations",
-        vocab_size="instruct:vocab_size",
-        check="instruct:check",
-        tell="instruct:tell",
-        data_module="instruct:InstructRows",
-        measure="instruct:evaluate",
         generate="next_token:continue_text",
         embed="texts:embed_texts",
+        vocab_size=lambda data: data.vocab_size,
+        **implement("instruct", "check tell open=open_conversations data_module=InstructRows measure=evaluate"),
     ),
     Task(
         name="recall",
@@ -143,37 +185,27 @@ RECORDS = (
             "is right in 1/k."
         ),
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
-        data=DataNeeds(
-            default="recall",
-            refused=refuse(
-                "data holdout tokenizer train_tokenizer", "recall makes its own rows of symbols; leave it out."
-            ),
-        ),
+        data=needs_of("recall", MADE, "recall makes its own rows of symbols; leave it out."),
         evaluation=EvaluationNeeds(
             refused=refuse("data first", "recall makes its own rows; leave it out, or give `rows` and `at_pairs`.")
         ),
         generation=Generation(reads=(), unread="a key has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
-        metrics=(ACCURACY, BITS_PER_LABEL),
+        metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
         objectives={"recall": "recall:RecallLoss"},
         in_minutes={
             "recipe": "tiny",
             "batch_size": 64,
             "lr": 1e-2,
             "set": {"dim": 64, "initialisation.scheme": "framework"},
-        },  # fmt: skip
+        },
         rivals={"guessing": "guessing a value of the row"},
         advice="give more `steps`, fewer `pairs` or `symbols`, or `lr` 0.003",
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
-        open="recall:open_rows",
-        vocab_size="recall:vocab_size",
-        row_lengths="recall:row_lengths",
-        check="recall:check",
-        data_module="recall:RecallData",
-        measure="recall:evaluate",
-        generate="recall:generate",
-        predict="recall:predict",
+        open=lambda source, options, cache=None: options.data,
+        vocab_size=lambda data: data.symbols,
+        **implement("recall", "row_lengths check generate predict data_module=RecallData measure=evaluate"),
     ),
     Task(
         name="algorithm",
@@ -184,30 +216,20 @@ RECORDS = (
             "times the longest of training."
         ),
         models=Models(protocols=(CausalModel,), inputs=("tokens",)),
-        data=DataNeeds(
-            default="algorithm",
-            refused=refuse(
-                "data holdout tokenizer train_tokenizer", "an algorithm makes its own problems; leave it out."
-            ),
-        ),
+        data=needs_of("algorithm", MADE, "an algorithm makes its own problems; leave it out."),
         evaluation=EvaluationNeeds(
             refused=refuse("data first", "an algorithm makes its own problems; give `problems` and `at_digits`.")
         ),
         generation=Generation(reads=(), unread="a problem has one answer, the most probable"),
         prediction=Prediction(reads=("text_field", "label_field", "format")),
-        metrics=(ACCURACY, SEQUENCE_ACCURACY, BITS_PER_LABEL),
+        metrics=(metric.ACCURACY, metric.SEQUENCE_ACCURACY, metric.BITS_PER_LABEL),
         objectives={"answers": "algorithm:AlgorithmLoss"},
         rivals={"most_frequent_token": "the most frequent token"},
         advice="give more `steps`, fewer `digits`, or `lr` 0.003",
         Options=options.AlgorithmOptions,
         EvaluationOptions=options.AlgorithmEvaluationOptions,
-        open="algorithm:open_problems",
-        vocab_size="algorithm:vocab_size",
-        check="algorithm:check",
-        data_module="algorithm:AlgorithmModule",
-        measure="algorithm:evaluate",
-        generate="algorithm:generate",
-        predict="algorithm:predict",
+        open=lambda source, options, cache=None: options.data,
+        **implement("algorithm", "vocab_size check generate predict data_module=AlgorithmModule measure=evaluate"),
     ),
     Task(
         name="image",
@@ -219,7 +241,7 @@ RECORDS = (
         ),
         models=Models(protocols=(CausalModel,), inputs=("pixels",), from_tokens=True),
         data=OF_IMAGES,
-        evaluation=EVALUATED_IMAGES,
+        evaluation=NO_SEED,
         generation=Generation(
             prompt=None,
             temperature=1.0,
@@ -227,23 +249,18 @@ RECORDS = (
             unread="an image has a size, and ends with its last pixel",
         ),
         prediction=Prediction(refusal="it draws images; use kinformer generate."),
-        metrics=(BITS_PER_DIM,),
+        metrics=(metric.BITS_PER_DIM,),
         objectives={"pixels": "image:PixelLoss"},
         rivals={"histogram": "counting at every place", "neighbours": "counting by four neighbours"},
         advice="give more `minutes` or `steps`, or a larger `recipe`",
         Options=options.ImageOptions,
         EvaluationOptions=options.ImageEvaluationOptions,
         GenerationOptions=options.ImageGenerationOptions,
-        open="images:open_images",
-        vocab_size="image:values_of",
-        fit="image:fit",
-        requested="image:requested",
-        length="image:length",
-        check="image:check",
-        data_module="image:ImageRows",
-        measure="image:evaluate",
-        check_generation="images:check_png",
-        generate="image:draw",
+        **implement("images", "open=open_images check_generation=check_png"),
+        **implement(
+            "image",
+            "fit requested length check vocab_size=values_of data_module=ImageRows measure=evaluate generate=draw",
+        ),
     ),
     Task(
         name="trajectories",
@@ -255,16 +272,11 @@ RECORDS = (
             "beside cloned behaviour and the best of the data."
         ),
         models=Models(protocols=(CausalModel,), made_for={"input": "steps"}),
-        data=DataNeeds(
-            default="key-to-door",
-            refused=refuse("tokenizer train_tokenizer text_field", "is for text, not for trajectories; leave it out."),
-        ),
+        data=needs_of("key-to-door", OF_TEXT, "is for text, not for trajectories; leave it out."),
         evaluation=EvaluationNeeds(refused={"first": "is for text, not for trajectories; leave it out."}),
-        generation=Generation(
-            prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
-        ),
+        generation=ONE_EPISODE,
         prediction=Prediction(reads=("top_k", "batch_size")),
-        metrics=(BITS_PER_ACTION, ACCURACY),
+        metrics=(metric.BITS_PER_ACTION, metric.ACCURACY),
         objectives={"actions": "trajectories:ActionLoss"},
         in_minutes={"length": 60},
         rivals={"most_frequent_action": "the most frequent action", "cloning": "cloned behaviour"},
@@ -272,14 +284,11 @@ RECORDS = (
         Options=acting.TrajectoryOptions,
         EvaluationOptions=acting.TrajectoryEvaluationOptions,
         GenerationOptions=acting.TrajectoryGenerationOptions,
-        names="trajectories:names_data",
-        open="trajectories:open_episodes",
-        fit="trajectories:fitted",
-        check="trajectories:check_plan",
-        data_module="trajectories:training_rows",
-        measure="trajectories:evaluate",
-        generate="trajectories:play",
-        predict="trajectories:predict",
+        **implement(
+            "trajectories",
+            "predict names=names_data open=open_episodes fit=fitted check=check_plan "
+            "data_module=training_rows measure=evaluate generate=play",
+        ),
     ),
     Task(
         name="control",
@@ -292,7 +301,7 @@ RECORDS = (
         models=Models(protocols=(CausalModel,), made_for={"input": "observations"}),
         data=DataNeeds(
             default="control",
-            refused=refuse("data holdout tokenizer train_tokenizer", "control learns by acting in `env`; leave it out.")
+            refused=refuse(MADE, "control learns by acting in `env`; leave it out.")
             | {
                 "devices": "control acts in one process; leave it out.",
                 "validation_tokens": "control is validated by acting; leave it out.",
@@ -300,15 +309,12 @@ RECORDS = (
         ),
         evaluation=EvaluationNeeds(
             refused=refuse(
-                "data split first chunk",
-                "control acts in new episodes; leave it out, or give `env` and `episodes`.",
+                "data split first chunk", "control acts in new episodes; leave it out, or give `env` and `episodes`."
             )
         ),
-        generation=Generation(
-            prompt=None, reads=(), unread="one episode is played, and `action_temperature` says how actions are drawn"
-        ),
+        generation=ONE_EPISODE,
         prediction=Prediction(),
-        metrics=(RETURN,),
+        metrics=(metric.RETURN,),
         objectives={"policy": "control:policy_loss"},
         settings={"length": 32, "batch_size": 32, "lr": 3e-4},
         # The value's squared errors of returns of some hundreds would outweigh the policy in weights that both share.
@@ -319,19 +325,17 @@ RECORDS = (
             "ema": 0.0,
             "entropy_weight": 0.0,
             "value_weight": 0.01,
-        },  # fmt: skip
+        },
         rivals={"random": "random actions"},
         advice="give more `steps`, or another `lr`",
         Options=acting.ControlOptions,
         EvaluationOptions=acting.ControlEvaluationOptions,
         GenerationOptions=acting.ControlGenerationOptions,
-        open="control:open_data",
-        fit="control:fitted",
-        check="control:check_plan",
-        data_module="control:training_rows",
-        measure="control:evaluate",
-        generate="control:play_episode",
-        predict="control:predict",
+        open=lambda source, options, cache=None: acting.open_environment(options, "env" in source.by_user),
+        **implement(
+            "control",
+            "predict fit=fitted check=check_plan data_module=training_rows measure=evaluate generate=play_episode",
+        ),
     ),
     Task(
         name="mlm",
@@ -344,102 +348,32 @@ RECORDS = (
         data=DataNeeds(default="stdlib", tokenized=True, running_text=True),
         generation=Generation(refusal=READS_WHOLE_TEXTS),
         prediction=Prediction(reads=("top_k", *OF_TEXTS)),
-        metrics=(bits_per_masked("byte"), ACCURACY),
+        metrics=(metric.bits_per_masked("byte"), metric.ACCURACY),
         objectives={"masked-language": "mlm:MaskedLanguage", "mlm-cpc": "mlm:MaskedLanguageCpc"},
         rivals={"unigram_bits": "the frequency of tokens", "bigram_bits": "the frequency of pairs of tokens"},
         advice="give more `minutes` or `steps`, or a longer text",
         Options=options.MlmOptions,
         EvaluationOptions=PredictionTable,
         PredictionOptions=options.MaskPredictionOptions,
-        open="texts:open_text",
-        vocab_size="mlm:vocab_size",
-        fit="mlm:fit",
-        check="mlm:check",
-        data_module="mlm:training_rows",
-        measure="mlm:evaluate",
-        predict="mlm:predict",
-        embed="texts:embed_texts",
+        **implement("texts", "open=open_text embed=embed_texts"),
+        **implement("mlm", "vocab_size fit check predict data_module=training_rows measure=evaluate"),
     ),
-    Task(
-        name="classify",
-        title="classification",
-        description=(
-            "Learns to tell the classes of examples: a folder with a folder per class, or a table, .csv, .tsv or "
-            ".jsonl. Measured by accuracy, beside the most frequent class and, with scikit-learn, character n-grams."
-        ),
-        models=Models(protocols=(WholeModel, CausalModel), inputs=("tokens",), made_for={"head": "classification"}),
-        data=DataNeeds(
-            missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
-            tokenized=True,
-            columns=True,
-            refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
-        ),
-        evaluation=EvaluationNeeds(
-            refused={"first": "is for text, not for examples; leave it out.", "seed": NOTHING_DRAWN}
-        ),
-        generation=Generation(refusal=READS_WHOLE_TEXTS),
-        prediction=Prediction(reads=("top_k", *OF_TEXTS)),
-        metrics=(ACCURACY, BITS_PER_LABEL),
-        objectives={"classification": "classify:Classification"},
-        settings={"batch_size": 32},
-        rivals={
-            "guessing": "the most frequent class",
-            "character_ngrams": "character n-grams with logistic regression",
-        },
-        advice="give more `steps` or examples, or begin with a pretrained run by `init`",
-        Options=options.ClassifyOptions,
-        EvaluationOptions=PredictionTable,
-        open="classify:open_examples",
-        vocab_size="classify:vocab_size",
-        row_lengths="classify:row_lengths",
-        fit="classify:fit",
-        check="classify:check",
-        tell="classify:tell",
-        data_module="classify:training_rows",
-        measure="classify:evaluate",
-        predict="classify:predict",
-        embed="texts:embed_texts",
-    ),
-    Task(
+    CLASSIFY,
+    CLASSIFY.derive(
         name="listops",
         title="ListOps",
         description=(
             "Learns what nested lists compute (Nangia and Bowman 2018), as long as in the Long Range Arena. Measured "
             "by accuracy; a tenth to a sixth is right by guessing."
         ),
-        models=Models(protocols=(WholeModel, CausalModel), inputs=("tokens",), made_for={"head": "classification"}),
-        data=DataNeeds(
-            default="listops",
-            refused=refuse(
-                "data holdout tokenizer train_tokenizer text_field",
-                "ListOps brings its own data and symbols; leave it out.",
-            ),
-        ),
+        data=needs_of("listops", f"{MADE} text_field", "ListOps brings its own data and symbols; leave it out."),
         evaluation=EvaluationNeeds(
-            refused={
-                "first": "is for text, not for examples; leave it out.",
-                "seed": NOTHING_DRAWN,
-                "data": "ListOps brings its own data; leave it out.",
-            }
+            refused={**CLASSIFY.evaluation.refused, "data": "ListOps brings its own data; leave it out."}
         ),
-        generation=Generation(refusal=READS_WHOLE_TEXTS),
-        prediction=Prediction(reads=("top_k", *OF_TEXTS)),
-        metrics=(ACCURACY, BITS_PER_LABEL),
-        objectives={"classification": "classify:Classification"},
+        settings={},
         rivals={"guessing": "the most frequent class"},
         advice="give more `steps` and `examples`, and a `length` that cuts no expression",
         Options=options.ListOpsOptions,
-        EvaluationOptions=PredictionTable,
-        open="classify:open_examples",
-        vocab_size="classify:vocab_size",
-        row_lengths="classify:row_lengths",
-        fit="classify:fit",
-        check="classify:check",
-        tell="classify:tell",
-        data_module="classify:training_rows",
-        measure="classify:evaluate",
-        predict="classify:predict",
-        embed="texts:embed_texts",
     ),
     Task(
         name="speech",
@@ -452,18 +386,11 @@ RECORDS = (
         models=Models(
             protocols=(WholeModel, CausalModel), inputs=("frames",), from_tokens=True, made_for={"head": "ctc"}
         ),
-        data=DataNeeds(
-            default="dtmf",
-            refused=refuse(
-                "tokenizer train_tokenizer text_field", "is for text; the symbols of speech come from its transcripts."
-            ),
-        ),
-        evaluation=EvaluationNeeds(
-            refused={"first": "is for text, not for sound; leave it out.", "seed": NOTHING_DRAWN}
-        ),
+        data=needs_of("dtmf", OF_TEXT, "is for text; the symbols of speech come from its transcripts."),
+        evaluation=EvaluationNeeds(refused={"first": "is for text, not for sound; leave it out.", **NO_SEED.refused}),
         generation=Generation(prompt=None, reads=(), unread="sound has one transcript, the most probable"),
         prediction=Prediction(reads=("skip_bad",)),
-        metrics=(ERROR_RATE, BITS_PER_SYMBOL),
+        metrics=(metric.ERROR_RATE, metric.BITS_PER_SYMBOL),
         objectives={"ctc": "speech:CTC"},
         rivals={"empty": "empty transcripts", "most_frequent": "the most frequent transcript"},
         advice="give more `minutes` or `steps`, or more recordings",
@@ -471,15 +398,11 @@ RECORDS = (
         EvaluationOptions=options.SpeechEvaluationOptions,
         GenerationOptions=options.SpeechGenerationOptions,
         PredictionOptions=options.SpeechPredictionOptions,
-        open="speech:open_clips",
-        fit="speech:fit",
-        row_lengths="speech:row_lengths",
-        check="speech:check",
-        data_module="speech:SpeechRows",
-        measure="speech:evaluate",
-        generate="speech:transcribe",
-        predict="speech:predict",
-        embed="speech:embed",
+        **implement(
+            "speech",
+            "fit row_lengths check predict embed open=open_clips data_module=SpeechRows measure=evaluate "
+            "generate=transcribe",
+        ),
     ),
     Task(
         name="vision",
@@ -489,29 +412,26 @@ RECORDS = (
             "per class. Measured by accuracy; the baseline always predicts the most frequent class. generate tells the "
             "most probable classes of pictures."
         ),
-        models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS, from_tokens=True),
+        models=Models(protocols=(WholeModel,), inputs=("patches", "tiles"), from_tokens=True),
         data=OF_IMAGES,
-        evaluation=EVALUATED_PATCHES,
+        evaluation=OF_PATCHES,
         generation=Generation(
             prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where images are classified"
         ),
         prediction=Prediction(reads=("top_k", "batch_size", "skip_bad")),
-        metrics=(ACCURACY, BITS_PER_LABEL),
+        metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
         objectives={"classification": "vision:class_loss"},
         rivals={"guessing": "the most frequent class"},
         advice="give more `steps`, a larger `batch_size`, or `recipe` tiny for few images",
         Options=options.VisionOptions,
         EvaluationOptions=PredictionTable,
         GenerationOptions=options.VisionGenerationOptions,
-        open="vision:open_classes",
-        fit="vision:fitted",
-        length="vision:length_of",
-        check="vision:check_images",
-        data_module="vision:training_rows",
-        measure="vision:evaluate",
-        generate="vision:classify",
-        predict="vision:predict",
         embed="images:embed_pictures",
+        **implement(
+            "vision",
+            "predict open=open_classes fit=fitted length=length_of check=check_images "
+            "data_module=ImageRows measure=evaluate generate=classify",
+        ),
     ),
     Task(
         name="dino",
@@ -522,7 +442,7 @@ RECORDS = (
             "pyramid (hipt) that learns; the next one, and the task vision, begin with the run by `init`. Where images "
             "have labels, evaluate predicts the class from the nearest training images."
         ),
-        models=Models(protocols=(WholeModel,), inputs=PATCH_INPUTS),
+        models=Models(protocols=(WholeModel,), inputs=("patches", "tiles")),
         data=replace(
             OF_IMAGES,
             refused={
@@ -530,10 +450,10 @@ RECORDS = (
                 "validation_tokens": "self-distillation is validated by a fixed number of images; leave it out.",
             },
         ),
-        evaluation=EVALUATED_PATCHES,
+        evaluation=OF_PATCHES,
         generation=Generation(refusal=NO_CLASSES),
         prediction=Prediction(refusal=NO_CLASSES),
-        metrics=(ACCURACY,),
+        metrics=(metric.ACCURACY,),
         objectives={"self-distillation": "dino:self_distillation"},
         settings={"validate_every": 0},
         in_minutes={"ema": 0.0},
@@ -541,15 +461,11 @@ RECORDS = (
         advice="give more `steps` or images",
         Options=options.DinoOptions,
         EvaluationOptions=options.DinoEvaluationOptions,
-        open="images:open_images",
-        fit="dino:fit",
         length="vision:length_of",
-        check="dino:check",
-        data_module="dino:training_rows",
-        measure="dino:evaluate",
-        embed="images:embed_pictures",
+        **implement("images", "open=open_images embed=embed_pictures"),
+        **implement("dino", "fit check data_module=DinoRows measure=evaluate"),
     ),
-    Task(
+    MPP.derive(
         name="mae",
         title="masked patches of images",
         description=(
@@ -557,58 +473,22 @@ RECORDS = (
             "decoder, its head, predicts the pixels of the others. The task vision begins with the run by `init`. "
             "Measured by the squared error of masked patches; generate completes images and writes a PNG."
         ),
-        models=Models(protocols=(WholeModel,), inputs=("patches",)),
-        data=OF_IMAGES,
-        evaluation=EVALUATED_PATCHES,
         generation=Generation(
             prompt=None, temperature=1.0, reads=("samples",), unread="nothing is drawn where patches are predicted"
         ),
-        prediction=Prediction(refusal=NO_CLASSES),
-        metrics=(Metric("masked_error", "mean squared error of masked patches"),),
+        metrics=(metric.Metric("masked_error", "mean squared error of masked patches"),),
         objectives={"masked-patches": "mae:MaskedPatches"},
         rivals={"mean": "the mean pixel"},
-        advice="give more `steps` or images",
         Options=options.MaeOptions,
         GenerationOptions=options.MaeGenerationOptions,
-        open="images:open_images",
-        suits="mae:suits_masks",
-        fit="mae:fitted_to_masks",
-        length="vision:length_of",
-        check="mae:check_masks",
-        data_module="mae:MaeRows",
-        measure="mae:evaluate",
         check_generation="images:check_png",
-        generate="mae:complete",
-        embed="images:embed_pictures",
-    ),
-    Task(
-        name="mpp",
-        title="colours of masked patches",
-        description=(
-            "An encoder of images learns without labels, as BERT does of text (masked patch prediction of ViT): half "
-            "of an image's patches are corrupted, most by a mask, and it predicts the mean colour of each. The task "
-            "vision begins with the run by `init`; mae is the later form. Measured in bits per colour, beside "
-            "counting colours."
+        **implement(
+            "mae",
+            "suits=suits_masks fit=fitted_to_masks check=check_masks data_module=MaeRows measure=evaluate "
+            "generate=complete",
         ),
-        models=Models(protocols=(WholeModel,), inputs=("patches",)),
-        data=OF_IMAGES,
-        evaluation=EVALUATED_PATCHES,
-        generation=Generation(refusal=NO_CLASSES),
-        prediction=Prediction(refusal=NO_CLASSES),
-        metrics=(Metric("bits_per_colour", "bits per colour of a corrupted patch"), ACCURACY),
-        objectives={"patch-colours": "mae:PatchColours"},
-        rivals={"counted": "counting colours"},
-        advice="give more `steps` or images",
-        Options=options.MppOptions,
-        open="images:open_images",
-        suits="mae:suits_colours",
-        fit="mae:fitted_to_colours",
-        length="vision:length_of",
-        check="mae:check_colours",
-        data_module="mae:MppRows",
-        measure="mae:evaluate_colours",
-        embed="images:embed_pictures",
     ),
+    MPP,
     Task(
         name="translate",
         title="translation",
@@ -623,24 +503,20 @@ RECORDS = (
             tokenized=True,
             refused={"text_field": "is for running text; name the sides of JSON lines with `source` and `target`."},
         ),
-        evaluation=EvaluationNeeds(refused={"seed": NOTHING_DRAWN}),
+        evaluation=NO_SEED,
         generation=Generation(
             prompt="lines", reads=(), unread="a line has one translation, the most probable that beam search finds"
         ),
         prediction=Prediction(reads=OF_TEXTS),
-        metrics=(BITS_PER_BYTE, BLEU, CHRF),
-        objectives={"translation": "translate:translation_loss", "exits": "translate:exit_losses"},
+        metrics=(metric.BITS_PER_BYTE, metric.BLEU, metric.CHRF),
+        objectives={"translation": "translate:TranslationLoss", "exits": "translate:TranslationExits"},
         settings={"schedule": "inverse-sqrt", "average": 5},
         in_minutes={
             "schedule": "cosine",
             "average": 0,
             # At the learning rates of short runs, a post-norm encoder soon gives every source the same vectors.
-            "set": {
-                "layers.*.residual": "pre",
-                "encoder.layers.*.residual": "pre",
-                "norm": "layer_norm",
-                "encoder.norm": "layer_norm",
-            },
+            "set": dict.fromkeys(("layers.*.residual", "encoder.layers.*.residual"), "pre")
+            | dict.fromkeys(("norm", "encoder.norm"), "layer_norm"),
         },
         rivals={"copy_bleu": "the untranslated source", "shuffled_bleu": "its own translations of other lines"},
         advice="give more `minutes` or `steps`, or more pairs",
@@ -648,18 +524,12 @@ RECORDS = (
         EvaluationOptions=options.TranslateEvaluationOptions,
         GenerationOptions=options.Decoding,
         PredictionOptions=options.BeamOptions,
-        open="translate:open_parallel",
-        default_vocabulary="translate:default_vocabulary",
-        texts="translate:texts_of_both",
-        vocab_size="translate:vocab_size",
-        row_lengths="translate:row_lengths",
-        check="translate:check_pairs",
-        data_module="translate:training_rows",
-        measure="translate:evaluate",
-        check_generation="translate:check_generation",
-        generate="translate:translate_lines",
-        samples="translate:PairSamples",
-        predict="translate:predict_lines",
+        **implement(
+            "translate",
+            "default_vocabulary vocab_size row_lengths check_generation open=open_parallel "
+            "texts=texts_of_both check=check_pairs data_module=training_rows measure=evaluate "
+            "generate=translate_lines samples=PairSamples predict=predict_lines",
+        ),
     ),
     Task(
         name="super-resolution",
@@ -672,7 +542,7 @@ RECORDS = (
         ),
         models=Models(protocols=(SourceModel,), inputs=("pixels",), from_tokens=True),
         data=OF_IMAGES,
-        evaluation=EVALUATED_IMAGES,
+        evaluation=NO_SEED,
         generation=Generation(
             prompt=None,
             temperature=1.0,
@@ -680,22 +550,19 @@ RECORDS = (
             unread="an image has a size, and ends with its last pixel",
         ),
         prediction=Prediction(refusal="it enlarges images; use kinformer generate."),
-        metrics=(BITS_PER_DIM,),
+        metrics=(metric.BITS_PER_DIM,),
         objectives={"pixels": "super_resolution:EnlargingLoss"},
         rivals={"source": "counting by the small image", "neighbours": "counting by four neighbours"},
         advice="give more `minutes` or `steps`, or a larger `recipe`",
         Options=options.SuperResolutionOptions,
         GenerationOptions=options.SuperResolutionGenerationOptions,
-        open="super_resolution:open_blocks",
         vocab_size="image:values_of",
-        fit="super_resolution:enlarging_changes",
-        requested="super_resolution:requested",
-        length="super_resolution:length",
-        check="super_resolution:check_enlarging",
-        data_module="super_resolution:EnlargingRows",
-        measure="super_resolution:evaluate",
         check_generation="images:check_png",
-        generate="super_resolution:enlarge",
+        **implement(
+            "super_resolution",
+            "requested length open=open_blocks fit=enlarging_changes check=check_enlarging "
+            "data_module=EnlargingRows measure=evaluate generate=enlarge",
+        ),
     ),
 )
 TASKS: dict[str, Task] = {task.name: task for task in RECORDS}
@@ -709,18 +576,14 @@ ALL = plugins.Registry.of_records(Task, TASKS, plugins.TASKS)
 
 def tasks(complain: Callable[[str], object] = plugins.warn_once) -> list[Task]:
     """Return the records of all tasks, Kinformer's own first, in the order of the table.
-
-    ``complain`` gets a sentence for every task of another package that cannot be imported, which is left out.
-    """
+    ``complain`` gets a sentence for every task of another package that cannot be imported, which is left out."""
     return ALL.available(complain)
 
 
 def task(name: str, package: str | None = None) -> Task:
     """Return the record called ``name``; an unknown name is an error that lists the nearest.
-
     ``package`` ("name version", as ``ALL.package(name)`` returns it) is the package of a stored run's task; the error
-    for a missing package names it.
-    """
+    for a missing package names it."""
     ALL.check_package(name, package)
     return ALL[choose(name, ALL, "task")]
 

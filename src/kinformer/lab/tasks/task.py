@@ -102,8 +102,7 @@ NOTHING_DRAWN = "nothing is drawn at random in an evaluation of this task; leave
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationNeeds:
-    """The general options (``EvaluationSettings``) that evaluating reads: all but the ``refused``, each with the reason
-    and the remedy."""
+    """The general options (``EvaluationSettings``) that evaluating refuses, each with the reason and the remedy."""
 
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -111,10 +110,8 @@ class EvaluationNeeds:
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The general options of predicting that a task ``reads``, out of ``PREDICTING``.
-
     The other options are refused. For a task without predictions, ``refusal`` gives the reason as a whole clause;
-    otherwise it is None.
-    """
+    otherwise it is None."""
 
     reads: tuple[str, ...] = ()
     refusal: str | None = None
@@ -201,8 +198,7 @@ Load = Callable[[TrainedRun], LoadedRun]
 
 
 class Later:
-    """A function named ``"page:function"``, where the page is a module beside this file; the function is imported when
-    it is called."""
+    """A function named ``"page:function"``, a module beside this file, which is imported when it is called."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -230,9 +226,8 @@ class Task:
     ``settings`` are the settings of training that differ from the general defaults, and ``in_minutes`` the settings and
     own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``rivals`` names in words the baselines that
     a model should beat (None: every baseline of an evaluation), and ``advice`` says what to try where it does not.
-    ``Options``,
-    ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that only this
-    task has.
+    ``Options``, ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that
+    only this task has.
 
     A task of one's own is a subclass with attributes and methods. Kinformer's records are instances of this class:
     ``Task(name="mae", fit="mae:fitted_to_masks", ...)`` gives the record the function in place of the method, and the
@@ -282,8 +277,7 @@ class Task:
         return self.models.take(config)
 
     def suits(self, config: ModelConfig) -> bool:
-        """Return whether :meth:`takes` and :meth:`check` accept models of ``config``; then lists of members name
-        the task."""
+        """Return whether :meth:`takes` and :meth:`check` accept ``config``; then lists of members name the task."""
         return self.takes(config)
 
     def fits(self, config: ModelConfig) -> bool:
@@ -299,8 +293,7 @@ class Task:
         raise NotImplementedError
 
     def default_vocabulary(self, source: Source, options: Any) -> int | None:
-        """Return how many tokens a tokenizer trained for this data should have where none is named; None means
-        bytes."""
+        """Return how many tokens a new tokenizer for this data should have where none is named; None means bytes."""
         return None
 
     def texts(self, source: Source, options: Any) -> Iterable[str]:
@@ -387,9 +380,7 @@ class Task:
         self, runs: Sequence[TrainedRun], load: Load, settings: EvaluationSettings, options: Any, quiet: bool = True
     ) -> EvaluationReport:
         """Measure runs, one by one unless the task compares them, with the task's own ``options``.
-
-        ``load`` gives a run its model; one model at a time is in memory.
-        """
+        ``load`` gives a run its model; one model at a time is in memory."""
         return EvaluationReport([self.measure(load(run), settings, options, quiet) for run in runs])
 
     def measure(self, subject: LoadedRun, settings: EvaluationSettings, options: Any, quiet: bool) -> Evaluation:
@@ -416,9 +407,7 @@ class Task:
 
     def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
         """Return samples of what ``model``, the model of ``run``, writes with early exits and without.
-
-        Errors: ``KinformerError`` for a task whose models write nothing token by token.
-        """
+        Errors: ``KinformerError`` for a task whose models write nothing token by token."""
         raise KinformerError(
             f"{run.folder}: was trained for the task {self.name}, which writes no text; give a run of next-token or "
             "translate, or thresholds by hand, by `set` stack.rule.thresholds."
@@ -426,9 +415,7 @@ class Task:
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
         """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order.
-
-        Errors: ``KinformerError`` for a task whose models read neither text, images nor sound.
-        """
+        Errors: ``KinformerError`` for a task whose models read neither text, images nor sound."""
         raise KinformerError(
             f"{subject.run.folder}: is a run of the task {self.name}, which makes no vectors; give one of {EMBEDDING}."
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +20,20 @@ from kinformer.lab.data.files import shared_bytes
 from kinformer.lab.data.labelled import Check, Columns, Inputs, TextItem, TextSource, read_texts, refuse_empty
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import Windows, streamable
-from kinformer.lab.tasks.evaluation import Embedded, EmbeddingSettings, LoadedRun, TrainedRun, in_batches, input_of
+from kinformer.lab.tasks.evaluation import (
+    Embedded,
+    EmbeddingSettings,
+    Evaluation,
+    ItemSettings,
+    LoadedRun,
+    TextTable,
+    TrainedRun,
+    evaluated,
+    in_batches,
+    input_of,
+)
 from kinformer.lab.tasks.task import Source
+from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note
@@ -64,13 +76,15 @@ def ends_of(config: ModelConfig) -> BosEos:
 
 def tokenizer_of(run: TrainedRun) -> Tokenizer:
     """Return the tokenizer of a run that reads text."""
-    assert run.tokenizer is not None, run.folder
+    if run.tokenizer is None:
+        raise KinformerError(f"{run.folder}: does not have a tokenizer; put its tokenizer.json there.")
     return run.tokenizer
 
 
-def check_ids(plan: TrainingPlan, ids: int, special_apart: bool) -> None:
-    """Refuse a model that knows fewer than ``ids``, or whose special tokens stand for something else among them; a
-    tokenizer's may be among its own ids, unless they are ``special_apart``."""
+def check_ids(plan: TrainingPlan, model: nn.Module, ids: int, special_apart: bool = False) -> None:
+    """Refuse a model of images, a model that knows fewer than ``ids``, or one whose special tokens stand for something
+    else among them; a tokenizer's may be among its own ids, unless they are ``special_apart``."""
+    check_sequence(model)
     config = plan.config
     if vocab_size_of(config) < ids:
         raise KinformerError(
@@ -108,16 +122,36 @@ def check_long_enough(corpus: Corpus, rows: int, length: int) -> None:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Data to measure on; ``same`` says whether it is the very data that the run was trained on."""
+    """The ``split`` called ``name`` of ``data`` to measure on; ``same``: the run was trained on the very data."""
 
-    corpus: Corpus
-    split: Split
+    data: Any
+    split: Any
+    name: str
     same: bool
+
+    @classmethod
+    def of(cls, run: TrainedRun, settings: EvaluationSettings, data: Any) -> HeldOut:
+        """Return the split of ``data`` that ``settings`` name; a note says where the data are not the run's own."""
+        split = data.splits[choose(settings.split, data.splits, "`split`")]
+        return cls(data, split, settings.split, note_other_data(run, data, settings.data is not None))
 
     @property
     def identity(self) -> dict[str, object]:
-        """Return the identity of the text, for JSON: the corpus, its split, and whether the corpus is the run's."""
-        return identity_of_part(self.corpus, self.split.name, self.same)
+        """Return the identity of the data, for JSON, with the split and whether the data are the run's."""
+        return dict(self.data.identity) | {"split": self.name, "same_as_run": self.same}
+
+    def report(
+        self,
+        subject: LoadedRun,
+        metrics: Mapping[Metric, float],
+        text: Iterable[str | TextTable],
+        ending: str = "",
+        **more: Any,
+    ) -> Evaluation:
+        """Return the evaluation of ``subject`` on this split. A line that names both, and closes with ``ending``,
+        stands above the ``text``; ``more`` is passed to :func:`kinformer.lab.tasks.evaluation.evaluated`."""
+        heading = f"{subject.title} on {self.data.name} {self.data.version}, {self.name} split{ending}"
+        return evaluated(subject, metrics, self.identity, (heading, *text), **more)
 
 
 def spec_of(run: TrainedRun, data: str | None) -> str:
@@ -130,21 +164,18 @@ def spec_of(run: TrainedRun, data: str | None) -> str:
 
 def held_out(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> HeldOut:
     """Return the part of the data to measure on; a note says where it is not the run's own.
-
-    ``holdout``: the held-out share, the run's own if None.
-    """
+    ``holdout``: the held-out share, the run's own if None."""
     corpus, part = measured_part(run, settings, holdout)
     same = note_other_data(run, corpus, settings.data is not None)
     trained_at = run.data.get("holdout")
     if same and part.name != "train" and holdout not in (None, trained_at):
         trained = open_corpus(spec_of(run, settings.data), holdout=trained_at).splits["train"]
         note_shared([trained], part, "among the text that the run was trained on")
-    return HeldOut(corpus, part, same)
+    return HeldOut(corpus, part, part.name, same)
 
 
 def measured_part(run: TrainedRun, settings: EvaluationSettings, holdout: float | None = None) -> tuple[Corpus, Split]:
-    """Return the data that ``settings`` name, and their part to measure on; ``holdout`` as of
-    :func:`held_out`."""
+    """Return the data that ``settings`` name and their part to measure on; ``holdout`` as of :func:`held_out`."""
     holdout = run.data.get("holdout") if holdout is None else holdout
     corpus = open_corpus(spec_of(run, settings.data), tokenizer=run.tokenizer, holdout=holdout)
     part = corpus.splits[choose(settings.split, corpus.splits, "`split`")]
@@ -165,11 +196,6 @@ def note_shared(seen: Sequence[Split], part: Split, where: str) -> None:
         )
 
 
-def identity_of_part(data: Data, split: str, same: bool) -> dict[str, object]:
-    """Return the identity of the measured data, for JSON; ``same``: whether the run was trained on the very data."""
-    return dict(data.identity) | {"split": split, "same_as_run": same}
-
-
 def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
     """Return whether the run was trained on ``data``; a note says where it was not."""
     trained_on = (run.data.get("identity") or {}).get("fingerprint")
@@ -182,11 +208,6 @@ def note_other_data(run: TrainedRun, data: Data, requested: bool) -> bool:
             "the figure is not comparable with the figures of the run."
         )
     return data.fingerprint == trained_on
-
-
-def heading(subject: LoadedRun, data: Data, split: str) -> str:
-    """Return the line above the metrics of a run on a part of ``data``."""
-    return f"{subject.title} on {data.name} {data.version}, {split} split"
 
 
 def texts_in(
@@ -205,8 +226,7 @@ def main_windows(
     overlap: float = 0.0,
     beside_lengths: bool = False,
 ) -> Windows | None:
-    """Return the windows of ``context`` tokens to read in, which ``overlap``, or windows as the run was trained; None
-    where the state is carried."""
+    """Return the windows of ``context`` tokens, or as the run was trained; None where the state is carried."""
     context = None if context is None else str(context)
     endless = streamable(model)
     if context == CARRIED and not endless:
@@ -252,23 +272,18 @@ def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
 
 def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
     """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
-
-    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8.
-    """
+    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8."""
     run = subject.run
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
     embedder = TextEmbedder(run, subject.model, settings.pooling)
     columns = Columns(settings.text_field, settings.label_field)
     inputs = read_texts(source, columns, settings.format, settings.first, refuse_empty, settings.skip_bad)
-    pairs = ((item, embedder.encode(item.text)) for item in inputs.items)
-    yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), embedder, inputs.total, settings.quiet)
-    embedder.note_cut()
+    yield from embedder.read(inputs, settings)
 
 
 class TextReader:
-    """A ``model`` of ``run`` that reads texts, cut to the length that the run was trained at; ``cut`` counts the longer
-    texts."""
+    """A ``model`` of ``run`` that reads texts, cut to the run's training length; ``cut`` counts the longer texts."""
 
     def __init__(self, run: TrainedRun, model: StackedCausalModel | StackedWholeModel, ends: BosEos) -> None:
         self.model, self.ends, self.length, self.cut = model, ends, whole_length(run, model), 0
@@ -283,8 +298,18 @@ class TextReader:
         device = device_of(self.model)
         return torch.from_numpy(tokens).to(device), None if valid is None else torch.from_numpy(valid).to(device)
 
-    def note_cut(self) -> None:
-        """Note how many texts were cut."""
+    def encode(self, item: TextItem) -> np.ndarray:
+        """Return the ids of a text; raise for a text that the run cannot read."""
+        raise NotImplementedError
+
+    def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Any]:
+        """Return the results of texts that come with their ids."""
+        raise NotImplementedError
+
+    def read(self, inputs: Inputs[TextItem], settings: ItemSettings) -> Iterator[Any]:
+        """Yield the result of every text, in order; a note says how many were cut."""
+        pairs = ((item, self.encode(item)) for item in inputs.items)
+        yield from in_batches(pairs, settings.batch_size, lambda pair: len(pair[1]), self, inputs.total, settings.quiet)
         if self.cut:
             note(
                 f"note: {plural(self.cut, 'text')} of more than {self.length} tokens, the training length, counted by "
@@ -300,12 +325,10 @@ class TextEmbedder(TextReader):
         super().__init__(run, model, BosEos() if run.config.protocol is CausalModel else ends_of(model.config))
         self.tokenizer, self.pooling = run.tokenizer, pooling
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int64 [tokens]."""
-        return prompt_ids(self.tokenizer, text)
+    def encode(self, item: TextItem) -> np.ndarray:
+        return prompt_ids(self.tokenizer, item.text)
 
     def __call__(self, batch: Sequence[tuple[TextItem, np.ndarray]]) -> list[Embedded]:
-        """Return the vectors of texts that come with their ids."""
         tokens, valid = self.lay([ids for _, ids in batch])
         with torch.inference_mode():
             encoded = self.model.hidden(tokens, valid=valid)
@@ -319,9 +342,7 @@ class TextEmbedder(TextReader):
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
     """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid`` [batch,
     time] positions come first.
-
-    Errors: ``KinformerError`` where a vector is not finite.
-    """
+    Errors: ``KinformerError`` where a vector is not finite."""
     states, counts = hidden_states.float(), valid.sum(1)
     if pooling == "first":
         vectors = states[:, 0]

@@ -11,10 +11,11 @@ A training row is a stretch of an episode, three positions a step: return to go,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from math import hypot, isfinite, log, prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,9 +60,12 @@ from kinformer.lab.tasks.evaluation import (
     PredictionSettings,
     TextTable,
     TrainedRun,
+    Write,
     evaluated,
     input_of,
     part_of,
+    parts_of,
+    track,
 )
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import check_sequence, note_other_data, spec_of
@@ -251,10 +255,8 @@ def evaluate(
             plot_returns(rows, clone, baselines["data_best"], f"{run.member} in {env}", Path(options.picture))
             text.append(f"wrote {options.picture}")
         baselines |= {} if clone is None else {"cloning": clone["mean"]}
-    identity = data.identity | {"split": split}
-    result = evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="trajectories", since=started_at
-    )
+    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": "trajectories", "since": started_at}
+    result = evaluated(subject, metrics, data.identity | {"split": split}, text, **more)
     return result if env is None else replace(result, judged=(RETURN, max(row["mean"] for row in rows)))
 
 
@@ -266,10 +268,9 @@ def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) 
     windows = [
         (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], steps)
     ]
-    size = max(1, chunk // (PER_STEP * steps))
     with torch.inference_mode():
-        for begin in range(0, len(windows), size):
-            episodes, first = np.array(windows[begin : begin + size]).T
+        for part in parts_of(len(windows), max(1, chunk // (PER_STEP * steps))):
+            episodes, first = np.array(windows[part]).T
             batch = rows_of(trajectories, data.actions.dim, episodes, first, steps)
             _, sums_of_batch, _ = loss(model, map_fields(batch, lambda field: field.to(device_of(model))), None, 1.0)
             for name, value in sums_of_batch.items():
@@ -306,16 +307,11 @@ def _acted(
     with progressing(quiet, "acting") as progress:
         for target in targets:
             started_at = time.perf_counter()
-            trajectories = rollouts(agent, env, target, options.episodes, MEASURED_SEEDS + seed, progress)
-            seconds = time.perf_counter() - started_at
-            episodes += ({"target": "optimal" if target is None else target, **row} for row in trajectories.rows())
-            row: ReturnRow = {
-                "target": target,
-                **summary(trajectories),
-                "context_steps": agent.context or "carried",
-                "steps_per_second": float(trajectories.lengths.sum()) / seconds,
-            }
-            rows.append(row)
+            acted = rollouts(agent, env, target, options.episodes, MEASURED_SEEDS + seed, progress)
+            speed = float(acted.lengths.sum()) / (time.perf_counter() - started_at)
+            episodes += ({"target": "optimal" if target is None else target, **row} for row in acted.rows())
+            how: Any = {"context_steps": agent.context or "carried", "steps_per_second": speed}
+            rows.append({"target": target, **summary(acted), **how})
         options.write_predictions(episodes)
         clone = None
         if options.cloning_steps:
@@ -343,11 +339,8 @@ def facts_correlation(rows: Sequence[ReturnRow]) -> float:
 # One episode of an agent with a target return.
 
 
-def play(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None = None
-) -> Made:
-    """Play an episode of the run's environment, which begins by ``options.seed``; every step is given to ``write`` at
-    once."""
+def play(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write = None) -> Made:
+    """Play an episode of the run's environment, begun by ``options.seed``; ``write`` gets every step at once."""
     run, task_options = subject.run, options.task_options
     chosen = import_named(task_options.env)  # before the run's own environment, whose module this may import
     data = data_of(run)
@@ -384,10 +377,8 @@ def predict(
     subject: LoadedRun, source: object, settings: PredictionSettings, options: NoOptions
 ) -> Iterator[Predicted]:
     """Yield a row for every episode of ``source`` (data as training takes it) with its predicted actions, step by step.
-
     Every action is predicted from the recorded return to go, states and actions before it, in rows of whole episodes or
-    as long as the model's positions.
-    """
+    as long as the model's positions."""
     if not isinstance(source, str | Path) or source == STDIN:
         raise KinformerError("trajectories come as data: give an .npz, a folder of such, or a name, as in training.")
     model, data = subject.model, data_of(subject.run, str(source))
@@ -395,19 +386,16 @@ def predict(
     steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
     discrete = isinstance(data.actions, Discrete)
     episodes = range(len(trajectories.lengths))[: settings.first]
-    with progressing(settings.quiet, "predicting") as progress:
-        for episode in episodes:
-            outputs = []
-            starts = np.arange(0, trajectories.lengths[episode], steps)
-            for begin in range(0, len(starts), settings.batch_size):
-                first = starts[begin : begin + settings.batch_size]
-                batch = rows_of(trajectories, data.actions.dim, np.full(len(first), episode), first, steps)
-                with torch.inference_mode():
-                    batch = map_fields(batch, lambda field: field.to(device_of(model)))
-                    outputs.append(predictions(model, batch)[0].cpu())
-            yield _predicted(episode, torch.cat(outputs), discrete, data.actions.dim, settings.top_k)
-            if progress is not None:
-                progress(episode + 1, len(episodes))
+    for episode in track(episodes, len(episodes), settings.quiet, "predicting"):
+        outputs = []
+        starts = np.arange(0, trajectories.lengths[episode], steps)
+        for part in parts_of(len(starts), settings.batch_size):
+            first = starts[part]
+            batch = rows_of(trajectories, data.actions.dim, np.full(len(first), episode), first, steps)
+            with torch.inference_mode():
+                batch = map_fields(batch, lambda field: field.to(device_of(model)))
+                outputs.append(predictions(model, batch)[0].cpu())
+        yield _predicted(episode, torch.cat(outputs), discrete, data.actions.dim, settings.top_k)
 
 
 def _predicted(episode: int, outputs: torch.Tensor, discrete: bool, size: int, top_k: int) -> Predicted:

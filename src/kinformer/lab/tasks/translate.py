@@ -10,11 +10,11 @@ A training row is a pair of lines; padding is 0 and not valid, and its labels ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import isfinite, lcm, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -42,29 +42,20 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     TrainedRun,
+    Write,
     arriving,
-    evaluated,
     in_batches,
+    parts_of,
 )
 from kinformer.lab.tasks.next_token import Generated, Sample
 from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
-from kinformer.lab.tasks.texts import (
-    check_ids,
-    check_sequence,
-    ends_of,
-    heading,
-    identity_of_part,
-    note_other_data,
-    spec_of,
-    texts_in,
-    tokenizer_of,
-)
+from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, texts_in, tokenizer_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, choose, marked, plural, require_finite
-from kinformer.runtime.progress import note, note_once, progressing
+from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
+from kinformer.runtime.progress import note, note_once
 
 # The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
 
@@ -88,8 +79,7 @@ def row_lengths(data: Parallel, config: ModelConfig) -> np.ndarray:
 
 
 def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
-    """Return how many tokens a new tokenizer should have; None, for bytes, where the text is short or the package
-    tokenizers is missing."""
+    """Return the size of a new vocabulary; None, for bytes, of a short text or without the package tokenizers."""
     train = open_parallel(source, options).splits["train"]
     size = sum(map(len, train.source)) + sum(map(len, train.target))
     fitting = [count for least, count in VOCABULARIES if size >= least]
@@ -126,8 +116,7 @@ def check_ends(config: ModelConfig) -> None:
 
 def check_pairs(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse a model without the ids of the pairs, and languages for pairs without a choice of languages."""
-    check_ids(plan, plan.data.tokenizer.vocab_size, special_apart=False)
-    check_sequence(model)
+    check_ids(plan, model, plan.data.tokenizer.vocab_size)
     check_ends(plan.config)
     if plan.data.name == NUMBER_WORDS and plan.options.languages != Languages():
         raise KinformerError(
@@ -135,21 +124,11 @@ def check_pairs(plan: TrainingPlan, model: nn.Module) -> None:
         )
 
 
-class HeldOutPairs(NamedTuple):
-    """A part of the ``data``; ``same`` says whether it is the very data that the run was trained on."""
-
-    data: Parallel
-    pairs: Pairs
-    same: bool
-
-
-def held_out_pairs(run: TrainedRun, settings: EvaluationSettings) -> HeldOutPairs:
+def held_out_pairs(run: TrainedRun, settings: EvaluationSettings) -> HeldOut:
     """Open the part of the pairs to measure on; a note says where it is not the run's own."""
     spec = spec_of(run, settings.data)
     holdout = None if spec == NUMBER_WORDS else run.data.get("holdout")
-    data = open_parallel(Source(spec, holdout, run.tokenizer), run.options)
-    same = note_other_data(run, data, settings.data is not None)
-    return HeldOutPairs(data, data.splits[choose(settings.split, data.splits, "`split`")], same)
+    return HeldOut.of(run, settings, open_parallel(Source(spec, holdout, run.tokenizer), run.options))
 
 
 # Rows of pairs for an encoder-decoder, in batches of this many tokens, and the objective of translating them.
@@ -171,7 +150,6 @@ class PairBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many tokens are read, padding included."""
         return self.source.numel() + self.target.numel()
 
     def stretch(self, number: int, count: int) -> PairBatch:
@@ -295,6 +273,11 @@ class TranslationLoss:
     def __init__(self, smoothing: float) -> None:
         self.smoothing = smoothing
 
+    @classmethod
+    def of(cls, model: nn.Module, data: DataModule | None) -> Self:
+        """Make the objective with the smoothing of the rows ``data``."""
+        return cls(getattr(data, "smoothing", 0.0))
+
     def __call__(self, model: Any, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
         state = model.begin(batch.source, batch.source_valid)
         inputs, state = model.head_inputs(batch.target, state, valid=batch.target_valid)
@@ -302,17 +285,18 @@ class TranslationLoss:
         logits = model.logits(map_tensors(lambda item: item[counted][None], inputs))[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         labels = batch.labels[counted]
-        nats = functional.cross_entropy(logits, labels, reduction="sum")
-        loss = nats / max(1, len(labels))
+        sums = sums_of(logits, labels, batch)
+        loss = sums["nats"] / max(1, len(labels))
         if model.training and self.smoothing and len(labels):
             loss = functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
-        metrics = {
-            "nats": nats.detach(),
-            "predicted": counted.sum(),
-            "correct": (logits.detach().argmax(-1) == labels).sum(),
-            "bytes": batch.bytes.sum(),
-        }
-        return loss, metrics, state
+        return loss, sums | {"nats": sums["nats"].detach()}, state
+
+
+def sums_of(logits: Tensor, labels: Tensor, batch: PairBatch) -> dict[str, Tensor]:
+    """Return the sums of ``batch`` from its counted tokens' ``logits`` [tokens, vocab] and ``labels`` [tokens]."""
+    correct = (logits.detach().argmax(-1) == labels).sum()
+    nats, count = functional.cross_entropy(logits, labels, reduction="sum"), (batch.labels != IGNORED).sum()
+    return {"nats": nats, "predicted": count, "correct": correct, "bytes": batch.bytes.sum()}
 
 
 # Translations by the losses of all exits of a decoder's stack (Elbayad et al. 2020, section 3.1, for translation).
@@ -331,27 +315,23 @@ class TranslationExits(TranslationLoss):
     trains_exits = True
 
     @classmethod
-    def of(cls, model: ExitEncoderDecoder, smoothing: float) -> TranslationExits:
+    def of(cls, model: nn.Module, data: DataModule | None) -> Self:
         """Make the objective for ``model``; KinformerError for a stack without exits."""
         if not isinstance(model, ExitEncoderDecoder):
             raise KinformerError(
                 "the objective 'exits' needs a decoder whose tokens may leave early, but the model's may not; "
                 "add `set` stack=exits, or leave `objective` out."
             )
-        return cls(smoothing)
+        return super().of(model, data)
 
     def __call__(self, model: ExitEncoderDecoder, batch: PairBatch, state: State, progress: float) -> ObjectiveOutput:
-        stack = model.stack
+        stack, counted = model.stack, batch.labels != IGNORED
         if not model.training:
             return super().__call__(model, batch, state, progress)
         if stack.config.training == "mixed":
             drawn = [TranslationLoss.__call__(self, model, batch, state, progress) for _ in range(stack.config.samples)]
             losses, metrics, states = zip(*drawn, strict=True)
             return torch.stack(losses).mean(), metrics[-1], states[-1]
-        return self._aligned(model, batch, progress)
-
-    def _aligned(self, model: ExitEncoderDecoder, batch: PairBatch, progress: float) -> ObjectiveOutput:
-        stack, counted = model.stack, batch.labels != IGNORED
         state = model.begin(batch.source, batch.source_valid)
         source = source_means(state, len(batch.target))
         _, state, tapped = model.hidden(batch.target, state, valid=batch.target_valid, taps=stack.exits)
@@ -363,30 +343,12 @@ class TranslationExits(TranslationLoss):
             targets = batch.labels.masked_fill(~counted, 0)
             one = torch.zeros_like(targets)  # a row is one sequence
             seen = AllExits.of(tapped, logits, targets, counted, one, source)
-        loss = stack.aligned_loss(losses, seen, progress)
-        last = logits[-1].detach()[counted]
-        metrics = {
-            "nats": functional.cross_entropy(last, labels, reduction="sum"),
-            "predicted": counted.sum(),
-            "correct": (last.argmax(-1) == labels).sum(),
-            "bytes": batch.bytes.sum(),
-        }
-        return loss, metrics, state
+        return stack.aligned_loss(losses, seen, progress), sums_of(logits[-1].detach()[counted], labels, batch), state
 
 
 def training_rows(plan: TrainingPlan) -> TranslationPairs:
     """Return the rows of training."""
     return TranslationPairs(plan.data, plan.settings, ends_of(plan.config), plan.options.label_smoothing)
-
-
-def translation_loss(model: nn.Module, data: DataModule | None) -> TranslationLoss:
-    """Return the objective of the tokens of translations."""
-    return TranslationLoss(getattr(data, "smoothing", 0.0))
-
-
-def exit_losses(model: ExitEncoderDecoder, data: DataModule | None) -> TranslationExits:
-    """Return the objective of the tokens of translations at all exits."""
-    return TranslationExits.of(model, getattr(data, "smoothing", 0.0))
 
 
 # Lines translated in order, each written at once.
@@ -400,10 +362,7 @@ class Translator:
 
     def __init__(self, subject: LoadedRun, decoding: BeamOptions) -> None:
         self.model: SourceModel = subject.model
-        tokenizer = subject.run.tokenizer
-        if tokenizer is None:
-            raise KinformerError(f"{subject.run.folder}: does not have a tokenizer; put its tokenizer.json there.")
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer_of(subject.run)
         self.ends = ends_of(subject.run.config)
         assert self.ends.bos is not None and self.ends.eos is not None
         self.state_bytes = 0
@@ -452,20 +411,17 @@ class Translator:
 def check_generation(run: TrainedRun) -> None:
     """Refuse a run that cannot begin and end a translation, or a run without a tokenizer."""
     check_ends(run.config)
-    if run.tokenizer is None:
-        raise KinformerError(f"{run.folder}: does not have a tokenizer; put its tokenizer.json there.")
+    tokenizer_of(run)
 
 
 def translate_lines(
     subject: LoadedRun,
     prompt: bytes | str | Iterable[bytes],
     options: GenerationSettings,
-    write: Callable[[str], None] | None,
+    write: Write,
 ) -> Generated:
     """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
-
-    Lines that come one by one are translated as they come, together with the lines that arrived meanwhile.
-    """
+    Lines that come one by one are translated as they come, together with the lines that arrived meanwhile."""
     translator, result = Translator(subject, options.task_options), Generated([], 0, seed=options.seed)
     started_at = time.perf_counter()
     with noting_exits(subject.model) as leaving:
@@ -501,7 +457,8 @@ def predict_lines(
 
     def translated(batch: Sequence[TextItem]) -> list[Predicted]:
         hypotheses = translator([item.text.encode() for item in batch])
-        return [_predicted(item, translator.text(result)) for item, result in zip(batch, hypotheses, strict=True)]
+        texts = map(translator.text, hypotheses)
+        return [Predicted.of(item, text, translation=text) for item, text in zip(batch, texts, strict=True)]
 
     languages = (subject.run.data.get("identity") or {}).get("languages", ())
     usual = [[kind, *languages[side : side + 1]] for side, kind in enumerate(("source", "target"))]
@@ -512,14 +469,8 @@ def predict_lines(
     )
 
 
-def _predicted(item: TextItem, translation: str) -> Predicted:
-    label = {} if item.label is None else {"label": item.label}
-    return Predicted({"text": item.text} | label | {"translation": translation}, translation)
-
-
 def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a text, or lines that come one by one, without their ends; UTF-8, or a
-    :class:`KinformerError`."""
+    """Yield the lines of a text, or lines that come one by one, without their ends; raise unless they are UTF-8."""
     if isinstance(prompt, str):
         prompt = as_bytes(prompt)
     lines = prompt.removesuffix(b"\n").split(b"\n") if isinstance(prompt, bytes) else prompt
@@ -537,9 +488,7 @@ def lines_of(prompt: bytes | str | Iterable[bytes]) -> Iterator[bytes]:
 
 class PairSamples(Samples):
     """Samples of pairs for a calibration of early exits: sources, and their translations by beam search.
-
-    The sources are evenly drawn from a part of the pairs; the truth is the reference.
-    """
+    The sources are evenly drawn from a part of the pairs; the truth is the reference."""
 
     def __init__(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> None:
         check_generation(run)
@@ -552,14 +501,15 @@ class PairSamples(Samples):
         decoding = BeamOptions() if options.beam is None else BeamOptions(beam=options.beam)
         held = held_out_pairs(run, EvaluationSettings(data=options.data, split=options.split))
         how = {"beam": decoding.beam, "length_penalty": decoding.length_penalty}
-        super().__init__(model, identity_of_part(held.data, options.split, held.same), how)
-        if len(held.pairs.source) < options.prompts:
+        super().__init__(model, held.identity, how)
+        count = len(held.split.source)
+        if count < options.prompts:
             raise KinformerError(
-                f"split {options.split!r} of {held.data.name} holds {plural(len(held.pairs.source), 'pair')}, too few "
-                f"for {options.prompts} samples; give another by `split`, or fewer by `prompts`."
+                f"split {options.split!r} of {held.data.name} holds {plural(count, 'pair')}, too few for "
+                f"{options.prompts} samples; give another by `split`, or fewer by `prompts`."
             )
         draw = np.random.default_rng(options.seed)
-        pairs = held.pairs.taken(draw.choice(len(held.pairs.source), options.prompts, replace=False).tolist())
+        pairs = held.split.taken(draw.choice(count, options.prompts, replace=False).tolist())
         # Sources of like length are translated together.
         pairs = pairs.taken(sorted(range(options.prompts), key=lambda index: len(pairs.source[index])))
         self.translator, self.sources = Translator(LoadedRun(run, model), decoding), pairs.source
@@ -570,8 +520,8 @@ class PairSamples(Samples):
     def write(self) -> list[list[int]]:
         return [
             hypothesis.tokens
-            for start in range(0, len(self.sources), self.batch_size)
-            for hypothesis in self.translator(self.sources[start : start + self.batch_size])
+            for part in parts_of(len(self.sources), self.batch_size)
+            for hypothesis in self.translator(self.sources[part])
         ]
 
     def saved(self, threshold: float) -> Exited:
@@ -596,8 +546,7 @@ class Scores(NamedTuple):
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """Compute BLEU and chrF with one reference a line by the package sacrebleu (Post 2018) and its defaults;
-    KinformerError if it is not installed."""
+    """Return BLEU and chrF, one reference a line, by the package sacrebleu (Post 2018); raise where it is missing."""
     try:
         from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
         from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
@@ -616,11 +565,11 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a run on held-out pairs: how well it predicts the references, and how similar its translations are."""
     check_ends(subject.run.config)
-    data, pairs, same = held_out_pairs(subject.run, settings)
-    pairs = Pairs(pairs.source[: settings.first], pairs.target[: settings.first])
+    held = held_out_pairs(subject.run, settings)
+    pairs = Pairs(*(side[: settings.first] for side in held.split))
     scores([""], [""])  # before an hour's work
     started_at = time.perf_counter()
-    bits = bits_per_byte(subject, data, pairs, settings.chunk)
+    bits = bits_per_byte(subject, held.data, pairs, settings.chunk)
     with noting_exits(subject.model) as leaving:
         translations = translated(subject, pairs, options, quiet)
     seconds = time.perf_counter() - started_at
@@ -629,7 +578,7 @@ def evaluate(
     metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
     exits, beside, lines = beside_all_layers(subject, pairs, options, leaving.result, quiet)
     metrics |= {} if exits is None else {LAYERS_PER_TOKEN: exits.layers_per_token}
-    identity = identity_of_part(data, settings.split, same)
+    how = "greedy" if options.beam == 1 else f"beam {options.beam}, length penalty {options.length_penalty:g}"
     half = len(translations) // 2  # a translation of another line tells nothing of its source
     others = scores([*translations[half:], *translations[:half]], references)
     baselines = {"copy_bleu": copied.bleu, "copy_chrf": copied.chrf, "shuffled_bleu": others.bleu}
@@ -644,9 +593,8 @@ def evaluate(
         "length_penalty": options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
     }  # fmt: skip
     text = (
-        heading(subject, data, settings.split),
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
-        f"({_search(options)}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}, "
+        f"({how}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}, "
         f"the translations of other lines BLEU {others.bleu:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *lines,
@@ -657,7 +605,7 @@ def evaluate(
         ),
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
-    return evaluated(subject, metrics, identity, text, facts=facts, baselines=baselines, task="translate")
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="translate")
 
 
 def beside_all_layers(
@@ -683,12 +631,6 @@ def beside_all_layers(
     return exits, facts, (text,)
 
 
-def _search(options: TranslateEvaluationOptions) -> str:
-    if options.beam == 1:
-        return "greedy"
-    return f"beam {options.beam}, length penalty {options.length_penalty:g}"
-
-
 def bits_per_byte(subject: LoadedRun, data: Parallel, pairs: Pairs, tokens: int) -> float:
     """Return the bits per byte of the references, each predicted from its source, about ``tokens`` tokens at a time."""
     model, loss, nats, count = subject.model, TranslationLoss(0.0), 0.0, 0
@@ -707,11 +649,7 @@ def translated(subject: LoadedRun, pairs: Pairs, options: TranslateEvaluationOpt
     """Return the translation of every source, in order; sources of similar length are translated together."""
     translator, result = Translator(subject, options), [""] * len(pairs.source)
     order = np.argsort([len(line) for line in pairs.source], kind="stable")
-    with progressing(quiet, "translating") as progress:
-        for first in range(0, len(order), options.batch_size):
-            some = order[first : first + options.batch_size]
-            for index, hypothesis in zip(some, translator([pairs.source[i] for i in some]), strict=True):
-                result[index] = translator.text(hypothesis)
-            if progress is not None:
-                progress(first + len(some), len(order))
+    for part in parts_of(len(order), options.batch_size, quiet, "translating"):
+        for index, hypothesis in zip(order[part], translator([pairs.source[i] for i in order[part]]), strict=True):
+            result[index] = translator.text(hypothesis)
     return result

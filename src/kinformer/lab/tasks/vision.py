@@ -11,12 +11,12 @@ A training row is an image, perhaps changed at random, and its class; some chang
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from math import ceil, isfinite, log
+from math import ceil, log
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,15 +25,14 @@ from torch.nn import functional
 
 from kinformer.core.model import WholeModel, device_of
 from kinformer.core.pattern import check_grid
+from kinformer.core.stack import ModelConfig
 from kinformer.inputs.images import Patches
 from kinformer.lab.data import IGNORED, ImageData, Images, read_images
 from kinformer.lab.data.sampling import in_epochs, mix
 from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.answers import (
-    ClassPredictions,
     ClassProbability,
     LabelMeasurement,
-    by_class,
     classes_of,
     most_probable,
     numbers_of,
@@ -48,10 +47,11 @@ from kinformer.lab.tasks.evaluation import (
     Predicted,
     PredictionSettings,
     TrainedRun,
+    Write,
     batched,
-    evaluated,
     input_of,
     part_of,
+    parts_of,
 )
 from kinformer.lab.tasks.images import (
     Augmented,
@@ -67,18 +67,11 @@ from kinformer.lab.tasks.images import (
     require_channels,
 )
 from kinformer.lab.tasks.options import VisionOptions
-from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source
-from kinformer.lab.tasks.texts import heading, identity_of_part, note_other_data, spec_of
+from kinformer.lab.tasks.task import GenerationSettings, NoOptions, Source, TrainingPlan
+from kinformer.lab.tasks.texts import HeldOut, spec_of
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, take_rows
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, CALIBRATION_ERROR
-from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-from kinformer.runtime.progress import ProgressCallback, progressing
-
-if TYPE_CHECKING:
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.task import TrainingPlan
-
+from kinformer.runtime.errors import KinformerError, plural, require_finite
 
 # How an encoder is fitted to images: the patches of its input, and the classes of its head.
 
@@ -106,10 +99,8 @@ def open_classes(source: Source, options: VisionOptions, cache: Path | None = No
 def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = None) -> dict[str, object]:
     """Return overrides: the input's size, channels, normalisation and patches, about as many as the recipe has; the
     ``classes`` (None: the data's classes, two where the data is not known yet).
-
     An input with a mean was fitted in an earlier run and stays unchanged. An encoder of text gets patches in place of
-    its tokens and positions.
-    """
+    its tokens and positions."""
     if classes is None:
         classes = 2 if data is None else len(data.classes)
     if hasattr(config.head, "classes"):
@@ -125,22 +116,17 @@ def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = No
     if config.input.kind == TILES:
         return changes | _pyramid(config, data)
     side = min(data.shape[:2])
-    patch = side / GRID if text else input.patch * side / min(input.size)
-    base = {} if text else _plain(input)
-    return changes | {"input": base | _of_data(data, max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(patch)))}
+    usual = side / GRID if text else input.patch * side / min(input.size)
+    patch = max(LEAST_PATCH if side >= LEAST_PATCH * 4 else 1, round(usual))
+    return changes | {"input": _patches(data, patch, None if text else input)}
 
 
-def _of_data(data: ImageData, patch: int) -> dict[str, object]:
-    """Return an input of patches for images of ``data``, without settings of tokens and positions."""
-    mean, std = moments(data)
-    size, channels = list(data.shape[:2]), data.shape[2]
-    return {"kind": INPUT, "size": size, "channels": channels, "patch": patch, "mean": mean, "std": std}
-
-
-def _plain(input: object) -> dict[str, object]:
-    """Return the settings of ``input`` that do not follow from the images."""
+def _patches(data: ImageData, patch: int, input: object = None) -> dict[str, object]:
+    """Return an input of patches for images of ``data``, with the settings of ``input`` that they do not decide."""
     names = ("class_token", "distillation_token", "positions", "resize", "activation")
-    return {name: getattr(input, name) for name in names}
+    mean, std = moments(data)
+    sizes = {"size": list(data.shape[:2]), "channels": data.shape[2], "patch": patch, "mean": mean, "std": std}
+    return {name: getattr(input, name) for name in names if input is not None} | {"kind": INPUT, **sizes}
 
 
 def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
@@ -161,16 +147,13 @@ def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
         sides.append(sides[-1] * min(level.size[0] // level.patch, limit))
     names = ["input" + ".encoder.input" * depth for depth in reversed(range(len(levels)))]
     sizes = [[item, item] for item in sides[1:]] + [list(data.shape[:2])]
-    changes: dict[str, object] = {
-        name: _plain(lowest) | _of_data(data, patch) | {"size": sizes[0]} for name in names[:1]
-    }
+    changes: dict[str, object] = {names[0]: _patches(data, patch, lowest) | {"size": sizes[0]}}
     return changes | {f"{name}.size": size for name, size in zip(names[1:], sizes[1:], strict=True)}
 
 
 @lru_cache(maxsize=2)
 def moments(data: ImageData) -> tuple[list[float], list[float]]:
-    """Return the mean and the standard deviation of each channel of training images, pixels from 0 to 1; a constant
-    channel has 1."""
+    """Return mean and standard deviation of the channels of training images, from 0 to 1; 1 for a constant one."""
     pixels = np.asarray(data.train.pixels[:LOOKED_AT], np.float64) / 255
     mean, std = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
     return [round(float(item), 6) for item in mean], [round(float(item), 6) if item > 1e-3 else 1.0 for item in std]
@@ -212,13 +195,7 @@ def check_images_read(plan: TrainingPlan, model: nn.Module) -> None:
 
 def check_channels(plan: TrainingPlan) -> None:
     """Refuse a model of images of other channels."""
-    input: Patches.Config = input_of(plan.config)
-    data = plan.data
-    if input.channels != data.shape[2]:
-        raise KinformerError(
-            f"{data.name}: its images have {plural(data.shape[2], 'channel')}, but the model reads "
-            f"{input.channels}; give other images, or another model to begin with."
-        )
+    require_channels(plan.data, plan.config, "the model", "other images, or another model to begin with")
 
 
 # Batches of images with their classes, in an order computed without memory, changed at each step by the run's seed. The
@@ -242,23 +219,24 @@ class ImageBatch(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many positions are read."""
         return self.positions.numel()
 
 
 class HeldOutRows(DataModule):
-    """Rows whose validation has the first ``held_out`` items of a split."""
+    """Rows whose validation has the first ``held_out`` items of a split: by default images, as many as make up the
+    tokens that the settings say, 256 at least."""
 
-    settings: Settings
-    held_out: int
+    def __init__(self, plan: TrainingPlan) -> None:
+        self.data, self.settings, self.options = plan.data, plan.settings, plan.options
+        enough = ceil(self.settings.validation_tokens / self.settings.length)
+        self.held_out = min(len(self.data.validation), max(LEAST_IMAGES, enough))
 
     @property
     def validations(self) -> int:
         return -(-self.held_out // self.settings.batch_size)
 
     def shares(self, rank: int, world: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the numbers of the process's items of each batch, and which count: where a batch cannot be shared
-        evenly, its last item is repeated."""
+        """Yield the numbers of the process's items of each batch, and which count: repeated ones do not."""
         rows = self.settings.batch_size
         for first in range(0, self.held_out, rows):
             count = min(rows, self.held_out - first)
@@ -269,19 +247,15 @@ class HeldOutRows(DataModule):
 
 class ImageRows(HeldOutRows):
     """Training images in a new order in every epoch, and the first validation images.
-
-    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it.
-    """
+    ``features`` keeps the features of frozen encoders, where there are some; the objective sets it."""
 
     sums = ("nats", "correct")
     metrics = (ACCURACY, BITS_PER_LABEL)
     features: CachedFeatures | None = None
 
-    def __init__(self, data: ImageData, settings: Settings, options: VisionOptions) -> None:
-        self.data, self.settings, self.options = data, settings, options
-        self.chosen = chosen(data.train, options.label_share, settings.seed)
-        enough = ceil(settings.validation_tokens / settings.length)
-        self.held_out = min(len(data.validation), max(LEAST_IMAGES, enough))
+    def __init__(self, plan: TrainingPlan) -> None:
+        super().__init__(plan)
+        self.chosen = chosen(self.data.train, self.options.label_share, self.settings.seed)
 
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
@@ -367,11 +341,9 @@ class ImageClassification:
 
 class Distillation(ImageClassification):
     """(1 - weight) * cross-entropy of the label + weight * the loss against the teacher (DeiT, section 4).
-
     ``hard``: the cross-entropy of the class that the teacher finds most probable; ``soft``: temperature^2 * KL(teacher
     || student) of both at that temperature. A model with two heads learns the label by the first and this by the
-    second. Where nothing is learnt, as in validation, it is the plain cross-entropy.
-    """
+    second. Where nothing is learnt, as in validation, it is the plain cross-entropy."""
 
     def __init__(self, teacher: WholeModel, options: VisionOptions) -> None:
         super().__init__(options.smoothing)
@@ -396,22 +368,15 @@ class Distillation(ImageClassification):
         return warmth**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
-def training_rows(plan: TrainingPlan) -> ImageRows:
-    """Return the rows of training."""
-    return ImageRows(plan.data, plan.settings, plan.options)
-
-
 def class_loss(model: WholeModel, data: DataModule | None) -> ImageClassification:
     """Return the objective of classes, with the teacher of the rows ``data`` where they have one."""
     if not isinstance(data, ImageRows):
         return ImageClassification()
     changed = bool(data.options.augmentations or data.teacher)
     data.features = keep_features(part_of(model, "input"), changed=changed)
-    return (
-        ImageClassification(data.options.smoothing)
-        if data.teacher is None
-        else Distillation(data.teacher, data.options)
-    )
+    if data.teacher is not None:
+        return Distillation(data.teacher, data.options)
+    return ImageClassification(data.options.smoothing)
 
 
 def counted(logits: Tensor, batch: ImageBatch) -> dict[str, Tensor]:
@@ -436,59 +401,25 @@ AT_ONCE = 64
 TOP = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageMeasurement(LabelMeasurement):
-    """``calibration_error``: the mean gap between the probability of the predicted class and how often it is right,
-    over 15 bins of that probability (Guo et al. 2017, section 2). ``top_5``: how often the right class is among the
-    five most probable."""
-
-    calibration_error: float
-    top_5: float
-
-
 def measure_images(
-    model: WholeModel,
-    images: Images,
-    count: int,
-    classes: int,
-    progress: ProgressCallback | None = None,
-    predictions: ClassPredictions | None = None,
-) -> ImageMeasurement:
-    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; ``predictions`` notes the prediction of
-    each image."""
-    device = device_of(model)
-    batches: list[tuple[np.ndarray, ...]] = []
-    nats, among = 0.0, 0
+    model: WholeModel, images: Images, count: int, classes: int, quiet: bool
+) -> tuple[LabelMeasurement, float]:
+    """Measure ``model`` (in eval mode) on the first ``count`` of ``images``; return how often the right class is among
+    the five most probable, too."""
+    assert images.labels is not None
+    measured, among = LabelMeasurement(images.labels[:count], classes), 0
     with torch.inference_mode():
-        for first in range(0, count, AT_ONCE):
-            pixels, labels = tensors(images, np.arange(first, min(first + AT_ONCE, count)))
-            logits = model(pixels.to(device)).float().cpu()
-            nats += float(functional.cross_entropy(logits, labels, reduction="sum"))
-            require_finite(isfinite(nats))
-            nearest = logits.topk(min(TOP, logits.shape[-1])).indices
-            among += int((nearest == labels[:, None]).sum())
-            sure, guesses = logits.softmax(-1).max(-1)
-            if predictions is not None:
-                predictions.note(np.arange(first, first + len(labels)), logits)
-            batches.append((labels.numpy(), guesses.numpy(), sure.double().numpy()))
-            if progress is not None:
-                progress(first + len(labels), count)
-    labels_, guesses_, sure_ = (np.concatenate(item) for item in zip(*batches, strict=True))
-    counts = (np.bincount(item, minlength=classes) for item in (labels_, guesses_, labels_[guesses_ == labels_]))
-    examples, predicted, correct = (tuple(item.tolist()) for item in counts)
-    return ImageMeasurement(
-        bits=nats / log(2) / count,
-        examples=examples,
-        predicted=predicted,
-        correct=correct,
-        calibration_error=calibration_error(sure_, guesses_ == labels_),
-        top_5=among / count,
-    )
+        for part in parts_of(count, AT_ONCE, quiet):
+            index = np.arange(part.start, part.stop)
+            pixels, labels = tensors(images, index)
+            logits = model(pixels.to(device_of(model))).float().cpu()
+            measured.note(index, logits)
+            among += int((logits.topk(min(TOP, classes)).indices == labels[:, None]).sum())
+    return measured, among / count
 
 
 def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
-    """Return the expected calibration error of probabilities ``sure`` [n] from 0 to 1; ``right`` [n] says which
-    predictions were."""
+    """Return the expected calibration error of probabilities ``sure`` [n]; ``right`` [n]: which predictions were."""
     place = np.minimum((sure * BINS).astype(int), BINS - 1)
     gaps = np.bincount(place, sure, BINS) - np.bincount(place, right, BINS)
     return float(np.abs(gaps).sum() / len(sure))
@@ -496,56 +427,35 @@ def calibration_error(sure: np.ndarray, right: np.ndarray) -> float:
 
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: PredictionTable, quiet: bool) -> Evaluation:
     """Evaluate a run on held-out images, class by class, beside the most frequent class."""
-    result, images, count, same = held_out_images(subject.run, settings, labelled=True)
-    classes, number = classes_of(subject.run), numbers_of(subject.run, result.name, result.classes)
-    assert images.labels is not None
-    labels = number[np.asarray(images.labels)]
-    images = replace(images, labels=labels)
-    started_at = time.perf_counter()
-    with progressing(quiet) as progress:
-        predictions = None if options.predictions is None else ClassPredictions(count)
-        measured = measure_images(subject.model, images, count, len(classes), progress, predictions)
-    if predictions is not None:
-        options.write_predictions(predictions.rows(labels, classes))
-    counts, table = by_class(classes, measured, "images")
+    held, count = held_out_images(subject.run, settings, labelled=True)
+    classes, number = classes_of(subject.run), numbers_of(subject.run, held.data.name, held.data.classes)
+    labels, started_at = number[np.asarray(held.split.labels)], time.perf_counter()
+    images = replace(held.split, labels=labels)
+    measured, top_5 = measure_images(subject.model, images, count, len(classes), quiet)
+    options.write_predictions(measured.rows(classes))
+    counts, table = measured.by_class(classes, "images")
+    error = calibration_error(measured.shares, measured.right)
     text = (
-        heading(subject, result, settings.split),
-        f"accuracy {measured.accuracy:.1%}, top-5 {measured.top_5:.1%}, {measured.bits:.4f} bits per label, "
-        f"calibration error {measured.calibration_error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of "
+        f"accuracy {measured.accuracy:.1%}, top-5 {top_5:.1%}, {measured.bits:.4f} bits per label, "
+        f"calibration error {error:.1%}: {plural(count, 'image')}, {measured.guessing:.1%} are of "
         "the most frequent class\n",
         table,
     )
-    metrics = {
-        ACCURACY: measured.accuracy,
-        BITS_PER_LABEL: measured.bits,
-        CALIBRATION_ERROR: measured.calibration_error,
-    }
-    baselines, identity = {"guessing": measured.guessing}, identity_of_part(result, settings.split, same)
-    facts = baselines | {"measured_images": count, "top_5_accuracy": measured.top_5, "per_class": counts}
-    return evaluated(
-        subject, metrics, identity, text, facts=facts, baselines=baselines, task="vision", since=started_at
-    )
+    metrics = {ACCURACY: measured.accuracy, BITS_PER_LABEL: measured.bits, CALIBRATION_ERROR: error}
+    baselines = {"guessing": measured.guessing}
+    facts = baselines | {"measured_images": count, "top_5_accuracy": top_5, "per_class": counts}
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="vision", since=started_at)
 
 
-class HeldOut(NamedTuple):
-    """The images that a run is measured on: the first ``used`` of the split ``part`` of ``data``; ``same`` says
-    whether this is the run's own data."""
-
-    data: ImageData
-    part: Images
-    used: int
-    same: bool
-
-
-def held_out_images(run: TrainedRun, settings: EvaluationSettings, labelled: bool = False) -> HeldOut:
-    """Return the images that ``settings`` name, or the images of ``run``; ``labelled``: they must have labels."""
+def held_out_images(run: TrainedRun, settings: EvaluationSettings, labelled: bool = False) -> tuple[HeldOut, int]:
+    """Return the images that ``settings`` name, or the images of ``run``, and how many to measure on; ``labelled``:
+    they must have labels."""
     data = read_images(spec_of(run, settings.data), holdout=run.data.get("holdout"), size=run.options.resize)
-    same = note_other_data(run, data, settings.data is not None)
     if labelled and not data.classes:
         raise KinformerError(f"{data.name}: its images do not have labels to measure by; give others.")
-    require_channels(data, run)
-    part = data.splits[choose(settings.split, data.splits, "`split`")]
-    return HeldOut(data, part, len(part) if settings.first is None else min(settings.first, len(part)), same)
+    require_channels(data, run.config, str(run.folder))
+    held = HeldOut.of(run, settings, data)
+    return held, len(held.split.pixels[: settings.first])
 
 
 # The most probable classes of pictures: of a file, of the files in a folder, or of test images.
@@ -562,9 +472,7 @@ def predicted_classes(
             yield picture, classes, f"{picture.name}{label}: {spell_classes(classes)}"
 
 
-def classify(
-    subject: LoadedRun, prompt: None, options: GenerationSettings, write: Callable[[str], None] | None
-) -> Made:
+def classify(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write) -> Made:
     """Return the most probable classes of each image; ``write`` receives a line for each."""
     run, task_options = subject.run, options.task_options
     if task_options.image is None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kinformer.lab.training.lora import merge
 from kinformer.runtime.errors import KinformerError
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kinformer.lab.training.shards import Part, Shards
 
 
+T = TypeVar("T")
 SCHEMA, SHARDED_SCHEMA = 1, 2
 CHECKPOINTS, PLAN = "checkpoints", "plan.json"
 CONFIG = "config.json"
@@ -125,10 +126,8 @@ class Checkpoints:
         return self.folder / f"{_PREFIX}{step:08d}"
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write ``checkpoint``, then remove all checkpoints but the newest ``keep`` and the regular checkpoints.
-
-        A failure leaves the earlier checkpoints unchanged and is reported in one sentence.
-        """
+        """Write ``checkpoint``, then remove all checkpoints but the newest ``keep`` and the regular checkpoints. A
+        failure leaves the earlier checkpoints unchanged and is reported in one sentence."""
         partial = self._partial(checkpoint.step)
         try:
             with self.reporting_failure(self.path(checkpoint.step)):
@@ -145,22 +144,17 @@ class Checkpoints:
 
         place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)
 
-        def begin() -> None:
+        def report(work: Callable[[], T]) -> T:
             with self.reporting_failure(place):
-                self._make(partial)
+                return work()
 
-        def fill() -> dict[str, str]:
-            with self.reporting_failure(place):
-                return part.write(partial, group.rank)
-
-        def commit(digests: list[dict[str, str]]) -> None:
-            with self.reporting_failure(place):
-                self._commit(partial, checkpoint, opened_part(part, digests, partial))
+        def commit() -> None:
+            self._commit(partial, checkpoint, opened_part(part, digests, partial))
 
         try:
-            group.on_first(begin)
-            digests = group.on_all(fill)
-            group.on_first(lambda: commit(digests))
+            group.on_first(lambda: report(lambda: self._make(partial)))
+            digests = group.on_all(lambda: report(lambda: part.write(partial, group.rank)))
+            group.on_first(lambda: report(commit))
         except KinformerError:
             group.on_first(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
@@ -202,15 +196,14 @@ class Checkpoints:
         try:
             return self.read(steps[-1], group)
         except KinformerError as error:
-            reason = str(error)
             remedy = f"from step {steps[-2]}" if len(steps) > 1 else "from the beginning"
-            raise KinformerError(f"{reason.rstrip('.')}; or delete the folder {folder} to resume {remedy}.") from None
+            reason = str(error).rstrip(".")
+            raise KinformerError(f"{reason}; or delete the folder {folder} to resume {remedy}.") from None
 
     def read(
         self, step: int, group: Group | None = None, required: frozenset[str] = _NEEDED, verified: bool = True
     ) -> Checkpoint:
-        """Return the checkpoint of step ``step``, which must hold the groups ``required``; without ``verified``, the
-        bytes of shards are not read."""
+        """Return the checkpoint of step ``step`` with the groups ``required``; only if ``verified`` shards are read."""
         folder = self.path(step)
         with reading(folder / PLAN):
             plan = read_json(folder / PLAN)
@@ -230,8 +223,7 @@ class Checkpoints:
                 files[name], metadata = load_tensors(folder / f"{name}.safetensors")
                 if metadata.get(DIGEST) != digest:
                     raise KinformerError(
-                        f"{folder / f'{name}.safetensors'}: is not the file that the checkpoint's plan names; restore "
-                        "it from a copy."
+                        f"{folder / name}.safetensors: differs from the checkpoint's plan; restore it from a copy."
                     )
         if shards and group and verified:
             group.on_all(lambda: shards.verify(group.rank, group.world))
@@ -288,8 +280,7 @@ class Checkpoints:
 def removed(folder: Path) -> KinformerError:
     """Return the error of a run folder that was moved or removed during training."""
     return KinformerError(
-        f"{folder}: was moved or removed during training, so nothing after its last checkpoint is kept; continue it "
-        "in its new place with `resume`, or train again."
+        f"{folder}: was moved or removed during training; continue it in its new place with `resume`, or train again."
     )
 
 
@@ -324,7 +315,6 @@ class Saves:
 
     With ``in_thread`` a save must hold copies of its tensors, because training changes the originals. The saves of one
     step are in the queue at a time. After an error no later save is written, and :meth:`wait` raises the error.
-
     ``seconds``: how long the last save took to write.
     """
 
@@ -385,8 +375,7 @@ _MODEL = frozenset({"model"})
 
 
 def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
-    """Return the metrics of the best validation in a run folder, the deciding one
-    first, and its step; None if there is none."""
+    """Return the metrics and the step of the best validation in a run folder, the deciding metric first, or None."""
     place = place_of_best(folder)
     if not place.exists():
         return None
@@ -407,9 +396,7 @@ def _metrics_in(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float]:
 
 def place_of_best(folder: Path) -> Path:
     """Return the file of the best weights in a run folder, whether it exists or not, or the folder of their shards.
-
-    Both exist only where a process died after it wrote one and before it removed the other: the later one counts.
-    """
+    Both exist only where a process died after it wrote one and before it removed the other: the later one counts."""
     file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
     if not steps:
         return file
@@ -437,10 +424,7 @@ def _sharded(place: Path) -> Checkpoint:
 
 
 class Best:
-    """The best validation so far, and the file of its weights.
-
-    The first of ``metrics_in_order`` decides; the next metric breaks a tie.
-    """
+    """The best validation so far, and its weights: the first of ``metrics_in_order`` decides, the next breaks a tie."""
 
     def __init__(self, folder: Path, metrics_in_order: Sequence[Metric]) -> None:
         self.folder, self.metrics_in_order = folder, metrics_in_order
@@ -473,8 +457,7 @@ class Best:
         shutil.rmtree(self.folder / SHARDED, ignore_errors=True)
 
     def write_sharded(self, part: Part, step: int, group: Group) -> None:
-        """Write the weights of ``step``, called ``"model/name"``. Each process of ``group`` has a ``part``, so all must
-        call together."""
+        """Write the weights of ``step``, called ``"model/name"``; each process of ``group`` writes a ``part``."""
         noted = {} if self.metrics is None else {_METRICS: list(self.metrics.items())}
         Checkpoints(self.folder / SHARDED, 1).save_sharded(Checkpoint(step, {}, noted), part, group)
 

@@ -73,11 +73,8 @@ class Stretches(Crossing):
 
 
 class _Gathered(torch.autograd.Function):
-    """The ``local`` of all processes [processes, ...].
-
-    ``tied`` passes through unchanged. Every process therefore runs the backward, a collective, even where its outputs
-    do not depend on the tensors that the others sent.
-    """
+    """The ``local`` of all processes [processes, ...]. ``tied`` passes through unchanged. Every process therefore runs
+    the backward, a collective, even where its outputs do not depend on the tensors that the others sent."""
 
     @staticmethod
     def forward(ctx: Context, local: Tensor, tied: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
@@ -95,8 +92,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _FromNeighbours(torch.autograd.Function):
-    """The last ``limit`` slots [batch, heads, time, width] of earlier stretches, as many as there are; ``slots`` pass
-    through."""
+    """The last ``limit`` slots [batch, heads, time, width] of earlier stretches; ``slots`` pass through."""
 
     @staticmethod
     def forward(ctx: Context, slots: Tensor, stretches: Stretches, limit: int) -> tuple[Tensor, Tensor]:
@@ -219,8 +215,7 @@ def _learns(leaf: Tensor) -> bool:
 
 
 class _Sent(torch.autograd.Function):
-    """The leaves of a state, sent to the next process. y passes through, so that its backward receives the gradients
-    of the leaves."""
+    """The leaves of a state, sent to the next process. y passes through, so that its backward receives gradients."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, marker: Tensor, stretches: Stretches, *leaves: Tensor) -> Tensor:
@@ -250,9 +245,8 @@ class _Received(torch.autograd.Function):
         ctx.stretches = stretches
         forms = torch.empty(len(dtypes), _AXES, dtype=torch.int64, device=x.device)
         stretches.exchange(None, -1, forms, stretches.number - 1)
-        leaves = [
-            torch.empty(_shape(form), dtype=dtype, device=x.device) for form, dtype in zip(forms, dtypes, strict=True)
-        ]
+        forms_of = zip(forms, dtypes, strict=True)
+        leaves = [torch.empty(_shape(form), dtype=dtype, device=x.device) for form, dtype in forms_of]
         for leaf in leaves:
             if leaf.numel():
                 stretches.exchange(None, -1, leaf, stretches.number - 1)
@@ -281,19 +275,18 @@ def check_time(model: nn.Module, ring: bool) -> None:
     _check_stack(stack)
     waiting = [mixer for mixer in mixers_of(stack) if not crosses(mixer)]
     if stack.config.recomputes and waiting:
-        raise _unshared(
-            stack.config,
-            f"the mixer {type(waiting[0]).__name__} would receive states again in the backward pass; set "
-            "stack.checkpoint = false",
-        )
+        kind = type(waiting[0]).__name__
+        why = f"the mixer {kind} would receive states again in the backward pass; set stack.checkpoint = false"
+        raise _unshared(stack.config, why)
     initial_states = tuple(mixer.initial_state(1) for mixer in mixers_of(stack) if not isinstance(mixer, SourceMixer))
     if modules_of(model, AuxLoss) or pop_aux(initial_states)[0]:
         raise _unshared(config, "it has costs beside the loss, which are means over rows")
     for mixer in mixers_of(stack) if ring else ():
         if getattr(mixer, "growth", None) == "linear" and not getattr(mixer, "rings", False):
+            kind = type(mixer).__name__
             raise KinformerError(
-                f"`parallel` ring: the keys and values of the mixer {type(mixer).__name__} do not go round, since its "
-                "scores are more than products of queries and keys; give cp instead of ring."
+                f"`parallel` ring: the keys and values of the mixer {kind} do not go round, since its scores are more "
+                "than products of queries and keys; give cp instead."
             )
 
 
@@ -301,10 +294,7 @@ def _check_reader(reader: Any, ring: bool) -> None:
     """Raise for an encoder that needs a whole row at once."""
     config, stack = reader.config, reader.stack
     if ring:
-        raise KinformerError(
-            "`parallel` ring: keys and values go round in the order of time, but an encoder sees both ways; give cp "
-            "instead of ring."
-        )
+        raise KinformerError("`parallel` ring: keys go round in order of time, but an encoder sees both ways; give cp.")
     if reader.input.config.kind != "tokens":
         raise _unshared(config, f"its input {reader.input.config.kind!r} does not have tokens in order")
     if config.global_tokens or config.global_input is not None:
@@ -349,8 +339,8 @@ def mixers_of(stack: Stack) -> list[CausalMixer]:
 
 
 def share_time(step: ObjectiveModule, processes: distributed.ProcessGroup, keeps: bool, ring: bool) -> None:
-    """Change ``step`` in place so that it computes one stretch of its rows; the other ``processes`` compute the other
-    stretches. ``keeps``: whether the states after the rows are needed."""
+    """Change ``step`` in place so that it computes one stretch of its rows; the other ``processes`` compute the others.
+    ``keeps``: whether the states after the rows are needed."""
     model: Any = step.model
     check_time(model, ring)
     stretches = Stretches(processes, keeps, ring)
@@ -387,8 +377,7 @@ class _Edge:
         return batch, state._replace(seen=stretches.before), *rest
 
     def leave(self, _: nn.Module, __: object, outputs: ObjectiveOutput) -> ObjectiveOutput:
-        """Weight the loss by this stretch's share of the predictions and sum the metrics over the row; give the state
-        the number of tokens after the row."""
+        """Weight the loss by this stretch's share of the predictions; sum the metrics and count tokens over the row."""
         loss, metrics, state = outputs
         predicted = metrics[PREDICTED].to(loss.dtype)
         sums = torch.stack([metric.detach().to(torch.float64) for metric in metrics.values()])
@@ -416,9 +405,6 @@ class _Edge:
 def groups_of(replicas: int, context: int, tensor: int) -> distributed.ProcessGroup:
     """Return the group of processes that share rows with this one; all processes of the job must call together."""
     size = context * tensor
-    members = [
-        [replica * size + stretch * tensor + part for stretch in range(context)]
-        for replica in range(replicas)
-        for part in range(tensor)
-    ]
+    places = [(replica, part) for replica in range(replicas) for part in range(tensor)]
+    members = [[replica * size + stretch * tensor + part for stretch in range(context)] for replica, part in places]
     return distributed.new_subgroups_by_enumeration(members)[0]

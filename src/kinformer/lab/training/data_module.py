@@ -14,8 +14,8 @@ from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import WholeModel, modules_of
 from kinformer.core.state import State, map_tensors, pop_aux, rebuilt
 from kinformer.lab.training.logging import Metric
+from kinformer.runtime.compiling import gathered, is_sharded, like
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered, is_sharded, like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,8 +72,7 @@ def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: in
 
 class Layouts:
     """The layout of a run's tensors over processes. Tensor parallelism gives every process the rows of its heads, which
-    are not adjacent in a whole weight. Checkpoints hold the rows of whole weights in order, so that any number of
-    processes can read them.
+    are not adjacent in a whole weight; checkpoints hold the rows of whole weights in order.
 
     ``cuts``: the cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``. Without a
     mesh tensors are not cut.
@@ -152,9 +151,8 @@ class Layouts:
             self._flat = init_device_mesh(whole.device.type, (world,))
         size = -(-len(whole) // world)
         local = whole[rank * size : (rank + 1) * size].clone()
-        return DTensor.from_local(
-            local, self._flat, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(local, self._flat, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 UNDIVIDED = Layouts()
@@ -190,8 +188,7 @@ class DataModule:
         tensors of :meth:`state_tensors` when the run was stopped (of a new run none)."""
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors on which the next rows depend besides the step's
-        number and the weights, for a checkpoint."""
+        """Return the tensors on which the next rows depend besides the step and the weights, for a checkpoint."""
         return {}
 
     def batch(self, step: int, rank: int, world: int) -> Batch:
@@ -203,8 +200,8 @@ class DataModule:
         raise NotImplementedError
 
     def validate(self) -> dict[str, float] | None:
-        """Return the means of :attr:`sums` where validation acts in an environment, with the model of :meth:`begin` in
-        eval mode; None where the objective scores the rows of :meth:`validation`."""
+        """Return the means of :attr:`sums` where validation acts in an environment, with the model of :meth:`begin`;
+        None where the objective scores the rows of :meth:`validation`."""
         return None
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
@@ -212,8 +209,7 @@ class DataModule:
         raise NotImplementedError
 
     def baselines(self) -> dict[str, float]:
-        """Return the first metric of simple rules on the rows of :meth:`validation`, by the names of the task's
-        ``rivals``; computed in seconds, and empty where no rule is that quick."""
+        """Return the first metric of quick simple rules on the rows of :meth:`validation`, by the task's ``rivals``."""
         return {}
 
 
@@ -226,7 +222,6 @@ class DataModule:
 
 ObjectiveOutput = tuple[Tensor, dict[str, Tensor], State]
 """Loss, metrics and the model's state after the batch; None for a model without a state."""
-
 
 PREDICTED = "predicted"
 """The metric that every objective returns: how many predictions its sums are over."""
@@ -254,18 +249,14 @@ class Objective(Protocol):
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """Return the context of a forward pass in ``precision``: "fp32" or "bf16-mixed"."""
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, torch.bfloat16)
 
 
 class ObjectiveModule(nn.Module):
     """A model and its objective as one module, so that the engine sees every call of the model by the objective.
-
     Auxiliary losses (sums over positions, one per row), in the state or gathered from an encoder's layers
     (``core.learning``), are added to the loss as means over positions; in training, so are the penalties of regularized
-    parts. ``replicas``: the processes whose gradients are averaged here, None where an engine averages them.
-    """
+    parts. ``replicas``: the processes whose gradients are averaged here, None where an engine averages them."""
 
     replicas: distributed.ProcessGroup | None = None
 

@@ -1,7 +1,5 @@
-"""Several processes on PyTorch's own engines, DDP (Li et al. 2020) and FSDP2, started by torchrun or by Kinformer.
-
-One process is the case ``world = 1``: it has the same rows, losses and files.
-"""
+"""Several processes on PyTorch's own engines, DDP (Li et al. 2020) and FSDP2, started by torchrun or by Kinformer. One
+process is the case ``world = 1``: it has the same rows, losses and files."""
 
 from __future__ import annotations
 
@@ -38,7 +36,6 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import begin_process
 
 # Ctrl-C, a scheduler's SIGTERM and a terminal's SIGHUP end a run in good order: after the step, with a checkpoint.
-
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -102,11 +99,10 @@ def job_id() -> str | None:
 
 
 def of_this_start(store: Store, rank: int, world: int) -> Store:
-    """Return ``store`` with a prefix that process ``rank`` shares with the ``world`` processes of this start, and with
-    no earlier process.
+    """Return ``store`` with a prefix that process ``rank`` shares with the ``world`` processes of this start alone.
 
     The first process makes the prefix. Every other process asks for it with a new word, so that it cannot read an old
-    answer. It then confirms the answer, so that the first process knows which processes still wait.
+    answer, and confirms the answer, so that the first process knows which processes still wait.
 
     Errors: ``TimeoutError`` where a process does not come within PyTorch's time for a collective.
     """
@@ -139,12 +135,10 @@ SIGNALLED = tuple(128 + number for number in SIGNALS)
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that train one model together; this one has number ``rank`` of ``world``.
-
-    ``tensor`` neighbours compute the same rows, each with a part of the heads. ``context`` such groups have the
-    stretches of the same rows, in order of time, and with ``ring`` circulate keys and values. With the ``strategy``
-    fsdp, processes with other tokens share the weights.
-    """
+    """The processes that train one model together; this one has number ``rank`` of ``world``. ``tensor`` neighbours
+    compute the same rows, each with a part of the heads. ``context`` such groups have the stretches of the same rows,
+    in order of time, and with ``ring`` circulate keys and values. With the ``strategy`` fsdp, processes with other
+    tokens share the weights."""
 
     device: torch.device
     rank: int = 0
@@ -157,8 +151,7 @@ class Group:
     """The process group for all exchanges outside of the engines; PyTorch's default group if None."""
 
     def with_new_channel(self) -> Group:
-        """Return the same processes with another channel, for a thread beside training; all must call it
-        together."""
+        """Return the same processes with another channel, for a thread beside training; all must call together."""
         return self if self.world == 1 else replace(self, channel=distributed.new_group(backend="gloo"))
 
     @property
@@ -225,8 +218,7 @@ class Group:
         return values.tolist()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Return the result of ``function`` on the first process to all processes, or raise its
-        :class:`KinformerError` on all."""
+        """Return the first process's result of ``function`` to all, or raise its :class:`KinformerError` on all."""
         if self.world == 1:
             return function()
         outcome: list[tuple[list[T], str | None]] = [([], None)]
@@ -242,8 +234,7 @@ class Group:
         return results[0]
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
-        """Return the results of ``function`` on every process, in order of rank, to all processes, or raise the first
-        :class:`KinformerError` on all."""
+        """Return every process's result of ``function``, in order, to all, or raise its :class:`KinformerError`."""
         outcome: tuple[list[T], str | None]
         try:
             outcome = [function()], None
@@ -260,8 +251,7 @@ class Group:
         return [results[0] for results, _ in outcomes]
 
     def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """Return each process's ``tensors`` (as many, of any shapes) on the CPU of
-        the first, in order of rank; else []."""
+        """Return each process's ``tensors``, of any shapes, on the CPU of the first, in order of rank; else []."""
         tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
         if self.world == 1:
             return [tensors]
@@ -279,17 +269,14 @@ class Group:
 
 
 def started_by_torchrun() -> bool:
-    """Return whether this process is one of several that torchrun (or another
-    launcher that sets its variables) started."""
+    """Return whether torchrun, or a launcher that sets its variables, started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 @contextmanager
 def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, ring: bool = False) -> Iterator[Group]:
-    """Join the process group of the launcher's environment variables, and leave it cleanly at the end.
-
-    Hold no model or optimiser outside of the block.
-    """
+    """Join the process group of the launcher's environment variables, and leave it cleanly at the end. Hold no model or
+    optimiser outside of the block."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
     local_device = torch.device(device, local) if device == "cuda" else torch.device(device)
@@ -311,8 +298,7 @@ def join(device: str, strategy: Strategy, tensor: int = 1, context: int = 1, rin
 
 
 def shutdown() -> None:
-    """Leave the process group. Holders of communication buffers are freed first, since the process would abort
-    otherwise."""
+    """Leave the process group, after freeing holders of communication buffers: otherwise the process aborts."""
     gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -322,8 +308,7 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
     """Run ``function(*arguments)`` in ``processes`` new processes of this machine; return the result of the first one.
 
     A :class:`KinformerError` there is raised here. ``InterruptedError(128 + signal)`` says that a signal ended the
-    processes. A function that obeys a signal must leave with ``SystemExit(128 + signal)``, because its result is not
-    read then.
+    processes. A function that obeys a signal must leave with ``SystemExit(128 + signal)``.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -371,8 +356,7 @@ def launch(function: Callable[..., T], arguments: tuple[object, ...], processes:
 
 @contextmanager
 def _caller_restored() -> Iterator[None]:
-    """Restore the signals' handlers and Python's random numbers, which PyTorch's launcher changes for good, and remove
-    its variable."""
+    """Restore the signals' handlers, Python's random numbers and the environment, which PyTorch's launcher changes."""
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGQUIT)}
     numbers = random.getstate()
     try:
@@ -386,8 +370,7 @@ def _caller_restored() -> Iterator[None]:
 
 
 class _Withheld(logging.Filter):
-    """A filter that withholds the messages of PyTorch's launcher; for a killed process they hold the launcher's stack
-    only."""
+    """A filter that withholds the messages of PyTorch's launcher, which hold the launcher's stack only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +392,6 @@ class _Withheld(logging.Filter):
 
     @property
     def text(self) -> str:
-        """Return the withheld messages, one per line."""
         return "\n".join(record.getMessage() for record in self._records)
 
     def release(self) -> None:
@@ -504,8 +486,8 @@ def check_divided(data: DataModule, objective: object, settings: Settings, group
         place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
         if not (data.by_time and getattr(objective, "by_token", False)):
             raise KinformerError(
-                f"{place}: only rows of text can be cut along time, for losses of each token or label alone; train "
-                "with the task next-token, mlm, classify or translate and its first objective, or leave it out."
+                f"{place}: only rows of text can be cut along time, for losses of each token or label; train with the "
+                "task next-token, mlm, classify or translate and its first objective, or leave it out."
             )
         check_length(settings, group)
         if settings.compile:
@@ -513,23 +495,19 @@ def check_divided(data: DataModule, objective: object, settings: Settings, group
     if group.tensor == 1:
         return
     if type(data).begin is not DataModule.begin:
-        raise KinformerError(
-            f"`parallel` tp={group.tensor}: rows of this task are made by the model itself, which has a part of its "
-            "heads only; leave tp out."
-        )
+        raise KinformerError(f"`parallel` tp={group.tensor}: the whole model makes rows of this task; leave tp out.")
     if settings.compile:
         raise KinformerError(
-            f"`parallel` tp={group.tensor}: `compile` does not see how processes add up their parts; leave one out."
+            f"`parallel` tp={group.tensor}: `compile` does not see the processes' sums; leave one out."
         )
 
 
 def check_length(settings: Settings, group: Group) -> None:
     """Raise for rows whose time cannot be cut into stretches of one length."""
     if settings.length % group.context:
-        raise KinformerError(
-            f"`parallel` {'ring' if group.ring else 'cp'}={group.context}: does not divide `length` {settings.length}; "
-            f"give a multiple of {group.context}."
-        )
+        place = f"`parallel` {'ring' if group.ring else 'cp'}={group.context}"
+        multiple = f"give a multiple of {group.context}"
+        raise KinformerError(f"{place}: does not divide `length` {settings.length}; {multiple}.")
 
 
 def check_shared(model: nn.Module, group: Group) -> None:
@@ -538,13 +516,11 @@ def check_shared(model: nn.Module, group: Group) -> None:
         return
     if group.world % (group.tensor * group.context):
         sizes = f"tp={group.tensor}" if group.context == 1 else f"tp={group.tensor},cp={group.context}"
-        raise KinformerError(
-            f"`parallel` {sizes}: does not divide {group.world} processes; give a divisor of that number."
-        )
+        raise KinformerError(f"`parallel` {sizes}: does not divide {group.world} processes; give a divisor.")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         raise KinformerError(
-            f"`devices` {group.world}: the norm 'batch' sees the tokens of one process only; train in one, or with "
-            "`set` layers.*.feed_forward.norm=layer."
+            f"`devices` {group.world}: the norm 'batch' sees the tokens of one process only; train in one process, or "
+            "with `set` layers.*.feed_forward.norm=layer."
         )
     if group.strategy == "fsdp" and any(not stack.shardable for stack in model.modules() if isinstance(stack, Stack)):
         raise KinformerError(
@@ -554,8 +530,8 @@ def check_shared(model: nn.Module, group: Group) -> None:
     if sparse_tables(model) and (group.strategy == "fsdp" or group.device.type != "cpu"):
         where = "`strategy` fsdp" if group.strategy == "fsdp" else f"`devices` {group.world} on GPUs"
         raise KinformerError(
-            f"{where}: a table with sparse gradients cannot be shared so; train in one process, with `strategy` ddp on "
-            "a CPU, or with `set` layers.N.feed_forward.sparse=false, which makes them dense."
+            f"{where}: a table with sparse gradients cannot be shared; train in one process, with `strategy` ddp on a "
+            "CPU, or with `set` layers.N.feed_forward.sparse=false."
         )
 
 

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 # A metric of a model: its name, its unit, and whether lower is better.
 
-
 SHARE = "share"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` in words ("bits per byte"), SHARE for a share of
-    1."""
+    """A metric: ``name`` as in records (``bits_per_byte``); ``unit`` in words, or SHARE for a share of 1."""
 
     name: str
     unit: str
@@ -110,11 +108,8 @@ QUIET_SECONDS = 10.0
 
 class EventFile:
     """A file of TensorBoard events in ``folder`` that begins after step ``resumed`` and voids later points of earlier
-    files.
-
-    The training thread writes it, and the file stays open. TensorBoard's own writer opens its file by name in a thread,
-    which fails loudly when the folder is moved or removed.
-    """
+    files. TensorBoard's own writer opens its file by name in a thread, which fails loudly when the folder is moved or
+    removed."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -157,8 +152,7 @@ class EventFile:
 
 
 class Log:
-    """The log of a run folder, to which records are appended. A resumed run first drops the records after the step from
-    which it resumes."""
+    """The log of a run folder, to which records are appended. A resumed run drops the records after its first step."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS
@@ -188,8 +182,7 @@ SMOOTH = 0.8
 
 
 class Smoothing:
-    """Smooths the metrics of successive steps: a moving mean without a bias to its beginning. NaN and infinity do
-    not count."""
+    """Smooths metrics: a moving mean without a bias to its beginning. NaN and infinity do not count."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
@@ -200,14 +193,12 @@ class Smoothing:
             if isfinite(value):
                 total, weight = self._sums.get(name, (0.0, 0.0))
                 self._sums[name] = (SMOOTH * total + value, SMOOTH * weight + 1)
-        return {
-            name: self._sums[name][0] / self._sums[name][1] if name in self._sums else metrics[name] for name in metrics
-        }
+        sums = self._sums
+        return {name: sums[name][0] / sums[name][1] if name in sums else metrics[name] for name in metrics}
 
 
 class History(NamedTuple):
-    """The log of a run: points (step, value) of ``metric`` in training, smoothed, and in validation, in ``unit``; and
-    the records of ``samples``."""
+    """The log of a run: points (step, value) of ``metric``, in training smoothed, and records of ``samples``."""
 
     metric: Metric
     steps: int
@@ -223,10 +214,10 @@ class History(NamedTuple):
     @property
     def range(self) -> tuple[float, float]:
         """The range of the values that a picture shows: without the first steps of training, which fall steeply."""
-        late = [value for step, value in self.training if step >= self.steps / 20] or [
+        values = [value for step, value in self.training if step >= self.steps / 20] or [
             item[1] for item in self.training
         ]
-        values = [value for _, value in self.validation] + late
+        values = [value for _, value in self.validation] + values
         margin = 0.05 * ((max(values) - min(values)) or abs(values[0]) or 1.0)
         return min(values) - margin, max(values) + margin
 
@@ -260,9 +251,8 @@ def _step(line: str) -> float:
 
 
 class TrainingProgress:
-    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then.
-
-    It shows nothing in ``quiet`` runs, and in all processes but the first."""
+    """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then. It
+    shows nothing in ``quiet`` runs, and in all processes but the first."""
 
     def __init__(self, total: int, done: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         self.total, self.quiet, self._done_before = total, quiet, done
@@ -282,8 +272,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
-        """Show that ``done`` steps are done, the last with ``metrics``, and this many ``tokens`` in ``seconds`` so far.
-        The displayed speed is the speed since the last display."""
+        """Show that ``done`` steps are done, the last with ``metrics``, and the speed since the last display."""
         now = time.monotonic()
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")

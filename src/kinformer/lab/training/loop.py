@@ -24,6 +24,7 @@ from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_f
 from kinformer.core.model import modules_of
 from kinformer.core.state import State
 from kinformer.lab.data.sampling import mix
+from kinformer.lab.training import schedule
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -56,31 +57,13 @@ from kinformer.lab.training.distributed import (
     compile_units,
     wrapped,
 )
-from kinformer.lab.training.logging import (
-    ENVIRONMENT_STEPS,
-    Log,
-    Metric,
-    Result,
-    Smoothing,
-    TrainingProgress,
-)
+from kinformer.lab.training.logging import ENVIRONMENT_STEPS, Log, Metric, Result, Smoothing, TrainingProgress
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
-from kinformer.lab.training.schedule import (
-    FORWARD_SHARE,
-    LOOKS,
-    PROBE_SHARE,
-    Course,
-    LearningRate,
-    Pace,
-    seconds_of,
-    seconds_per_step,
-    stage_at,
-)
 from kinformer.lab.training.settings import Settings
 from kinformer.lab.training.shards import Part, part_of
+from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import is_here, reading
-from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
@@ -92,11 +75,9 @@ if TYPE_CHECKING:
 
 
 class Carried:
-    """The states of this process's ``parts`` accumulated parts; None before the first step.
-
-    A checkpoint holds the leaves of all parts of all processes, in the order of the global batch's rows, so that a run
-    with another number of processes or parts can read them.
-    """
+    """The states of this process's ``parts`` accumulated parts; None before the first step. A checkpoint holds the
+    leaves of all processes' parts, in the order of the global batch's rows, so that any number of processes can read
+    them."""
 
     def __init__(self, parts: int) -> None:
         self.states: list[State] = [None] * parts
@@ -107,11 +88,8 @@ class Carried:
         self.states = [None] * len(self.states)
 
     def divide(self, whole: State, model: Any, group: Group) -> None:
-        """Keep this process's heads of the carried states.
-
-        ``whole`` is a state of the undivided model, ``model`` this process's part of the model. Leaves without heads
-        are the same in all parts.
-        """
+        """Keep this process's heads of the carried states; leaves without heads are the same in all parts. ``whole`` is
+        a state of the undivided model, ``model`` this process's part of the model."""
         pairs = zip(states.tensors(whole), states.tensors(model.initial_state(1)), strict=True)
         for leaf, fewer in pairs:
             dims = [dim for dim, (a, b) in enumerate(zip(leaf.shape, fewer.shape, strict=True)) if a != b]
@@ -179,18 +157,14 @@ def rebuilt(template: object, leaves: list[Tensor]) -> State:
 
 
 class Validation:
-    """The validation on rows of ``data``. Where ``data`` carries states, a batch begins with the state of the batch
-    before.
-
-    The rows of a batch are spread over the processes. The result does not depend on the number of processes.
-    """
+    """The validation on rows of ``data``, which are spread over the processes without a change of the result. Where
+    ``data`` carries states, a batch begins with the state of the batch before."""
 
     def __init__(self, data: DataModule, group: Group) -> None:
         self.data, self.group = data, group
 
     def __call__(self, engine: nn.Module) -> dict[str, float]:
-        """Return the means of the metrics over all predictions; ``engine`` is a
-        wrapped ``ObjectiveModule``, left in training mode."""
+        """Return the mean metrics over all predictions of ``engine``, a wrapped ``ObjectiveModule`` in training."""
         engine.eval()
         if (means := self.data.validate()) is not None:
             engine.train()
@@ -216,13 +190,12 @@ Tensors = Mapping[str, Tensor]
 
 
 class Storage:
-    """The checkpoints and the best weights in a run's ``folder``, for the processes of ``group``.
+    """The checkpoints and the best weights in a run's ``folder``, for the processes of ``group``, which call every
+    method together.
 
     The first of ``metrics`` decides which weights are the best. The first process writes whole tensors; where the
     weights are sharded over processes, every process writes its part. With ``async_saves`` a thread writes copies while
     training continues: the same files, only later.
-
-    All processes call every method together.
     """
 
     def __init__(self, folder: Path, settings: Settings, metrics: Sequence[Metric], group: Group) -> None:
@@ -236,10 +209,8 @@ class Storage:
         self.writers = group.with_new_channel() if settings.async_saves else group
 
     def save(self, step: int, groups: Mapping[str, Tensors], files: Mapping[str, Tensors], numbers: JsonObject) -> None:
-        """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process.
-
-        A weight of NaN or infinity is an error, and nothing is written. Without best weights, these become the best.
-        """
+        """Write a checkpoint of ``groups``, sharded as the weights are, and of ``files``, whole on the first process. A
+        weight of NaN or infinity is an error, and nothing is written. Without best weights, these become the best."""
         self.saves.begin(step)
         if not self.group.sharded:
             gathered = {name: gather(tensors.items(), self.group.first) for name, tensors in groups.items()}
@@ -315,8 +286,8 @@ class Storage:
             raise self.diverged(f"a weight is not finite after step {step}")
 
     def require_home(self) -> None:
-        """Raise if the folder was moved or removed during training: writing would begin a second folder with half a
-        run. A removal that meets a save leaves a folder without the config."""
+        """Raise if the folder was moved or removed during training: writing would begin a second folder. A removal that
+        meets a save leaves a folder without the config."""
         here = self.home is None or is_here(self.folder, self.home)
         if not here or (self.has_config and not (self.folder / CONFIG).exists()):
             raise removed(self.folder)
@@ -325,7 +296,7 @@ class Storage:
 # One update: rows in, forward and backward in parts, gradients clipped, weights moved.
 
 _FEATURES = 0x46454154
-"""Mixed into the seed of random features, which therefore differs from the seed of masks."""
+"""The constant in the seed of random features, which therefore differs from the seed of masks."""
 
 
 class UpdateResult(NamedTuple):
@@ -365,9 +336,11 @@ class Updater:
         """Return the seconds of an update, measured for about ``limit`` seconds of ``clock``. The measured updates have
         the learning rate 0, and their other effects are undone."""
         buffers = [(buffer, buffer.clone()) for buffer in self.engine.buffers()]
-        seconds = seconds_per_step(
-            lambda step: float(self(step, 0.0, 0.0).loss), limit, lambda: self.group.largest(clock())[0]
-        )
+
+        def clock_of_all() -> float:
+            return self.group.largest(clock())[0]
+
+        seconds = schedule.seconds_per_step(lambda step: float(self(step, 0.0, 0.0).loss), limit, clock_of_all)
         self.forget()
         for buffer, before in buffers:
             buffer.copy_(before)
@@ -412,20 +385,16 @@ class Updater:
         return torch.stack([loss.detach(), *means])
 
     def _batch(self, step: int) -> Batch:
-        batch = self.data.batch(step, self.group.replica, self.group.replicas)
-        batch = self.group.stretch_of(batch)
+        batch = self.group.stretch_of(self.data.batch(step, self.group.replica, self.group.replicas))
         if self.group.device.type == "cuda":
             batch = map_fields(batch, Tensor.pin_memory)
         return map_fields(batch, lambda field: field.to(self.group.device, non_blocking=True))
 
 
 class Window:
-    """The updates since the last reading. Their results stay on the device until the next reading, so that a step does
-    not wait for the device.
-
-    ``speed``: tokens per second between the last two readings; ``overall``: over all readings, ``tokens`` in
-    ``seconds``.
-    """
+    """The updates since the last reading, whose results stay on the device until the next reading, so that a step does
+    not wait. ``speed``: tokens per second between the last two readings; ``overall``: over all, ``tokens`` in
+    ``seconds``."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -435,8 +404,7 @@ class Window:
         self.restart()
 
     def read(self) -> tuple[list[float], list[float], list[list[float]]]:
-        """Return the losses, norms and metrics (means over the processes) of the steps since the last reading; this
-        waits for the device."""
+        """Return the losses, norms and mean metrics of the steps since the last reading; this waits for the device."""
         if not self.updates:
             return [], [], []
         ours = torch.stack([torch.cat([done.loss[None], done.metrics]) for done in self.updates])
@@ -456,12 +424,11 @@ class Window:
 
 class Trainer:
     """The trainer of ``model`` on ``data`` for ``objective``. It continues from the newest checkpoint in ``folder`` to
-    the end of that checkpoint's stage (``lab.training.stages``), to which ``model`` and ``data`` belong.
+    the end of that checkpoint's stage (``lab.training.schedule``), to which ``model`` and ``data`` belong.
 
     ``model`` is any module that the objective can call; where the data carries states, it has ``initial_state(batch)``.
-    The trainer changes ``model`` in place; with several processes the model belongs to the trainer from then on.
-    ``quiet``: the trainer reports nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if
-    None. ``reporter`` draws samples, and writes the run's page with every checkpoint.
+    The trainer changes ``model`` in place. ``quiet``: the trainer reports nothing. ``started_at``: when its minutes
+    began, by ``time.monotonic()``; now if None. ``reporter`` draws samples, and writes the page with every checkpoint.
     """
 
     def __init__(
@@ -484,7 +451,7 @@ class Trainer:
         self.checkpoints, self.best = self.storage.checkpoints, self.storage.best
         saved = self.checkpoints.load(group)
         place = str(self.checkpoints.path(saved.step)) if saved else ""
-        self.stage = stage_at(settings, saved.step if saved else 0)
+        self.stage = schedule.stage_at(settings, saved.step if saved else 0)
         self.settings = settings = self.stage.settings
         carried = Carried(settings.accumulate)
         check_divided(data, objective, settings, group)
@@ -522,9 +489,9 @@ class Trainer:
         self.step_seconds: float = numbers.get("each_step", self.spent / max(1, self.step))
         self.saved_at = time.monotonic()
         self.started_at = self.saved_at if started_at is None else started_at
-        self.rate = LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
+        self.rate = schedule.LearningRate(self.settings, self.stage, self.data.metrics[0], numbers, self.step)
         course = (numbers.get("total", 0), numbers.get("since", 0), numbers.get("share", 0.0))
-        self.course = Course(self.settings.steps) if self.settings.steps else Course(*course)
+        self.course = schedule.Course(self.settings.steps) if self.settings.steps else schedule.Course(*course)
         if saved and self.settings.steps and self.group.first:
             before = numbers["total"]
             was, rate = (self.rate(self.step, total) for total in (before, self.total))
@@ -576,8 +543,8 @@ class Trainer:
             signal=interrupt.signal,
         )
 
-    def _steps(self, pace: Pace | None, interrupt: Interrupt) -> None:
-        validation = FORWARD_SHARE * self.data.validations
+    def _steps(self, pace: schedule.Pace | None, interrupt: Interrupt) -> None:
+        validation = schedule.FORWARD_SHARE * self.data.validations
         validate_every, checkpoint_every = pace.every if pace else self.settings.cadences(self.total, validation)
         look, border = self.step + 1, self.stage.end
         if self._out_of_patience(validate_every):  # it had ended before it was resumed
@@ -596,14 +563,14 @@ class Trainer:
             saves = last or stopped or old or due or self.step == border
             if validates or saves or self.step % self.settings.log_every == 0:
                 self._report(rate)
-            validating = seconds_of(self._validate) if validates else 0.0
+            validating = schedule.seconds_of(self._validate) if validates else 0.0
             if self.settings.sample_every and (last or self.step % self.settings.sample_every == 0):
-                validating += seconds_of(self._sample)
+                validating += schedule.seconds_of(self._sample)
             if validates and not last and self._out_of_patience(validate_every):
                 last = saves = True
             if last:
                 self._finish(bool(validate_every))
-            saving = seconds_of(self._save, due) if saves else 0.0
+            saving = schedule.seconds_of(self._save, due) if saves else 0.0
             if validating or saves:
                 self.window.restart()
                 if pace:
@@ -612,14 +579,14 @@ class Trainer:
                 interrupt.signal = stopped
                 break
 
-    def _look(self, pace: Pace) -> int:
-        """Update the estimate of the steps that fit in the minutes; return the step of the next
-        estimate: a tenth of the rest, but at most ``LOOKS`` times evenly spread."""
+    def _look(self, pace: schedule.Pace) -> int:
+        """Update the estimate of the steps that fit in the minutes; return the step of the next estimate: after a tenth
+        of the rest, but at most ``LOOKS`` times."""
         pace.look(self.step, time.monotonic())
         total = self.group.on_first(lambda: self.step + pace.steps(60 * (self.settings.minutes or 0) - self.seconds))
         self.course.revise(self.step, max(self.step, total))
         self.progress.expect(self.total)
-        return self.step + max(1, (self.total - self.step) // 10, self.total // LOOKS)
+        return self.step + max(1, (self.total - self.step) // 10, self.total // schedule.LOOKS)
 
     def _out_of_patience(self, validate_every: int) -> bool:
         """Return whether the last ``patience`` validations were not better than the best."""
@@ -663,8 +630,7 @@ class Trainer:
         return ", ".join(texts + acted)
 
     def _finish(self, measures: bool) -> None:
-        """Do all work at the end of a run before the last checkpoint, because that checkpoint marks the run as
-        finished. A run killed here repeats its last steps and this work."""
+        """Do all work before the last checkpoint, which marks the run as finished. A run killed here repeats it."""
         if self.step < self.total:  # the time or the patience is over
             self.course.revise(self.step, self.step)
         self.storage.saves.wait()
@@ -716,16 +682,16 @@ class Trainer:
         if self.reporter:
             self.reporter.write()
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> schedule.Pace:
         """Return the pace of the run: how many steps fit in the minutes, and how often to validate and to save."""
         budget = 60 * (self.settings.minutes or 0)
-        seconds = self.step_seconds if self.step else self.update.seconds_per_step(PROBE_SHARE * budget)
+        seconds = self.step_seconds if self.step else self.update.seconds_per_step(schedule.PROBE_SHARE * budget)
         per_step = self.group.on_first(lambda: seconds)
-        pace = Pace(per_step, FORWARD_SHARE * per_step * self.data.validations)
+        pace = schedule.Pace(per_step, schedule.FORWARD_SHARE * per_step * self.data.validations)
         if self.step >= self.total:  # a new run, or a finished run with more minutes
             left = self.group.on_first(lambda: (budget - self.seconds, budget - self.spent))
             more = pace.steps(left[0]) or min(1, pace.steps(left[1]))  # at least one step after a slow start
-            self.course = Course(max(1, self.step + more))
+            self.course = schedule.Course(max(1, self.step + more))
         validate_every, checkpoint_every = self.settings.cadences(self.total)
         if self.settings.validate_every is None:
             validate_every = -(-self.total // pace.validations(budget))

@@ -35,11 +35,8 @@ def add_updates(model: nn.Module, rank: int) -> None:
     Errors: ``KinformerError`` for a model without products in its layers.
     """
     model.requires_grad_(False)
-    products = [
-        module
-        for name, module in model.named_modules()
-        if "layers." in name and isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    ]
+    inner = [module for name, module in model.named_modules() if "layers." in name and isinstance(module, nn.Linear)]
+    products = [module for module in inner if type(module).forward is nn.Linear.forward]
     if not products:
         raise KinformerError("`lora`: the model's layers hold no products to update; leave it out.")
     for product in products:

@@ -1,5 +1,4 @@
-"""The optimisers of training: Muon, LAMB and Adagrad, layer-wise decay, the optimiser of all a model's parameters, and
-means of weights."""
+"""The optimisers of training: Muon, LAMB, Adagrad, layer-wise decay, groups of parameters; means of weights."""
 
 from __future__ import annotations
 
@@ -15,9 +14,8 @@ from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.data_module import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.compiling import spared
+from kinformer.runtime.compiling import gathered, is_sharded, replicated, spared, whole
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.host import gathered, is_sharded, replicated, whole
 from kinformer.runtime.process import processor_class
 
 if TYPE_CHECKING:
@@ -68,8 +66,7 @@ PRECISION = {"AMX": torch.bfloat16, "AVX-512 and bfloat16": torch.bfloat16, "oth
 
 
 class StackedMuon(Muon):
-    """The optimiser ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``:
-    the same updates, state and settings."""
+    """The optimiser ``torch.optim.Muon`` with ``adjust_lr_fn="match_rms_adamw"``: the same updates and state."""
 
     def __init__(self, groups: list[ParameterGroup], lr: float) -> None:
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
@@ -79,9 +76,7 @@ class StackedMuon(Muon):
         """Make one update. Matrices sharded over processes are gathered, a shape at a time."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            matrices: list[Tensor] = []
-            gradients: list[Tensor] = []
-            momenta: list[Tensor] = []
+            matrices, gradients, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
             self._init_group(group, matrices, gradients, momenta)
             if not matrices:
                 continue
@@ -162,8 +157,7 @@ class Lamb(PerParameter):
         r = m / (sqrt(v) + eps) + weight_decay w
         w <- w - lr |w| / |r| r                                              the factor is 1 where either norm is 0
 
-    Each tensor moves by the same share of its length, so large batches can have large learning rates. ``betas`` are the
-    decays of the means of gradients and of squared gradients.
+    Each tensor moves by the same share of its length, so large batches can have large learning rates.
     """
 
     def __init__(
@@ -197,11 +191,8 @@ class Lamb(PerParameter):
 
 
 def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-    """Return the factor of the learning rate of each parameter of ``model`` whose factor is not 1.
-
-    Where a model has several stacks (an encoder below a decoder), each counts from its own last layer. A parameter with
-    two uses (a tied table) has the factor of its lowest use.
-    """
+    """Return the factor of the learning rate of each parameter of ``model`` whose factor is not 1. Every stack counts
+    from its last layer. A parameter with two uses (a tied table) has the factor of its lowest use."""
     if decay == 1:
         return {}
     depths: dict[nn.Parameter, int] = {}
@@ -210,16 +201,13 @@ def rate_factors(model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
             for parameter in part.parameters():
                 depths[parameter] = max(depth, depths.get(parameter, 0))
     if not depths:
-        raise KinformerError(
-            f"`layer_decay` {decay:g}: lowers the learning rate layer by layer, but {type(model).__name__} does not "
-            "have a stack of layers; leave it out."
-        )
+        kind = type(model).__name__
+        raise KinformerError(f"`layer_decay` {decay:g}: {kind} does not have a stack of layers; leave it out.")
     return {parameter: decay**depth for parameter, depth in depths.items()}
 
 
 def _trunks(model: nn.Module) -> Iterator[tuple[nn.Module, Stack]]:
-    """Yield every module with a stack, and its stack. Encoders within an input are left out: they count as parts
-    before the first layer."""
+    """Yield every module with a stack, and its stack, except for encoders within an input, which count as its parts."""
     if isinstance(stack := getattr(model, "stack", None), Stack):
         yield model, stack
     yield from (trunk for name, child in model.named_children() if name != "input" for trunk in _trunks(child))
@@ -301,8 +289,7 @@ class Optimiser:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
-        """Return the norm of all gradients, a scalar tensor; they are scaled down to ``largest`` unless it is 0 or the
-        optimiser clips each parameter by itself."""
+        """Return the norm of all gradients, a scalar; they are scaled down to ``largest`` unless it is 0."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = gathered(nn.utils.get_total_norm(gradients))
         if largest and not self.clips_itself:
@@ -400,13 +387,12 @@ ADAGRAD_EPS = 1e-10
 
 
 class ClippedAdagrad(PerParameter):
-    """Adagrad (Duchi et al. 2011) whose steps are clipped parameter by parameter, as adaptive spans were trained with;
-    with g the gradient of one parameter tensor (Sukhbaatar et al. 2019, the authors' code):
+    """Adagrad (Duchi et al. 2011) whose steps are clipped parameter by parameter, as adaptive spans were trained with
+    (Sukhbaatar et al. 2019, the authors' code); with g the gradient of one parameter tensor:
 
-        sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps)
+        sum <- sum + g^2,    w <- w - lr * min(1, clip / |g|) * g / (sqrt(sum) + eps) - lr * weight_decay * w
 
-    The sum takes the unclipped gradient; only the step is clipped. ``clip`` 0 turns clipping off. Weight decay is
-    decoupled, w <- w - lr * weight_decay * w.
+    The sum takes the unclipped gradient. ``clip`` 0 turns clipping off.
     """
 
     def __init__(self, params: ParamsT, lr: float, clip: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -473,8 +459,8 @@ class MovingAverage:
 def mean_weights(
     model: nn.Module, checkpoints: Checkpoints, steps: Sequence[int], layouts: Layouts = UNDIVIDED
 ) -> dict[str, Tensor]:
-    """Return the mean of the weights of ``model`` and of the checkpoints of ``steps``, sharded over processes as the
-    model's weights are. Integer and boolean tensors are copied from the model."""
+    """Return the mean weights of ``model`` and of the checkpoints of ``steps``, sharded as the model's weights are.
+    Integer and boolean tensors are copied from the model."""
     weights_now = {name: weight for name, weight in model.state_dict().items() if weight.is_floating_point()}
     # The sum is in float64, so only the final division rounds noticeably, whatever the number of checkpoints.
     total = {name: weight.to(torch.float64, copy=True) for name, weight in weights_now.items()}
@@ -487,8 +473,7 @@ def mean_weights(
 
 
 def replaced(model: nn.Module, weights: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-    """Replace the weights of ``model`` within the context. The other weights have the same names and the same sharding
-    over processes."""
+    """Replace the weights of ``model`` within the context by ``weights`` of the same names and sharding."""
     weights_now = model.state_dict()
     return swapped({name: weights_now[name] for name in weights}, weights)
 

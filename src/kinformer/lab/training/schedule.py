@@ -63,9 +63,10 @@ def stages_of(settings: Settings) -> list[Stage]:
     entries: Sequence[JsonObject] = settings.stages or ({},)
     begins = [sum(entry["steps"] for entry in entries[:number]) for number in range(len(entries))]
     if settings.steps is not None and len(entries) > 1 and begins[-1] >= settings.steps:
+        begun = plural(begins[-1], "step")
         raise KinformerError(
-            f"`stages`: those before the last take {plural(begins[-1], 'step')}, but the run has {settings.steps}; "
-            "give more `steps`, or shorter stages (`stages` [] for none)."
+            f"`stages`: those before the last take {begun}, but the run has {settings.steps}; give more `steps`, or "
+            "shorter stages (`stages` [] for none)."
         )
     rises = [number for number, entry in enumerate(entries) if number == 0 or "lr" in entry]
     since = 0
@@ -78,18 +79,10 @@ def stages_of(settings: Settings) -> list[Stage]:
         fall = next((item for item in rises if item > number), None)
         sizes = {name: value for name, value in entry.items() if name in ("length", "batch_size", "accumulate")}
         rates = {name: value for name, value in entries[rise].items() if name in ("lr", "warmup")}
-        stages.append(
-            Stage(
-                number=number,
-                count=len(entries),
-                begin=begins[number],
-                end=begins[number + 1] if number + 1 < len(entries) else None,
-                settings=replace(settings, **sizes, **rates),
-                changes=changes,
-                rates=(begins[rise], None if fall is None else begins[fall]),
-                since=since,
-            )
-        )
+        end = begins[number + 1] if number + 1 < len(entries) else None
+        span = begins[rise], None if fall is None else begins[fall]
+        changed = replace(settings, **sizes, **rates)
+        stages.append(Stage(number, len(entries), begins[number], end, changed, changes, span, since))
     return stages
 
 
@@ -170,19 +163,16 @@ class Plateau:
         return {"share": self.share, "best": self.best, "bad": self.bad}
 
     def load(self, state: JsonObject, comparable: bool = True) -> None:
-        """Continue from :attr:`state`. Without ``comparable``, later metrics belong to another model, so the best is
-        forgotten."""
+        """Continue from :attr:`state`. Unless later metrics are ``comparable``, the best is forgotten."""
         self.share = float(state["share"])
         if comparable:
             self.best, self.bad = state["best"], int(state["bad"])
 
 
 class LearningRate:
-    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` come from the checkpoint of that step.
-
-    With the schedule ``plateau`` the learning rate follows ``metric``. A stage with a new schedule begins at the full
-    rate. A stage that changes the model forgets the best validation.
-    """
+    """The learning rate in ``stage``, from step ``step`` on; ``numbers`` come from the checkpoint of that step. With
+    the schedule ``plateau`` it follows ``metric``. A new schedule begins at the full rate; a changed model forgets the
+    best."""
 
     def __init__(self, settings: Settings, stage: Stage, metric: Metric, numbers: JsonObject, step: int) -> None:
         self.settings, self.span, self.metric = settings, stage.rates, metric
@@ -210,8 +200,7 @@ class LearningRate:
         return {"plateau": self.plateau.state} if self.plateau else {}
 
 
-# The pace of a run of limited time: how many steps fit in it, estimated from a few trial steps and then from real
-# ones.
+# The pace of a run of limited time: how many steps fit in it, estimated from trial steps and then from real steps.
 
 PROBES, ENOUGH = 20, 10
 LOOKS = 100
@@ -255,20 +244,16 @@ def seconds_of(work: Callable[..., object], *arguments: object) -> float:
 
 @dataclass
 class Course:
-    """The course of a run: how many steps it has in all, and how far it is.
-
-    After a new estimate of ``total`` the learning rate continues from its present value, and the rest of its course is
-    spread over the remaining steps. ``since`` is the step of the last estimate, ``share`` the share of the course
-    that was done then.
-    """
+    """The course of a run: how many steps it has in all, and how far it is. After a new estimate of ``total`` the
+    learning rate continues from its present value, and the rest of its course is spread over the remaining steps.
+    ``since`` is the step of the last estimate, ``share`` the share of the course that was done then."""
 
     total: int
     since: int = 0
     share: float = 0.0
 
     def at(self, step: int) -> float:
-        """Return where update number ``step`` would stand had ``total`` been known from the start; ``step`` itself
-        where it was."""
+        """Return where update number ``step`` would stand had ``total`` been known from the start."""
         left = max(1, self.total - self.since)
         return self.share * self.total + (1 - self.share) * self.total * (step - self.since) / left
 
@@ -298,20 +283,18 @@ class Pace:
         return self.validation + self.checkpoint + EXIT
 
     def steps(self, seconds: float) -> int:
-        """Return how many steps can be made in ``seconds``, with the validations and
-        checkpoints between them and the end."""
+        """Return how many steps fit in ``seconds``, with the validations and checkpoints between them and the end."""
         costs = zip((self.validation, self.checkpoint), self.every, strict=True)
         per_step = self.per_step + sum(cost / every for cost, every in costs if every)
         return max(0, math.floor((seconds - self.end) / per_step))
 
     def validations(self, seconds: float) -> int:
-        """Return how many validations are made in ``seconds`` of training: as many as parts
-        of a run, where they take little of it."""
+        """Return how many validations are made in ``seconds`` of training: few where they take much of it."""
         return min(PARTS_OF_A_RUN, max(1, int(VALIDATION_SHARE * seconds / max(self.validation, 1e-9))))
 
     def spent(self, validation: float, checkpoint: float, written: float = 0.0) -> None:
-        """Record the time of a validation and a checkpoint between two steps, 0 for none. ``written``: the full time of
-        a checkpoint written beside training, since the run waits for its last checkpoint."""
+        """Record the time of a validation and a checkpoint between two steps, 0 for none; ``written``: of a checkpoint
+        written beside training, since the run waits for its last checkpoint."""
         self.aside += validation + checkpoint
         self.validation = validation or self.validation
         self.checkpoint = max(checkpoint, written) or self.checkpoint

@@ -14,7 +14,6 @@ from kinformer.runtime.errors import (
     require,
     require_above,
     require_kind,
-    require_seed,
     require_types,
 )
 from kinformer.runtime.parsing import JsonObject
@@ -22,14 +21,9 @@ from kinformer.runtime.parsing import JsonObject
 # The option `stages`: a list of tables, checked before a run is planned.
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
-    "steps": (int,),
-    "length": (int,),
-    "batch_size": (int,),
-    "accumulate": (int,),
-    "lr": (float,),
-    "warmup": (float,),
+    "steps": (int,), "length": (int,), "batch_size": (int,), "accumulate": (int,), "lr": (float,), "warmup": (float,),
     "set": (Mapping,),
-}
+}  # fmt: skip
 _OF_THE_RUN = ("steps", "length", "batch_size", "accumulate", "set")
 """What the last stage has of the run."""
 _EXAMPLE = '`set` training.stages=\'[{"steps": 900, "length": 128}, {}]\''
@@ -38,8 +32,7 @@ _EXAMPLE = '`set` training.stages=\'[{"steps": 900, "length": 128}, {}]\''
 def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
     """Return ``stages`` as tables of known names and types; None for None.
 
-    Errors: ``KinformerError`` for anything else, and for stages that lack a setting, or have one that belongs to
-    the run.
+    Errors: ``KinformerError`` for anything else, and for stages that lack a setting, or have the run's own.
     """
     if stages is None:
         return None
@@ -51,9 +44,8 @@ def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
             raise KinformerError(f"`stages`: {place} is {stage!r} but must be a table, as in {_EXAMPLE}.")
         for name, value in stage.items():
             if name not in _TYPES:
-                raise KinformerError(
-                    f"`stages`: {place} does not have the setting {name!r}; {nearest(str(name), _TYPES)}"
-                )
+                near = nearest(str(name), _TYPES)
+                raise KinformerError(f"`stages`: {place} does not have the setting {name!r}; {near}")
             require_kind(f"{name} of {place}", value, *_TYPES[name])
             if name == "lr":
                 require_above(f"lr of {place}", value, 0)
@@ -65,10 +57,7 @@ def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
         if not last and "steps" not in stage:
             raise KinformerError(f"`stages`: {place} does not say its steps; add them, as in {_EXAMPLE}.")
         if taken := [name for name in _OF_THE_RUN if last and name in stage]:
-            raise KinformerError(
-                f"`stages`: {place} is the last, which has the run's own {taken[0]}; leave it out there and give it "
-                "to the run."
-            )
+            raise KinformerError(f"`stages`: {place} is the last: it has the run's own {taken[0]}; leave it out.")
     return tuple(dict(stage) for stage in stages)
 
 
@@ -179,7 +168,7 @@ class Settings(Checked):
     log_every: int = 10
     """Steps between two looks at the loss (each waits for the device)."""
 
-    LEAST = dict.fromkeys((*_COUNTS, "lora"), 1) | dict.fromkeys(_FROM_ZERO, 0)
+    LEAST = dict.fromkeys((*_COUNTS, "lora"), 1) | dict.fromkeys((*_FROM_ZERO, "seed"), 0)
     SHARES = {
         "momentum": "[0, 1)", "beta2": "[0, 1)", "plateau_factor": "(0, 1)", "min_lr_ratio": "[0, 1]", "ema": "[0, 1]",
         "layer_decay": "[0, 1]",
@@ -191,25 +180,13 @@ class Settings(Checked):
             raise KinformerError(f"`steps` {self.steps} and `minutes` {self.minutes:g} contradict; give one.")
         object.__setattr__(self, "stages", checked_stages(self.stages))
         if self.stages and self.minutes is not None:
-            raise KinformerError(
-                f"`minutes` {self.minutes:g}: `stages` count steps, whose number follows the speed then; give `steps` "
-                "instead, or `stages` []."
-            )
-        require_seed(self.seed)
+            raise KinformerError(f"`minutes` {self.minutes:g}: `stages` count steps; give `steps`, or `stages` [].")
         if self.patience and self.validate_every == 0:
-            raise KinformerError(
-                f"`patience` {self.patience}: counts validations, but with `validate_every` 0 there are none; give "
-                "another `validate_every`, or `patience` 0."
-            )
+            raise KinformerError(f"`patience` {self.patience}: `validate_every` 0 makes no validations; change either.")
         if self.schedule == "plateau" and self.validate_every == 0:
-            raise KinformerError(
-                "`schedule` plateau: follows validations, but with `validate_every` 0 there are none; give another."
-            )
+            raise KinformerError("`schedule` plateau: `validate_every` 0 makes no validations; change either.")
         if self.average > 1 and self.checkpoint_every == 0:
-            raise KinformerError(
-                f"`average` {self.average}: is of checkpoints, but with `checkpoint_every` 0 there is only the last; "
-                "give another `checkpoint_every`, or `average` 0."
-            )
+            raise KinformerError(f"`average` {self.average}: `checkpoint_every` 0 makes only the last; change either.")
         for name in ("lr", "minutes", "layer_decay"):
             require_above(name, getattr(self, name), 0)
         super().__post_init__()

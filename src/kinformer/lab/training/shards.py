@@ -14,7 +14,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
+from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
-from kinformer.runtime.host import is_sharded
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
@@ -49,8 +49,7 @@ class Part:
     aliases: Mapping[str, str]
 
     def staged(self, made: Collection[str] = ()) -> Part:
-        """Return a copy in this process's memory, which further training does not change. The rows of the names
-        ``made`` are copies already."""
+        """Return a copy in this process's memory; the rows of the names ``made`` are copies already."""
         copies = {name: (staged(rows), begin) for name, (rows, begin) in self.rows.items() if name not in made}
         return replace(self, rows={**self.rows, **copies})
 
@@ -113,10 +112,7 @@ class Shards:
         for name in sorted(self.files)[rank::world]:
             require_file(self.folder / name)
             if sha256_of(self.folder / name) != self.files[name]:
-                raise KinformerError(
-                    f"{self.folder / name}: is damaged or not the file that the checkpoint's plan names; restore it "
-                    "from a copy"
-                )
+                raise KinformerError(f"{self.folder / name}: is damaged or not the checkpoint's; restore it")
 
 
 def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
@@ -152,35 +148,27 @@ def opened_part(part: Part, digests: list[dict[str, str]], folder: Path) -> Shar
 
 
 def _written(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> str:
-    """Write ``rows`` as safetensors, straight from their memory (one on a device is copied at a time); return the
-    file's sha256."""
+    """Write ``rows`` as safetensors, straight from their memory, and return the file's sha256."""
     order = sorted(rows, key=lambda name: (-rows[name][0].element_size(), name))  # the widest first: all are aligned
-    begins = {
-        name: {_BEGIN: [begin, *[0] * (tensor.dim() - 1)][: tensor.dim()]} for name, (tensor, begin) in rows.items()
-    }
+    firsts = {name: ([row] + [0] * tensor.dim())[: tensor.dim()] for name, (tensor, row) in rows.items()}
+    begins = {name: {_BEGIN: first} for name, first in firsts.items()}
     head: dict[str, object] = {"__metadata__": {_OFFSETS: json.dumps(begins), **_VERSION}}
     at = 0
     for name in order:
         tensor = rows[name][0]
-        head[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
+        offsets = [at, at + tensor.nbytes]
+        head[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         at += tensor.nbytes
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in order:
-            yield rows[name][0].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-    total = sha256()
+    begin = len(text).to_bytes(8, "little") + text
+    total = sha256(begin)
     with path.open("xb") as file:
-        for piece in pieces():
-            total.update(piece)
-            file.write(piece)
+        file.write(begin)
+        for name in order:
+            data = rows[name][0].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            total.update(data)
+            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return total.hexdigest()

@@ -112,7 +112,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
 def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
     """Return the stacks of a decoder, of an encoder, or of both in one model: the place in the model, the stack, the
-    config that holds its layers' configs, and the width of each layer.
+    config of its layers, and the width of each layer.
 
     Errors: ``KinformerError`` for other models.
     """
@@ -126,15 +126,14 @@ def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
             stacks.append((".".join(filter(None, (place, "stack"))), stack, config, widths))
     if not stacks:
         raise KinformerError(
-            f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens and "
-            "both in one model can; leave `parallel` tp out."
+            f"{describe(model.config)} cannot be divided among processes: only decoders and encoders of tokens can; "
+            "leave `parallel` tp out."
         )
     return stacks
 
 
 def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
-    """Return the new modules by their paths: the parent, the name there, the module, and whether it is a mixer of
-    chunks and states."""
+    """Return the new modules by path: the parent, the name there, the module, whether it mixes chunks and states."""
     stacks = _stacks(model)
     if sparse_tables(model):
         raise undivided(model.config, "a table has sparse gradients")
@@ -150,9 +149,7 @@ def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.
         for inner in module.modules():
             if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
                 what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
-                raise KinformerError(
-                    f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
-                )
+                raise KinformerError(f"{path} cannot be divided: it has {what} for all heads; leave `parallel` tp out.")
     return replaced
 
 
@@ -176,8 +173,7 @@ def _parts_of_layer(
 def _take(
     model: Any, whole: Mapping[str, Tensor], blocks: Mapping[str, tuple[int, ...]], division: Division, part: int
 ) -> None:
-    """Fill the tensors of a divided ``model`` from the tensors of the ``whole`` model, and record in ``division`` how
-    each was cut."""
+    """Fill the tensors of a divided ``model`` from the ``whole`` one, and record in ``division`` how they are cut."""
     inside = tuple(f"{path}." for path in (*division.mixers, *division.feed_forwards))
     inside = (*inside, *(f"{place}.shared." for place, *_ in _stacks(model)))
     for number, (layer, options) in enumerate(zip(model.stack.layers, model.config.layers, strict=True)):
@@ -265,8 +261,8 @@ class VocabularyPart(NamedTuple):
 
 
 def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
-    """Divide the model of ``step`` among the processes of ``mesh``, one axis called "tp", in place; return where its
-    parameters lie. All processes hold the same whole model before."""
+    """Divide the model of ``step``, whole in all processes, among the processes of ``mesh``, one axis called "tp", in
+    place; return where its parameters lie."""
     model: Any = step.model
     part, parts = mesh.get_local_rank(), mesh.size()
     division = divide(model, part, parts)
@@ -289,8 +285,7 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
 
 
 class MixerPart(ParallelStyle):
-    """A mixer of some of the heads: its chunk and its source are copied, its outputs are summed, and its state covers
-    its own heads only."""
+    """A mixer of some of the heads: its chunk and source are copied, its outputs summed; its state covers its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
@@ -341,8 +336,7 @@ class TablePart(ParallelStyle):
 
 
 class LogitsPart(ParallelStyle):
-    """Logits of ``size`` tokens of the vocabulary from ``begin`` on, joined over the processes for other readers. The
-    loss reads this process's logits without joining."""
+    """Logits of ``size`` tokens from ``begin`` on, joined over the processes for other readers than the loss."""
 
     def __init__(self, begin: int, size: int) -> None:
         super().__init__()
@@ -400,8 +394,7 @@ class _Local:
 
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
-    """Make DTensors of all parameters: the model's parameters are cut as ``division`` says, all others are the same in
-    all processes."""
+    """Make DTensors of all parameters, cut as ``division`` says or the same in all processes."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in step.named_modules():
         for key, parameter in list(module._parameters.items()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 from operator import and_, or_
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn
 
 import numpy as np
 import torch
@@ -15,15 +15,13 @@ from torch import Tensor
 
 from kinformer.core.config import check_unused
 from kinformer.core.parts import PatternConfig
-from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes, Cover, Ints, Pattern
+from kinformer.core.pattern import ALL, NONE, SOME, Band, Boxes, Cover, Ints, Numbers, Pattern
 from kinformer.runtime.errors import KinformerError, plural
 
 # Patterns defined block of queries by block of queries: their covers, and patterns that choose key blocks.
 
 MOST_BLOCKS = 256
 """A box of more query blocks than these is SOME; the executor's boxes are at most 128 queries tall."""
-
-Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 def by_query_block(boxes: Boxes, block: int, rule: Callable[[Boxes], Cover]) -> Cover:
@@ -83,10 +81,7 @@ class ChosenBlocks(Pattern):
 
 
 class Full(Band):
-    """The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it.
-
-    All pairs, with no bound on either side.
-    """
+    """The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
@@ -97,10 +92,7 @@ class Full(Band):
 
 
 class Causal(Band):
-    """The causal pattern: every token sees itself and all earlier tokens.
-
-    The pairs with 0 <= q - k, without another bound.
-    """
+    """The causal pattern: every token sees itself and all earlier tokens, the pairs with 0 <= q - k."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
@@ -112,10 +104,8 @@ class Causal(Band):
 
 @dataclass(frozen=True)
 class Comb(Pattern):
-    """Pairs by their distance alone, at regular gaps: the shape from which dilated windows and columns are made.
-
-    The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``; a bound of None bounds nothing.
-    """
+    """The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``, for dilated windows and columns; a
+    bound of None bounds nothing."""
 
     behind: int | None = None
     ahead: int | None = 0
@@ -146,10 +136,7 @@ class Comb(Pattern):
 
 @dataclass(frozen=True)
 class PerHead(Pattern):
-    """A different pattern for every head, behind the interface of one.
-
-    The pattern in which head h sees by ``patterns[h]``; ``at(h)`` alone says which pairs are allowed.
-    """
+    """The pattern in which head h sees by ``patterns[h]``; ``at(h)`` alone says which pairs are allowed."""
 
     patterns: tuple[Pattern, ...]
 
@@ -232,9 +219,7 @@ class Window(PatternConfig):
     dilations: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for dilation in (self.dilation, *self.dilations):
-            if dilation < 1:
-                raise KinformerError(f"a dilation must be 1 (no gaps) or more, but is {dilation}.")
+        _check_dilations(self.dilation, *self.dilations)
 
     def build(self) -> Pattern:
         return per_head([self._window(dilation) for dilation in self.dilations or (self.dilation,)])
@@ -244,12 +229,14 @@ class Window(PatternConfig):
         return Band(behind=far, ahead=far) if dilation == 1 else Comb(behind=far, ahead=far, stride=dilation)
 
 
-class Local(Band):
-    """The local window: every token sees itself, the ``window - 1`` tokens before it and, with ``ahead``, some after
-    it.
+def _check_dilations(*dilations: int) -> None:
+    if min(dilations) < 1:
+        raise KinformerError(f"a dilation must be 1 (no gaps) or more, but is {min(dilations)}.")
 
-    The pairs with -ahead <= q - k < window; with ``ahead = 0`` a decoder stores window - 1 past tokens.
-    """
+
+class Local(Band):
+    """The local window: every token sees itself, the ``window - 1`` tokens before it and the ``ahead`` tokens after it,
+    the pairs with -ahead <= q - k < window. With ``ahead = 0`` a decoder stores window - 1 past tokens."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
@@ -265,7 +252,7 @@ class Local(Band):
 class Columns(Comb):
     """Columns of the Sparse Transformer (Child et al. 2019, section 4.3): every ``stride``-th earlier token.
 
-    The pairs with q - k = 0, stride, 2 * stride, ...: with the positions in rows of ``stride``, the column above.
+    With the positions in rows of ``stride``, these are the column above a token.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -299,11 +286,8 @@ class Strided(PatternConfig):
 
 @dataclass(frozen=True)
 class Blocks(Pattern):
-    """Positions in blocks: a query sees its own block and its neighbours.
-
-    The pairs with -front <= q // block - k // block <= back; with ``back =
-    front = 0`` the tokens of the same block.
-    """
+    """Positions in blocks: a query sees its own block, ``back`` blocks before it and ``front`` blocks after it, the
+    pairs with -front <= q // block - k // block <= back."""
 
     block: int
     back: int = 0
@@ -311,8 +295,7 @@ class Blocks(Pattern):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config; the pattern is two-sided within a block, so a decoder takes
-        it in an ``intersection`` with ``causal``."""
+        """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
         kind = "blocks"
         LEAST = {"block": 1, "back": 0, "front": 0}
@@ -344,10 +327,8 @@ class Blocks(Pattern):
 
 @dataclass(frozen=True)
 class Summaries(Pattern):
-    """Summary columns of the Sparse Transformer (Child et al. 2019, section 4.3): the same few keys of every segment.
-
-    The pairs with low <= k mod segment < high, for every query.
-    """
+    """Summary columns of the Sparse Transformer (Child et al. 2019, section 4.3): every query sees the same few keys of
+    every segment, low <= k mod segment < high."""
 
     segment: int
     low: int
@@ -464,9 +445,7 @@ class Dilated(Comb):
         dilations: tuple[int, ...] = ()
 
         def __post_init__(self) -> None:
-            for dilation in (self.dilation, *self.dilations):
-                if dilation < 1:
-                    raise KinformerError(f"a dilation must be 1 (no gaps) or more, but is {dilation}.")
+            _check_dilations(self.dilation, *self.dilations)
 
         def build(self) -> Pattern:
             strides, behind = self.dilations or (self.dilation,), self.window - 1
@@ -474,12 +453,8 @@ class Dilated(Comb):
 
 
 class Unsized(Pattern):
-    """Patterns of full sequences that depend on where the sequence ends.
-
-    A pattern whose ``sized(length)`` says who sees whom in a sequence so long; only encoders use it.
-
-    ``name`` is the pattern's kind and ``option`` what fixes it without a sequence.
-    """
+    """A pattern that depends on where the sequence ends: ``sized(length)`` returns the pattern of that length. Only
+    encoders use it. ``name`` is the pattern's kind, and ``option`` the field that fixes it without a sequence."""
 
     name: str
     option: str
@@ -500,11 +475,8 @@ class Unsized(Pattern):
 
 @dataclass(frozen=True)
 class Blockwise(ChosenBlocks):
-    """Blockwise attention (Qiu et al. 2020, BlockBERT, section 3): a permutation of blocks for every head.
-
-    The pairs of a block permutation: query block i sees key block
-    ``permutation[i]`` alone; it repeats every n blocks.
-    """
+    """Blockwise attention (Qiu et al. 2020, BlockBERT, section 3): a permutation of n blocks for every head. Query
+    block i sees key block ``permutation[i]`` alone, and so for every next n blocks."""
 
     block: int
     permutation: tuple[int, ...]
@@ -568,11 +540,8 @@ class Parts(Unsized):
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """Document boundaries: tokens of one document see each other and nothing else.
-
-    The pairs whose q and k lie between the same two of ``starts``, the first
-    positions of all documents but that at 0.
-    """
+    """Document boundaries: tokens of one document see each other and nothing else. ``starts`` are the first positions
+    of all documents but the document at 0."""
 
     starts: tuple[int, ...]
 
@@ -581,9 +550,7 @@ class Documents(Pattern):
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config, for boundaries that are equal in all rows (a chunk's ``reset`` marks boundaries of single rows).
-
-        Two-sided: a decoder takes it in an ``intersection`` with ``causal``.
-        """
+        The pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
         kind = "documents"
         starts: tuple[int, ...]
@@ -614,11 +581,8 @@ class Documents(Pattern):
 @dataclass(frozen=True)
 class Segments(Pattern):
     """Segments with a memory (Dai et al. 2019, Transformer-XL): a token sees its own segment up to itself, and the last
-    tokens before that segment.
-
-    The pairs with start(q) - memory <= k <= q, start(q) = segment * (q // segment); not ``same_segment``: k <
-    start(q) too.
-    """
+    tokens before that segment, start(q) - memory <= k <= q with start(q) = segment * (q // segment). Without
+    ``same_segment`` it sees the tokens before its segment alone, k < start(q)."""
 
     segment: int
     memory: int
@@ -657,9 +621,8 @@ class Sinks(Pattern):
     Query t sees the keys j with j < count or t - window < j <= t. A decoder keeps ``count`` + ``window`` - 1 keys,
     whatever the length, and counts positions inside this cache: a first token has position j, and a query has position
     min(t, count + window - 1) for it. Distances are therefore never larger than in a text of count + window tokens.
-    Texts up to the length of the window are attended to in full.
-
-    The pairs with k < count or q - k < window, k <= q. Parts of other patterns see them by absolute positions.
+    Texts up to the length of the window are attended to in full. Parts of other patterns see the first tokens by
+    absolute positions.
     """
 
     count: int
@@ -700,10 +663,8 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ones, for all.
-
-    The pairs with q < count or k < count: the first ``count`` tokens are seen by all and see all.
-    """
+    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ``count`` tokens are
+    seen by all and see all."""
 
     count: int
 
