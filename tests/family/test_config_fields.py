@@ -170,6 +170,7 @@ BASES = {
             "value_dim": 3,
         },
         {"floor": 5.0, "decay": LowRank.Config()},
+        {"rule": "mesa", "normaliser": "none", "feature_map": Unit.Config(), "iterations": 2},
         {"gate": True, "head_norm": "rms"},
     ],
     ("mixer", "compressive"): [{"compression": Pool.Config(rate=2)}],

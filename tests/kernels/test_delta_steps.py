@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
+from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps, summarise_delta
 from kinformer.runtime.errors import KinformerError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "delta_steps.npz"
@@ -37,12 +37,13 @@ def example(time, steps=2, decay="channel", erases=True, strength=1.0):
     return {name: None if each is None else each.requires_grad_() for name, each in inputs.items()}
 
 
-def apply(inputs, cuts=(), reset=None, impl="chunked"):
+def apply(inputs, cuts=(), reset=None, impl="chunked", early=False):
     *tokens, state = inputs.values()
     edges, outs = (0, *cuts, inputs["q"].shape[2]), []
     for at in (slice(*pair) for pair in zip(edges, edges[1:], strict=False)):
         part = [None if each is None else each[:, :, at] for each in tokens]
-        out, state = delta_steps(DeltaTokens(*part, None if reset is None else reset[:, at]), state, impl=impl)
+        tokens_at = DeltaTokens(*part, None if reset is None else reset[:, at], early)
+        out, state = delta_steps(tokens_at, state, impl=impl)
         outs.append(out)
     return torch.cat(outs, 2), state
 
@@ -105,6 +106,32 @@ def test_one_step_that_erases_what_it_writes_is_the_delta_rule():
     torch.testing.assert_close(apply(inputs | {"erase": inputs["k"]}), want, rtol=1e-12, atol=1e-12)
     off = apply(inputs | {"erase": 0.9 * inputs["k"]})[0]
     assert (off - want[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("strength", [1.0, 300.0])
+@pytest.mark.parametrize("erases", [False, True])
+def test_a_memory_that_is_read_before_it_decays(erases, strength):
+    """The kernels of flash-linear-attention's Comba: u = beta (v - W^T p), W <- exp(g) W + k u^T, also where exp(g) is
+    0; chunked, in pieces, with resets, as a summary, and apart from what is read after the decay."""
+    inputs = example(70, 1, "head", erases, strength)
+    q, k, v, beta, p, g, w = (None if x is None else x.squeeze(3) if x.dim() > 3 else x for x in inputs.values())
+    w, outs = inputs["state"], []
+    for t in range(70):
+        u = beta[..., t, None] * (v[:, :, t] - torch.einsum("bhkv,bhk->bhv", w, (p if erases else k)[:, :, t]))
+        w = g[:, :, t, None, None].exp() * w + k[:, :, t, :, None] * u[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", w, q[:, :, t]))
+    leaves = [x for x in inputs.values() if x is not None]
+    values = torch.stack(outs, 2), w
+    loss = sum((y * draw(*y.shape, seed=7)).sum() for y in values)
+    want = values, torch.autograd.grad(loss, leaves)
+    for options in ({}, {"impl": "reference"}, {"cuts": (1, 2, 40)}):
+        agree(run(inputs, early=True, **options), want)
+    reset = torch.zeros(BATCH, 70, dtype=torch.bool)
+    reset[0, 30], reset[1, 31:33] = True, True
+    agree(run(inputs, early=True, reset=reset), run(inputs, early=True, reset=reset, impl="reference"))
+    summary = summarise_delta(k, v, beta, erase=p, log_decay=g, early=True)
+    torch.testing.assert_close(summary.after(inputs["state"]), w, rtol=1e-10, atol=1e-10)
+    assert (apply(inputs)[0] - values[0]).abs().max() > 1e-3
 
 
 def test_steps_that_write_nothing_do_not_show():
@@ -189,5 +216,7 @@ def test_user_errors_name_the_remedy():
         delta_steps(DeltaTokens(tokens[0], tokens[1], tokens[2][:, :, :, 0], *tokens[3:]), state)
     with pytest.raises(KinformerError, match="delta_steps: log_decay"):
         delta_steps(DeltaTokens(*tokens[:5], tokens[5][:, :, 1:]), state)
+    with pytest.raises(KinformerError, match="delta_steps: early reads have no Triton kernel"):
+        delta_steps(DeltaTokens(*tokens, None, True), state)
     with pytest.raises(KinformerError, match="delta_steps: state"):
         delta_steps(DeltaTokens(*tokens), state[..., 1:])

@@ -50,6 +50,19 @@ PUBLISHED = {
         num_heads=2, feature_map=Unit.Config(), rule="delta", decay=SoftplusChannels.Config(rank=3), normaliser="none",
         scale=True, convolution=4, head_norm="rms", gate=True, gate_rank=3, gate_activation="sigmoid", bias=False,
     ),
+    "comba, two heads to a key head": LinearAttention.Config(
+        num_heads=4, key_heads=2, value_dim=3, feature_map=Unit.Config(), rule="comba", decay=Softplus.Config(),
+        normaliser="none", scale=True, convolution=2, head_norm="rms", gate=True, gate_activation="sigmoid", bias=False,
+    ),
+    "gated deltanet-2, two heads to a key head": LinearAttention.Config(
+        num_heads=4, key_heads=2, value_dim=3, feature_map=Unit.Config(), rule="gdn2", negative_eigenvalues=True,
+        decay=SoftplusChannels.Config(rank=3), normaliser="none", scale=True, convolution=2, head_norm="rms", gate=True,
+        gate_rank=3, gate_activation="sigmoid", bias=False,
+    ),
+    "mesanet": LinearAttention.Config(
+        num_heads=2, value_dim=3, feature_map=Unit.Config(), rule="mesa", iterations=8, normaliser="none",
+        decay=Sigmoid.Config(coupled=False), convolution=2, head_norm="rms", gate=True, bias=False,
+    ),
     "gated deltaproduct, two heads to a key head": LinearAttention.Config(
         num_heads=4, key_heads=2, value_dim=3, feature_map=Unit.Config(), rule="delta", steps=3,
         negative_eigenvalues=True, decay=Softplus.Config(), normaliser="none", scale=True, convolution=2,
@@ -115,9 +128,11 @@ def test_published_mixers_keep_the_contract(name, check):
     CHECKS[check](subject(PUBLISHED[name]))
 
 
-def test_performers_compile():
+@pytest.mark.parametrize("name", ["performer", "mesanet"])
+def test_published_mixers_compile(name):
     """The others' parts compile in tests/kernels and tests/family."""
-    CHECKS["compile"](subject(PUBLISHED["performer"]))
+    config = PUBLISHED[name]
+    CHECKS["compile"](subject(config.replace(iterations=1) if name == "mesanet" else config))
 
 
 @cache
@@ -164,6 +179,13 @@ def test_what_is_refused():
         ({"convolution": 1}, "convolution must be 2 or more, or 0 for none, but is 1"),
         ({"key_heads": 3}, "key_heads = 3 must divide num_heads = 2"),
         ({"steps": 2}, "steps = 2 does nothing with rule = 'linear'"),
+        ({**DELTA, "iterations": 2}, "iterations = 2 does nothing with rule = 'delta'"),
+        ({**DELTA, "rule": "mesa", "decay": LowRank.Config(rank=2)}, "rule = 'mesa' has no .* decay by channel"),
+        ({**DELTA, "rule": "comba", "steps": 2}, "steps = 2 does nothing with rule = 'comba'"),
+        ({**DELTA, "rule": "gdn2", "normaliser": "attention"}, "normaliser = 'attention' is not for rule = 'gdn2'"),
+        ({**DELTA, "rule": "gdn2", "feature_map": Elu.Config()}, "with which rule = 'gdn2' diverges"),
+        ({**DELTA, "rule": "comba", "impl": "triton"}, "rule = 'comba' has no Triton kernel"),
+        ({**DELTA, "rule": "comba", "decay": LowRank.Config(rank=2)}, "rule = 'comba' has no .* decay by channel"),
         ({"gate_rank": 2}, "gate_rank = 2 does nothing without a gate"),
         ({"levels": 4}, "levels = 4 must be 1 or more of rule = 'linear' with normaliser = 'none'"),
         ({**DELTA, "levels": 4}, "levels = 4 must be 1 or more of rule = 'linear' with normaliser = 'none'"),

@@ -63,6 +63,8 @@ LAWS = (
     "fast-weights",
     "mamba2",
     "rwkv7",
+    "comba",
+    "gdn2",
     "performer",
     "sha-rnn",
 )

@@ -270,6 +270,41 @@ GATED_DELTANET = Member(
 )
 
 
+# Comba: Gated DeltaNet whose keys read the state before it decays, with feedback to queries.
+
+_COMBA: Settings = {"mixer": _DELTANET["mixer"] | {"rule": "comba", "gate_activation": "sigmoid"}}
+
+COMBA = Member(
+    name="comba",
+    title="Comba",
+    paper="Hu et al. 2025, Improving Bilinear RNNs with Closed-loop Control (arXiv 2506.02475)",
+    year=2025,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "values are as wide as keys but in the recipe paper (the authors': twice as wide)",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        "the share of the state that a key erases is below its beta (flash-linear-attention, which holds the authors' "
+        "code, norms the erasing key again, so that the share is beta there; an import keeps that)",
+        "the correction of queries begins at 0.02 in all recipes, as the authors advise for small models (theirs: 1)",
+    ),
+    exact_limit="no finite limit; without decay, without a correction and with the whole feedback it is the delta rule",
+    parity=(
+        "the recurrence of flash-linear-attention's kernel (tests/mixers/test_rules.py)",
+        "flash-linear-attention's Comba, whole, written down from its formulas (tests/interop/test_fla_formulas.py)",
+    ),
+    use_when="you compare rules with `gated-deltanet`: the decay and the correction of the state stand apart here",
+    avoid_when="you train on a GPU: this rule has no Triton kernel",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _COMBA),
+        "small": Recipe(256, 4, 4, _COMBA),
+        "benchmark": Recipe(256, 4, 4, _COMBA, _RELU),
+        "paper": Recipe(2048, 21, 6, _COMBA, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
+    },
+)
+
+
 # Kimi Delta Attention: the gated delta rule with a decay for every channel, and gates of low rank.
 
 
@@ -336,6 +371,89 @@ KDA = Member(
             initialisation={"residual": "plain"},
             vocab_size=163_840,
         ),  # fmt: skip
+    },
+)
+
+
+# Gated DeltaNet-2: Kimi Delta Attention with an erasing gate and a writing gate for every channel.
+
+
+def _gdn2(gate_rank: int) -> Settings:
+    """Return the settings of Gated DeltaNet-2; ``gate_rank`` is the width of a head."""
+    return {"mixer": _kda(gate_rank)["mixer"] | {"rule": "gdn2"}}
+
+
+GDN2 = Member(
+    name="gdn2",
+    title="Gated DeltaNet-2",
+    paper="Hatamizadeh et al. 2026, Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention "
+    "(arXiv 2605.22791)",
+    year=2026,
+    axes=("kernel", "recurrence", "projection"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "the low-rank gate of the outputs is without a bias",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        "the recipe paper has the sizes of flash-linear-attention's layer, and as many layers as Gated DeltaNet's",
+    ),
+    exact_limit="no finite limit; where both gates are one number for all channels it is Kimi Delta Attention",
+    parity=(
+        "the naive form of flash-linear-attention (tests/kernels/test_delta_steps.py, tests/mixers/test_rules.py)",
+    ),
+    results=("delta_rules",),
+    use_when="`kda` erases too much where it writes: here each channel has a gate for erasing and one for writing",
+    avoid_when="parameters are few: the two gates have as many weights as keys and values",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _gdn2(16)),
+        "small": Recipe(256, 4, 4, _gdn2(64), hidden_dim=704),
+        "benchmark": Recipe(256, 4, 4, _gdn2(64), _RELU),
+        "paper": Recipe(2048, 24, 16, _gdn2(128), {"mixer.head_dim": 128}),
+    },
+)
+
+
+# MesaNet: gated linear attention read through the inverse of its keys' covariance.
+
+_MESA: Settings = {
+    "mixer": part(
+        "linear",
+        feature_map="unit",
+        rule="mesa",
+        decay=part("sigmoid", coupled=False),
+        normaliser="none",
+        convolution=4,
+        head_norm="rms",
+        bias=False,
+    )
+}
+
+MESANET = Member(
+    name="mesanet",
+    title="MesaNet",
+    paper="von Oswald et al. 2025, MesaNet: Sequence Modeling by Locally Optimal Test-Time Training (arXiv 2506.05233)",
+    year=2025,
+    axes=("kernel", "recurrence"),
+    causal=True,
+    growth="constant",
+    departures=(
+        "conjugate gradients divide by the numbers themselves (the authors' code: plus 1e-5), and begin at 0 while "
+        "generating as in training",
+        "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+    ),
+    exact_limit="no finite limit; with as many iterations as a head has features it is one exact solve, and with a "
+    "large penalty linear attention",
+    parity=(
+        "the exact naive form of flash-linear-attention (tests/mixers/test_rules.py)",
+        "flash-linear-attention's MesaNet, whole, written from its formulas (tests/interop/test_fla_formulas.py)",
+    ),
+    use_when="a constant state has to give the best linear map of keys to values at every token",
+    avoid_when="time decides: every iteration costs as much as linear attention",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _MESA, {"mixer.iterations": 16}),
+        "small": Recipe(256, 4, 4, _MESA),
+        "benchmark": Recipe(256, 4, 4, _MESA, _RELU),
+        "paper": Recipe(2048, 24, 16, _MESA, {"mixer.head_dim": 128}),
     },
 )
 
@@ -475,4 +593,7 @@ RWKV7 = Member(
 )
 
 
-MEMBERS = (LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, KDA, GLA, MAMBA2, RWKV7)
+MEMBERS = (
+    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, MESANET, GLA, MAMBA2,
+    RWKV7,
+)  # fmt: skip

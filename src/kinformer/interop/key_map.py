@@ -77,6 +77,18 @@ def behind(rows: int) -> Layout:
     )
 
 
+class ClosedLoop(Layout):
+    """Comba's decay d and correction D in flash-linear-attention, beside our feedback and correction.
+
+    Its kernel norms the erasing key again, so that sigmoid(d) scales the correction alone: our feedback is 1, and our
+    correction D sigmoid(d).
+    """
+
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
+        decay, correction = tensors
+        return [torch.full_like(decay, 40.0), correction * decay.sigmoid()]  # sigmoid(40) is 1 in every dtype
+
+
 @dataclass(frozen=True)
 class Product:
     """A tensor of the rows of several ``blocks``, one letter each.
@@ -195,6 +207,7 @@ def _apart(blocks: str) -> tuple[Product, ...]:
     return tuple(Product(block) for block in blocks)
 
 
+CLOSED_LOOP = ClosedLoop()
 QKV = Blocks(_apart("qkv"), (Product("qkv"),), _softmax)
 BY_HEAD = Blocks((Product("qkv", True),), (Product("qkv"),), _softmax)
 """Theirs is one product, [heads, 3, head_dim]."""
@@ -210,6 +223,7 @@ DELTA_FUSED = Blocks(
     (Product("qkvg", True), Product("ba", True)), (Product("qkvb", True), Product("g"), Product("a")), _kernel
 )
 TAPS, TAPS_JOINED = (Taps(there, (Product("qkv", True),), _kernel) for there in (_apart("qkv"), (Product("qkv"),)))
+TAPS_OF_KEYS = Taps(_apart("qk"), (Product("qk", True),), _kernel)
 
 
 @dataclass(frozen=True)

@@ -637,7 +637,7 @@ def _kernel(mixer: Any, attention: Attention) -> tuple[str, str]:
     if not isinstance(qkv, nn.Linear) or widths is None or mixer.config.num_heads != heads:
         return "", ""
     copied, partly = "", ""
-    delta = mixer.config.rule == "delta"
+    delta = mixer.strengths > 0
     fitting = [width == head_dim for width in widths]
     for part, (name, fits) in enumerate(zip("qkv", fitting, strict=True)):
         if not fits:

@@ -6,9 +6,9 @@ softmax layers turn a quarter of each head by its position and gate the heads' o
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
 of Qwen3-Next may be mixtures of experts.
 
-Gated DeltaNet, DeltaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They have RMSNorm, a
-gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax attention with
-rotary positions.
+Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They
+have RMSNorm, a gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax
+attention with rotary positions.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kinformer.interop.experts import (
     write_mixture,
 )
 from kinformer.interop.key_map import (
+    CLOSED_LOOP,
     DELTA,
     DELTA_FUSED,
     DELTA_JOINED,
@@ -43,6 +44,7 @@ from kinformer.interop.key_map import (
     SAME,
     TAPS,
     TAPS_JOINED,
+    TAPS_OF_KEYS,
     ConfigData,
     ConfigView,
     Key,
@@ -419,7 +421,11 @@ GATED_DELTANET = FLA.changed(
     allow_neg_eigval=False,
     output_gate_activation="swish",
 )
+COMBA = FLA.changed(
+    num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_output_gate=True
+)
 DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
+MESA_NET = FLA.changed(num_heads=16, head_dim=128, use_output_gate=False, max_cg_step_training=30)
 GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
 RETNET = FLA.changed(hidden_ratio=2, num_heads=8, expand_v=2.0, use_output_gate=True)
 PATH = FLA.changed(num_heads=32, use_forget_gate=False, use_w_shortconv=True, use_low_rank_w=True)
@@ -427,6 +433,7 @@ GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 UNUSED: Mapping[str, object] = {"attnres_block_size": None}
 """Attention over the outputs of layers, which no model here computes."""
 SHORT = {"use_short_conv": True, "conv_bias": False}
+FEEDBACK = {"use_output_correction": True, "use_inner_decay": True}
 SUMS = {"feature_map": None, "elementwise_affine": True, "conv_bias": False}
 """The only values of settings with which the mixers here compute the same."""
 
@@ -482,8 +489,26 @@ def _gated_deltanet(full: Settings) -> ConfigData:
     return mixer
 
 
+def _comba(full: Settings) -> ConfigData:
+    theirs = full.changed(use_gate=full["use_output_gate"], allow_neg_eigval=False, output_gate_activation="sigmoid")
+    return _gated_deltanet(theirs) | {"rule": "comba"}
+
+
 def _delta_net(full: Settings) -> ConfigData:
     return _delta(full, **_widths(full))
+
+
+def _mesa_net(full: Settings) -> ConfigData:
+    parts = {
+        "rule": "mesa",
+        "feature_map": {"kind": "unit"},
+        "decay": {"kind": "sigmoid", "coupled": False},
+        "scale": False,
+        "head_dim": full.integer("head_dim"),
+        "convolution": full.several("conv_size"),
+        "iterations": full.integer("max_cg_step_training"),
+    }
+    return _mixer(full, "use_output_gate", **parts)
 
 
 def _gla(full: Settings) -> ConfigData:
@@ -572,12 +597,19 @@ def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
         return (*common, *PATH_KEYS)
     if layer["mixer"]["kind"] == "softmax":
         return (*common, key("mixer.projection.qkv", *FLA_PRODUCTS, layout=QKV))
-    delta = layer["mixer"].get("rule") == "delta"
+    delta = layer["mixer"].get("rule") in ("delta", "comba")
     products = (*FLA_PRODUCTS, "attn.b_proj") if delta else FLA_PRODUCTS
+    if layer["mixer"].get("rule") == "mesa":
+        common += FLA_MESA
     return (*common, *FLA_KERNEL, key("mixer.qkv", *products, layout=DELTA if delta else KERNEL_QKV))
 
 
 FLA_PRODUCTS = tuple(f"attn.{one}_proj" for one in "qkv")
+FLA_MESA = (
+    key("mixer.convolution", "attn.q_conv1d", "attn.k_conv1d", layout=TAPS_OF_KEYS),
+    key("mixer.rule.strength", "attn.b_proj"),
+    key("mixer.rule.penalty", "attn.lambda_params", tensors=("",)),
+)
 FLA_KERNEL = (
     key("mixer.convolution", *(f"attn.{one}_conv1d" for one in "qkv"), layout=TAPS),
     key("mixer.decay.gate", "attn.a_proj"),
@@ -585,6 +617,7 @@ FLA_KERNEL = (
     key("mixer.decay.step", "attn.dt_bias", tensors=("",)),
     key("mixer.decay.down", "attn.gk_proj.0"),
     key("mixer.decay.up", "attn.gk_proj.1"),
+    key(("mixer.rule.feedback", "mixer.rule.correction"), "attn.decay", "attn.D", layout=CLOSED_LOOP, tensors=("",)),
     key("mixer.gate", "attn.g_proj"),
     *(key("mixer.norm", f"attn.{name}") for name in ("o_norm", "g_norm_swish_gate", "g_norm")),
 )
@@ -625,7 +658,9 @@ ARCHITECTURES = {
         kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
         for kind, title, member, table, required, mixer in (
             ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
+            ("comba", "Comba", "comba", COMBA, SHORT | FEEDBACK, _comba),
             ("delta_net", "DeltaNet", "fast-weights", DELTA_NET, DELTA_REQUIRED, _delta_net),
+            ("mesa_net", "MesaNet", "mesanet", MESA_NET, SHORT | {"lambda_lower_bound": 0.25}, _mesa_net),
             ("gla", "GLA", "gla", GLA, SUMS | {"clamp_min": None}, _gla),
             ("retnet", "RetNet", "retnet", RETNET, SUMS, _retnet),
             ("path_attn", "PaTH attention", "path", PATH, {"elementwise_affine": True}, _path),

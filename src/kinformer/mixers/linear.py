@@ -3,6 +3,8 @@
     rule linear  S_t = a_t S_(t-1) + phi(k_t) v_t^T
     rule delta  S_t = a_t S_(t-1) + phi(k_t) (beta_t (v_t - a_t S_(t-1)^T phi(k_t)))^T,    beta_t = sigmoid(w . x_t)
                 for features of length 1 at most: longer ones make S_t grow as a power of t
+    rule comba, gdn2, mesa  the rule delta with a correction of queries or with gates by channel; a regression
+                (``parts.rules``)
     decay none  a_t = 1
     normaliser none  y_t = S_t^T phi(q_t)
     normaliser sum  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = a_t z_(t-1) + phi(k_t)
@@ -50,15 +52,7 @@ from kinformer.core.parts import (
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl
 from kinformer.kernels.linear import LinearState, check_triton
-from kinformer.kernels.linear.across import (
-    AveragedDeltaRule,
-    DeltaRule,
-    FlooredRule,
-    KernelTokens,
-    LeveledRule,
-    LinearRule,
-    running_maximum,
-)
+from kinformer.kernels.linear.across import running_maximum
 from kinformer.parts.decays import DecayConfig
 from kinformer.parts.feature_maps import Elu
 from kinformer.parts.output_parts import (
@@ -70,6 +64,19 @@ from kinformer.parts.output_parts import (
     build_value_gate,
 )
 from kinformer.parts.positions import NoPosition
+from kinformer.parts.rules import (
+    RULES,
+    AveragedDeltaRule,
+    Comba,
+    DeltaRule,
+    FlooredRule,
+    GatedDelta2,
+    KernelTokens,
+    LeveledRule,
+    LinearRule,
+    Mesa,
+    Rule,
+)
 from kinformer.runtime.errors import KinformerError, plural
 
 # What kernel attention refuses: settings and parts that do nothing, or diverge, together.
@@ -77,7 +84,8 @@ from kinformer.runtime.errors import KinformerError, plural
 
 def check_settings(config: LinearAttention.Config) -> None:
     """Refuse settings that contradict each other, or do nothing."""
-    if config.normaliser == ("sum" if config.rule == "delta" else "attention"):
+    rule = RULES[config.rule]
+    if config.normaliser not in rule.normalisers:
         raise KinformerError(
             f"normaliser = {config.normaliser!r} is not for rule = {config.rule!r}; use normaliser = 'none', or 'sum' "
             "for what rule = 'linear' sums and 'attention' for what rule = 'delta' overwrites."
@@ -88,8 +96,10 @@ def check_settings(config: LinearAttention.Config) -> None:
         raise KinformerError(
             f"levels = {config.levels} must be 1 or more of rule = 'linear' with normaliser = 'none', or 0 for one sum."
         )
-    if config.rule == "linear":
-        check_unused(config, "with rule = 'linear'", "steps", "negative_eigenvalues")
+    if config.rule != "delta":
+        check_unused(config, f"with rule = {config.rule!r}", "steps")
+    if not rule.corrects:
+        check_unused(config, f"with rule = {config.rule!r}", "negative_eigenvalues")
     if config.normaliser == "none":
         check_unused(config, "with normaliser = 'none'", "eps", "floor")
     elif config.floor:
@@ -112,6 +122,8 @@ def check_settings(config: LinearAttention.Config) -> None:
             f"key_heads = {config.key_heads} must divide num_heads = {config.num_heads}, so that as many heads share "
             "each; use a divisor, or None for as many."
         )
+    if config.rule != "mesa":
+        check_unused(config, f"with rule = {config.rule!r}", "iterations")
     if config.steps < 1:
         raise KinformerError(f"steps must be 1 or more, but is {config.steps}: every token is written once at least.")
     if config.steps > 1 and not isinstance(config.position, NoPosition.Config):
@@ -126,9 +138,10 @@ def check_settings(config: LinearAttention.Config) -> None:
 def check_parts(mixer: LinearAttention) -> None:
     """Refuse parts that do not fit."""
     config, kind, decay = mixer.config, mixer.config.feature_map.kind, mixer.decay
-    if config.levels and (config.impl == "triton" or (decay is not None and decay.by_channel)):
+    special = "levels have" if config.levels else f"rule = {config.rule!r} has" if mixer.rule.special else ""
+    if special and (config.impl == "triton" or (decay is not None and decay.by_channel)):
         raise KinformerError(
-            "levels have no Triton kernel and no decay by channel; use impl = 'auto', and a decay by head, such as "
+            f"{special} no Triton kernel and no decay by channel; use impl = 'auto', and a decay by head, such as "
             "softplus."
         )
     if config.impl == "triton":
@@ -140,15 +153,15 @@ def check_parts(mixer: LinearAttention) -> None:
             f"the feature map {kind!r} is known up to a factor only, which nothing but a quotient forgets; use "
             f"normaliser = 'sum', or the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
         )
-    if config.rule == "delta" and not (mixer.feature_map.bounded or config.normaliser == "attention"):
+    if RULES[config.rule].corrects and not (mixer.feature_map.bounded or config.normaliser == "attention"):
         raise KinformerError(
-            f"the feature map {kind!r} gives keys of any length, with which rule = 'delta' diverges where "
+            f"the feature map {kind!r} gives keys of any length, with which rule = {config.rule!r} diverges where "
             f"beta |k|^2 exceeds 2; norm them by the feature map 'unit' or 'sum_normalised' with inner = {kind!r}."
         )
-    if decay is not None and decay.coupled and config.rule == "delta":
+    if decay is not None and decay.coupled and RULES[config.rule].corrects:
         raise KinformerError(
-            "a coupled decay weighs the keys of sums, but rule = 'delta' has beta for that; set decay.coupled = "
-            "false, or use rule = 'linear'."
+            f"a coupled decay weighs the keys of sums, but rule = {config.rule!r} has strengths for that; set "
+            "decay.coupled = false, or use rule = 'linear'."
         )
     position = type(mixer.position)
     rotates = position.rotate is not Position.rotate and position.relative is Position.relative
@@ -159,8 +172,16 @@ def check_parts(mixer: LinearAttention) -> None:
         )
 
 
-def build_rule(config: LinearAttention.Config) -> LinearRule:
-    """Return the rule by which the state changes, with its normaliser."""
+def build_rule(mixer: LinearAttention) -> LinearRule:
+    """Return the rule by which the state of ``mixer`` changes, with its normaliser."""
+    config = mixer.config
+    if config.rule == "comba":
+        return Comba(mixer.key_heads, mixer.shared_by, config.impl)
+    if config.rule == "gdn2":
+        erased, written = (mixer.key_heads, mixer.features), (config.num_heads, mixer.value_dim)
+        return GatedDelta2(mixer.dim, erased, written, 2.0 if config.negative_eigenvalues else 1.0, config.impl)
+    if config.rule == "mesa":
+        return Mesa(mixer.dim, config.num_heads, mixer.features, config.iterations, config.impl)
     if config.levels:
         return LeveledRule(config.impl)
     if config.rule == "delta":
@@ -213,23 +234,25 @@ class LinearAttention(Crosses, CausalMixer):
     ``position`` turns queries and keys. ``floor``: the least value of the normaliser. ``skip``: D_h v_t is added to a
     head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
     the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
-    ``negative_eigenvalues``: beta is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v; with the delta rule
-    q, k, v, beta of each key head.
+    ``negative_eigenvalues``: beta, or what gdn2 erases, is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
+    of a rule with beta q, k, v, beta of each key head. ``iterations`` by which mesa solves.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "linear"
+        LEAST = {"iterations": 1}
         by_heads = True
         num_heads: int = 4
         head_dim: int | None = None
         value_dim: int | None = None
         key_heads: int | None = None
         feature_map: FeatureMapConfig = Elu.Config()
-        rule: Literal["linear", "delta"] = "linear"
+        rule: Rule = "linear"
         levels: int = 0
         steps: int = 1
         negative_eigenvalues: bool = False
+        iterations: int = 30
         decay: DecayConfig | None = None
         normaliser: Literal["sum", "attention", "none"] = "sum"
         eps: float = 1e-6
@@ -265,22 +288,23 @@ class LinearAttention(Crosses, CausalMixer):
         writes = config.steps * self.shared_by
         # Of a key head: q, k of every step, v of every head and step.
         self.widths = [self.head_dim, config.steps * self.head_dim, writes * self.value_dim]
-        self.strengths = writes if config.rule == "delta" else 0
+        self.strengths = writes if RULES[config.rule].strengths else 0
         self.qkv = nn.Linear(dim, self.key_heads * (sum(self.widths) + self.strengths), bias=config.bias)
         in_blocks(self.qkv, *(self.key_heads * width for width in self.widths if not self.strengths))
         self.out = ResidualOutput(heads * self.value_dim, dim, bias=config.bias)
         self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
+        self.channels = sum(self.widths[: RULES[config.rule].convolves])
         self.convolution = (
-            ShortConvolution(config.convolution, self.key_heads, sum(self.widths)) if config.convolution else None
+            ShortConvolution(config.convolution, self.key_heads, self.channels) if config.convolution else None
         )
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = build_value_gate(config.gate, config.gate_rank, dim, heads * self.value_dim)
         self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None
         self.norm = build_head_norm(config.head_norm, config.norm_eps, self.value_dim, heads, self.key_heads)
-        self.rule = build_rule(config)
+        self.rule = build_rule(self)
         self.columns = self.value_dim + self.rule.columns
-        self.crosses = not (self.feature_map.scaled or config.levels)  # a running maximum is handed on
+        self.crosses = self.rule.crosses and not self.feature_map.scaled  # a running maximum is handed on
         plain = self.crosses and isinstance(self.position, NoPosition)
         self.counts = not plain or config.normaliser == "attention"
         check_parts(self)
@@ -291,7 +315,7 @@ class LinearAttention(Crosses, CausalMixer):
         return KernelState(
             torch.zeros(batch, heads, levels * self.features, self.columns, device=device, dtype=dtype),
             torch.zeros(batch, heads, self.features if self.rule.sums else 0, device=device, dtype=dtype),
-            torch.zeros(batch, self.key_heads, context, sum(self.widths), device=device, dtype=dtype),
+            torch.zeros(batch, self.key_heads, context, self.channels, device=device, dtype=dtype),
             torch.zeros(batch, self.key_heads if self.feature_map.scaled else 0, device=device, dtype=torch.int64),
             torch.zeros((batch,) if self.counts else (batch, 0), device=device, dtype=torch.int64),
         )
@@ -300,7 +324,7 @@ class LinearAttention(Crosses, CausalMixer):
         context = self.convolution.context if self.convolution else 0
         columns = max(self.config.levels, 1) * self.columns + self.rule.sums
         numbers = self.config.num_heads * self.features * columns
-        numbers += self.key_heads * context * sum(self.widths)
+        numbers += self.key_heads * context * self.channels
         counters = self.key_heads * self.feature_map.scaled + self.counts
         return numbers * state_dtype(dtype).itemsize + 8 * counters
 
@@ -310,16 +334,17 @@ class LinearAttention(Crosses, CausalMixer):
 
         q, k, v, beta = self._project(x)
         if self.convolution is not None:
-            tokens = torch.cat([q, k, v], dim=-1)
+            parts = self.rule.convolves
+            tokens = torch.cat((q, k, v)[:parts], dim=-1)
             tokens, recent = self.convolved(self.convolution, tokens, recent, chunk, reset)
-            q, k, v = tokens.split(self.widths, dim=-1)
+            q, k, v = (*tokens.split(self.widths[:parts], dim=-1), v)[:3]
 
         if self.counts:
             positions = positions_of(chunk, seen)
             q, k = self.position.rotate(q, k, positions)
             seen = self.counted(seen, chunk, positions)
 
-        q, k, log_decay, maximum = self._features(q, k, state, chunk.valid, reset)
+        q, k, log_decay, maximum = self._features(self.rule.queries(q, k), k, state, chunk.valid, reset)
         if self.decay is not None:
             k, log_decay = self.decay.fade(x, k, chunk.valid, log_decay)
         k, beta = self._masked(k, beta, chunk.valid)
@@ -327,8 +352,8 @@ class LinearAttention(Crosses, CausalMixer):
         strengths = beta if self.level_scales is None else self.level_scales(x)
         if self.config.steps > 1:
             no_weights(f"A token writes {self.config.steps} values in this layer, so no weight belongs to a token.")
-        heads = probe("values", self._by_head(in_range(v), self.value_dim), implied=KERNEL)
-        new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions)
+        heads = probe("values", self.rule.values(self._by_head(in_range(v), self.value_dim), x), implied=KERNEL)
+        new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions, x)
         y, (kv, z) = self._update(new, LinearState(state.kv, state.z), state.seen)
 
         y = self._output(probe("outputs", y), x, v.dtype, chunk.valid)
@@ -336,7 +361,7 @@ class LinearAttention(Crosses, CausalMixer):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v [batch, key_heads, time, width], the widths of all steps and of all heads that share keys side
-        by side, and, for the delta rule, beta [batch, heads, time * steps]."""
+        by side, and, for a rule with strengths, beta [batch, heads, time * steps]."""
         groups, projected = self.key_heads, self.qkv(x)
         if self.strengths:
             parts = projected.unflatten(-1, (groups, -1)).transpose(1, 2).split([*self.widths, self.strengths], dim=-1)

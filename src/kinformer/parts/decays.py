@@ -118,8 +118,9 @@ class Sigmoid(Decay):
         self.gate = nn.Linear(dim, num_heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x).transpose(1, 2)
-        return functional.logsigmoid(gate.to(state_dtype(gate.dtype))) / self.temperature
+        gate = self.gate(x)
+        # The transpose comes last: the backward of logsigmoid breaks in a compiled graph behind a transposed tensor.
+        return (functional.logsigmoid(gate.to(state_dtype(gate.dtype))) / self.temperature).transpose(1, 2)
 
 
 _LOW, _HIGH, _LARGEST = 1e-3, 0.1, 16.0

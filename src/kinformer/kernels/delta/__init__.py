@@ -7,8 +7,8 @@ Sequence Length". With phi(q_t) = ``q``, phi(k_t) = ``k`` and W_t [features, hea
     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t))^T,    out_t = W_t^T q_t
 
 With a decay a_t in (0, 1] (Yang, Kautz and Hatamizadeh 2025, "Gated Delta Networks", equation 10; per feature: the
-Kimi team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token,
-and erasing keys e_t that differ from k_t.
+Kimi team 2025, "Kimi Linear"), W_{t-1} is multiplied by a_t first. :func:`delta_steps` takes several steps a token.
+``DeltaTokens`` may have erasing keys e_t that differ from k_t, and may read W_{t-1} before it decays (``early``).
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from kinformer.runtime.errors import KinformerError
 # The delta rule as a recurrence, token by token: the truth that the fast kernels are held to.
 #
 # W <- a W,   W <- W + k (beta (v - W^T e))^T,   out = W^T q;   W^T e is ``stored``, beta (v - W^T e) ``correction``;
-# e = k, unless it is given as ``erase``
+# e = k, unless it is given as ``erase``; an ``early`` W^T e is read before W decays
 
 
 def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs [batch, heads, time, head_dim] and the final W; shapes as for ``delta_rule``."""
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset, early = tokens
     dtype = accumulator_dtype(q, k, v)
     w = state.to(dtype)
     outputs = []
     for t in range(q.shape[2]):
         if reset is not None:
             w = w.masked_fill(reset[:, t, None, None, None], 0)
+        before = w
         if log_decay is not None:
             w = w * log_decay[:, :, t].to(dtype).exp().view(*w.shape[:2], -1, 1)
         query, key, value, erased = (x[:, :, t].to(dtype) for x in (q, k, v, k if erase is None else erase))
         # W^T e
-        stored = (w * erased[..., :, None]).sum(-2)
+        stored = ((before if early else w) * erased[..., :, None]).sum(-2)
         correction = beta[:, :, t, None].to(dtype) * (value - stored)
         # W <- W + k (beta (v - W^T e))^T
         w = w + key[..., :, None] * correction[..., None, :]
@@ -54,7 +55,7 @@ def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 2).to(v.dtype), w
 
 
-__all__ = ["DeltaSummary", "DeltaTokens", "delta_rule", "delta_steps", "one_by_one", "summarise"]
+__all__ = ["DeltaSummary", "DeltaTokens", "absorb", "delta_rule", "delta_steps", "one_by_one", "summarise"]
 
 
 def delta_rule(
@@ -82,7 +83,7 @@ def delta_rule(
 
     Raises KinformerError for an unknown ``impl`` or one that cannot do this, and for shapes that do not fit.
     """
-    return _absorb(DeltaTokens(q, k, v, beta, None, log_decay, reset), state, impl, "delta_rule")
+    return absorb(DeltaTokens(q, k, v, beta, None, log_decay, reset), state, impl)
 
 
 def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto") -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto"
     tokens: q and log_decay as for :func:`delta_rule`; k and ``erase`` (None: e is k) [batch, heads, time, n, features],
     v [batch, heads, time, n, head_dim], beta [batch, heads, time, n], 0 at invalid tokens.
     """
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, *_ = tokens
     steps = k.shape[3] if k.dim() == 5 else 0
     if (
         not steps
@@ -114,13 +115,13 @@ def delta_steps(tokens: DeltaTokens, state: Tensor, *, impl: LinearImpl = "auto"
     if q.shape[2] == 1:
         k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
         return _one_token(tokens._replace(k=k, v=v, beta=beta, erase=erase), state, impl)
-    out, state = _absorb(one_by_one(tokens), state, impl, "delta_steps")
+    out, state = absorb(one_by_one(tokens), state, impl, "delta_steps")
     return out[:, :, steps - 1 :: steps], state
 
 
 def one_by_one(tokens: DeltaTokens) -> DeltaTokens:
     """Return the steps of ``tokens`` (:func:`delta_steps`) as tokens of :func:`delta_rule`, one after the other."""
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset, early = tokens
     steps = k.shape[3]
     k, v, beta, erase = (None if x is None else x.flatten(2, 3) for x in (k, v, beta, erase))  # type: ignore[assignment]
     if steps > 1:
@@ -128,7 +129,7 @@ def one_by_one(tokens: DeltaTokens) -> DeltaTokens:
         q = _among(q, steps, steps - 1)
         log_decay = None if log_decay is None else _among(log_decay, steps, 0)
         reset = None if reset is None else _among(reset.unsqueeze(1), steps, 0).squeeze(1)
-    return DeltaTokens(q, k, v, beta, erase, log_decay, reset)
+    return DeltaTokens(q, k, v, beta, erase, log_decay, reset, early)
 
 
 def _among(x: Tensor, steps: int, which: int) -> Tensor:
@@ -143,15 +144,18 @@ def _one_token(tokens: DeltaTokens, state: Tensor, impl: LinearImpl) -> tuple[Te
     for step in range(tokens.k.shape[2]):
         at = slice(step, step + 1)
         k, v, beta, erase = (None if x is None else x[:, :, at] for x in tokens[1:5])
-        rest = (tokens.log_decay, tokens.reset) if step == 0 else (None, None)
-        out, state = _absorb(DeltaTokens(tokens.q, k, v, beta, erase, *rest), state, impl, "delta_steps")  # type: ignore[arg-type]
+        rest = (tokens.log_decay, tokens.reset, tokens.early) if step == 0 else (None, None, False)
+        out, state = absorb(DeltaTokens(tokens.q, k, v, beta, erase, *rest), state, impl, "delta_steps")  # type: ignore[arg-type]
     return out, state
 
 
-def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> tuple[Tensor, Tensor]:
-    """Absorb the tokens by the implementation that ``impl`` stands for in the function called ``name``."""
-    _validate(tokens, state, name)
-    if (operator := substitute("delta_rule")) is not None and tokens.reset is None and tokens.erase is None:
+def absorb(
+    tokens: DeltaTokens, state: Tensor, impl: LinearImpl = "auto", name: str = "delta_rule"
+) -> tuple[Tensor, Tensor]:
+    """Absorb ``tokens`` of one step each as :func:`delta_rule` does; ``name`` is the function that messages name."""
+    _validate(tokens, state, name, impl)
+    plain = tokens.reset is None and tokens.erase is None and not tokens.early
+    if plain and (operator := substitute("delta_rule")) is not None:
         return operator(tokens.q, tokens.k, tokens.v, tokens.beta, state, tokens.log_decay)
     chosen = choose_impl(name, impl, tokens.q, tokens.v)
     if impl == "auto" and chosen == "triton" and not _triton_pays(tokens):
@@ -161,12 +165,12 @@ def _absorb(tokens: DeltaTokens, state: Tensor, impl: LinearImpl, name: str) -> 
 
 
 def _triton_pays(tokens: DeltaTokens) -> bool:
-    """Return whether "auto" takes Triton's kernel. In float32, which does not use tensor cores, it takes 1.2 times the
-    time of the chunked kernel at 128 features, 0.3 at 64, and 0.9 and 0.2 with a decay by channel (H200,
-    results/gpu.json)."""
+    """Return whether "auto" takes Triton's kernel, which never reads early. In float32, which does not use tensor
+    cores, it takes 1.2 times the time of the chunked kernel at 128 features, 0.3 at 64, and 0.9 and 0.2 with a decay by
+    channel (H200, results/gpu.json)."""
     narrow = torch.bfloat16 in (tokens.q.dtype, operand_dtype(tokens.q))
     by_channel = tokens.log_decay is not None and tokens.log_decay.dim() == 4
-    return narrow or by_channel or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64
+    return not tokens.early and (narrow or by_channel or max(tokens.q.shape[-1], tokens.v.shape[-1]) <= 64)
 
 
 def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,8 +180,8 @@ def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return attend(tokens, state)
 
 
-def _validate(tokens: DeltaTokens, state: Tensor, name: str) -> None:
-    q, k, v, beta, _, log_decay, reset = tokens
+def _validate(tokens: DeltaTokens, state: Tensor, name: str, impl: LinearImpl) -> None:
+    q, k, v, beta, _, log_decay, reset, early = tokens
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
         raise KinformerError(
             f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
@@ -198,6 +202,11 @@ def _validate(tokens: DeltaTokens, state: Tensor, name: str) -> None:
             f"{name}: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
         )
     check_decay(name, q, log_decay)
+    if early and (impl == "triton" or (log_decay is not None and log_decay.dim() == 4)):
+        raise KinformerError(
+            f"{name}: early reads have no Triton kernel and no decay by channel; use "
+            "impl='chunked' and log_decay [batch, heads, time]."
+        )
 
 
 class DeltaSummary(NamedTuple):
@@ -228,8 +237,9 @@ def summarise_delta(
     erase: Tensor | None = None,
     log_decay: Tensor | None = None,
     reset: Tensor | None = None,
+    early: bool = False,
 ) -> DeltaSummary:
-    """Return the summary of a chunk; arguments as for ``delta_rule``, ``erase`` as of ``DeltaTokens``.
+    """Return the summary of a chunk; arguments as for ``delta_rule``, ``erase`` and ``early`` as of ``DeltaTokens``.
 
     The rule is linear in W and v, so a is what becomes of the identity when nothing is written. Both are made in one
     run of the chunked rule, with features + head_dim columns.
@@ -238,6 +248,6 @@ def summarise_delta(
     # Columns [0, V] with initial state [I, 0]: the first half ends as a, the second as b.
     nothing = functional.pad(v, (features, 0))
     start = torch.eye(features, dtype=dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-    tokens = DeltaTokens(k, k, nothing, beta, erase, log_decay, reset)
+    tokens = DeltaTokens(k, k, nothing, beta, erase, log_decay, reset, early)
     _, state = chunked(tokens, functional.pad(start, (0, v.shape[-1])))
     return DeltaSummary(*state.split([features, v.shape[-1]], dim=-1))

@@ -12,7 +12,7 @@ In the backward, with dW the gradient of W after the block and dO the gradient o
 
 runs from the last block to the first; the rest are products inside blocks. Saved for it: the inputs and one W per
 block. A decay puts its factors to Q, K, E, A, P and W (see ``linear.blocks``; Yang et al. 2025, arXiv 2412.06464,
-section 3.3).
+section 3.3). If W is read early, the factors of E and A lack the token's decay (Hu et al. 2025, arXiv 2506.02475).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kinformer.runtime.autograd import Context, first_order, no_autocast
 
 def chunked(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs [batch, heads, time, head_dim] and the final W; shapes as for ``delta_rule``."""
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset, early = tokens
     cast = operand_dtype(q)
     if cast is not None:
         erase = None if erase is None else erase.to(cast)
-        narrow = DeltaTokens(q.to(cast), k.to(cast), v.to(cast), beta.to(cast), erase, log_decay, reset)
+        narrow = tokens._replace(q=q.to(cast), k=k.to(cast), v=v.to(cast), beta=beta.to(cast), erase=erase)
         with no_autocast(q.device):
             out, state = chunked(narrow, state)
             return out.to(v.dtype), state
@@ -51,23 +51,24 @@ def chunked(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     accumulator = accumulator_dtype(q, k, v)
     erase, log_decay = (None if x is None else x.to(to) for x, to in ((erase, dtype), (log_decay, accumulator)))
     operands = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype).unsqueeze(-1)
-    out, state = _Chunked.apply(*operands, erase, log_decay, reset, state.to(accumulator))
+    out, state = _Chunked.apply(*operands, erase, log_decay, reset, early, state.to(accumulator))
     return out.to(v.dtype), state
 
 
 def _step(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor]:
     """Absorb one token by the recurrence, in the dtype of the state."""
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset, early = tokens
     erase, dtype = k if erase is None else erase, v.dtype
     if any(x.dtype != w.dtype for x in (q, k, v, beta, erase)):
         accumulator = accumulator_dtype(q, k, v)
         q, k, v, beta, erase, w = (x.to(accumulator) for x in (q, k, v, beta, erase, w))
     if reset is not None:
         w = w.masked_fill(reset[:, :, None, None], 0)
+    before = w
     if log_decay is not None:
         w = w * log_decay.to(w.dtype).exp().view(*w.shape[:2], -1, 1)
     # W <- W + k (beta (v - W^T e))^T, with rows for k, e and v
-    w = torch.addcmul(w, k.mT, (v - erase @ w) * beta.unsqueeze(-1))
+    w = torch.addcmul(w, k.mT, (v - erase @ (before if early else w)) * beta.unsqueeze(-1))
     return (q @ w).to(dtype), w
 
 
@@ -76,20 +77,21 @@ class _Chunked(torch.autograd.Function):
     products, log_decay and w in the dtype of the accumulators."""
 
     @staticmethod
-    def forward(ctx: Context, *arguments: *tuple[*DeltaTokens, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, *arguments: Any) -> tuple[Tensor, Tensor]:
         tokens, w = DeltaTokens(*arguments[:-1]), arguments[-1]
         out, last = torch.empty_like(tokens.v), w.clone()
         states = []
         for batch, time in tiles(tokens.q, tokens.v):
             out[batch, :, time], before, last[batch] = _absorb(tokens.part(batch, time), last[batch])
             states.append(before)
-        ctx.save_for_backward(*tokens, *states)
+        ctx.early = tokens.early
+        ctx.save_for_backward(*tokens[:7], *states)
         return out, last
 
     @staticmethod
     @first_order("the chunked delta rule")
     def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, states = DeltaTokens(*saved[:7]), list(saved[7:])
+        tokens, states = DeltaTokens(*saved[:7], ctx.early), list(saved[7:])
         learns = ctx.needs_input_grad[5]
         learned = (*tokens[:5], tokens.log_decay if learns else None)
         gradients = [None if x is None else torch.empty_like(x) for x in learned]
@@ -100,19 +102,19 @@ class _Chunked(torch.autograd.Function):
             for gradient, item in zip(gradients, grads, strict=True):
                 if gradient is not None and item is not None:
                     gradient[at] = item
-        return *gradients, None, dw
+        return *gradients, None, None, dw
 
 
 def _absorb(tokens: DeltaTokens, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, W before every block [rows * count, features, head_dim], and W after the tile."""
-    q, k, v, beta, erase, log_decay, reset = tokens
-    blocks = cut(q, reset, log_decay)
+    q, k, v, beta, erase, *_ = tokens
+    blocks, reads = _cuts(tokens)
     Q, K, V, B = (blocks.split(x) for x in (q, k, v, beta))
     Q, K, E = _folded(blocks, Q, K, erase)
-    _, inverse = _inverse(blocks, E, K, B)
+    _, inverse = _inverse(reads, E, K, B)
     # R diag(beta), so that U = (R diag(beta)) V - (R diag(beta) E) W.
     scaled = inverse * B.mT
-    U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(E, blocks.enter))
+    U, X = torch.bmm(scaled, V), torch.bmm(scaled, gate(E, reads.enter))
     W, last = _write(blocks, U, X, gate(K, blocks.leave), w)
     P = blocks.scores(Q, K)
     out = torch.bmm(P, U).baddbmm_(gate(Q, blocks.enter), W)
@@ -124,12 +126,12 @@ def _gradients(
 ) -> tuple[list[Tensor | None], Tensor]:
     """Return the gradients of q, k, v, beta, erase (None where k erases), log_decay (None unless it ``learns``) and of
     W before the tile, given the gradients of the outputs and of W after the tile."""
-    q, k, v, beta, erase, log_decay, reset = tokens
-    blocks = cut(q, reset, log_decay)
+    q, k, v, beta, erase, log_decay, *_ = tokens
+    blocks, reads = _cuts(tokens)
     Q, K, V, B, Y = (blocks.split(x) for x in (q, k, v, beta, grad_out))
     Q, K, E = _folded(blocks, Q, K, erase)
-    E_enter, K_leave = gate(E, blocks.enter), gate(K, blocks.leave)
-    A, inverse = _inverse(blocks, E, K, B)
+    E_enter, K_leave = gate(E, reads.enter), gate(K, blocks.leave)
+    A, inverse = _inverse(reads, E, K, B)
     # V - E W: the values to store minus the values that the keys read before the block.
     error = torch.baddbmm(V, E_enter, W, alpha=-1)
     U = torch.bmm(inverse * B.mT, error)
@@ -144,9 +146,9 @@ def _gradients(
     dA = torch.bmm(G, U.mT)
     dB = (G * error).sum(-1, keepdim=True).sub_((dA * A).sum(-1, keepdim=True))
     dV = G.mul_(B)
-    dA = blocks.hide_(dA, diagonal=-1).mul_(B)
+    dA = reads.hide_(dA, diagonal=-1).mul_(B)
     written = gate(torch.bmm(U, dW.mT), blocks.leave)
-    read = gate(torch.bmm(dV, W.mT), blocks.enter)
+    read = gate(torch.bmm(dV, W.mT), reads.enter)
     if log_decay is None and erase is None:
         dK = written.sub_(read).baddbmm_(dP.mT, Q).baddbmm_(dA + dA.mT, K, alpha=-1)
         return [*map(blocks.join, (dQ, dK, dV, dB)), None, None], first.view(grad_w.shape)
@@ -158,10 +160,18 @@ def _gradients(
         change = Q.to(wide) * dQ - K.to(wide) * written - E.to(wide) * read
         ended = _ended(blocks, W, K_leave, U).to(wide).mul_(dW).sum(-1)
         dG = blocks.decay_gradient(change, ended)
+        if tokens.early:  # the decay of a token does not act on its early read
+            dG = dG + blocks.join((E.to(wide) * read).sum(-1, keepdim=True))
         dG = dG if log_decay.dim() == 4 else dG.squeeze(-1)
     dQ, written, read = blocks.read(dQ), blocks.written(written), blocks.read(read)
     keys = (written - read, None) if erase is None else (written, blocks.join(read.neg_()))
     return [*map(blocks.join, (dQ, keys[0], dV, dB)), keys[1], dG], first.view(grad_w.shape)
+
+
+def _cuts(tokens: DeltaTokens) -> tuple[SequenceBlocks, SequenceBlocks]:
+    """Return the blocks of ``tokens``, and the same blocks with the factors of the erasing keys."""
+    blocks = cut(tokens.q, tokens.reset, tokens.log_decay)
+    return blocks, cut(tokens.q, tokens.reset, tokens.log_decay, early=True) if tokens.early else blocks
 
 
 def _folded(blocks: SequenceBlocks, Q: Tensor, K: Tensor, erase: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -202,7 +202,7 @@ def attend(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
     A decay by channel beyond float32's range in a block is computed by the chunked kernel.
     """
-    q, k, v, beta, erase, log_decay, reset = tokens
+    q, k, v, beta, erase, log_decay, reset, _ = tokens
     check_reverse("Triton's delta rule", q, k, v, beta, state, erase, log_decay)
     cast, operand_types = operand_dtype(q), v.dtype
     if cast is not None:

@@ -11,9 +11,8 @@ from torch.nn.functional import pad
 
 from kinformer.core.crossing import Crossing
 from kinformer.kernels import LinearImpl
-from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps, one_by_one, summarise_delta
+from kinformer.kernels.delta import DeltaTokens, absorb, delta_steps, one_by_one, summarise_delta
 from kinformer.kernels.linear import linear_attention, summarise
-from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear.sequence import LinearSequence, LinearState
 
 # A running maximum for features that lack a factor exp(b) too large or too small for a number.
@@ -118,14 +117,10 @@ def delta_across(
     one stretch of the row where there is a ``crossing``."""
     after = None
     if crossing is not None:
-        _, k, v, beta, erase, log_decay, reset = one_by_one(tokens) if tokens.k.dim() == 5 else tokens
-        summary = summarise_delta(k, v, beta, erase=erase, log_decay=log_decay, reset=reset)
+        _, k, v, beta, erase, log_decay, reset, early = one_by_one(tokens) if tokens.k.dim() == 5 else tokens
+        summary = summarise_delta(k, v, beta, erase=erase, log_decay=log_decay, reset=reset, early=early)
         state, after = crossing.composed(summary, state)
-    if tokens.k.dim() == 5:
-        y, alone = delta_steps(tokens, state, impl=impl)
-    else:
-        q, k, v, beta, _, log_decay, reset = tokens
-        y, alone = delta_rule(q, k, v, beta, state, log_decay=log_decay, reset=reset, impl=impl)
+    y, alone = (delta_steps if tokens.k.dim() == 5 else absorb)(tokens, state, impl=impl)
     return y, alone if after is None else after
 
 
@@ -167,120 +162,3 @@ def normalised_delta_rule(
     corrected = DeltaTokens(q, k / (c + eps).unsqueeze(-1), v, beta * c, None, None, reset)
     out, w = delta_across(corrected, state.s, impl, crossing)
     return out / (total + eps), LinearState(w, z if after is None else after)
-
-
-# The rules of kernel attention: how the tokens of a chunk change the state, and what their queries read of it.
-
-
-class KernelTokens(NamedTuple):
-    """A chunk as it meets the state: q, k [batch, heads, time, features] and v [batch, heads, time, width]; k and v
-    have ``steps`` entries a token for a rule of several steps.
-
-    ``strengths``: beta [batch, heads, time * steps] of the delta rule, the scales [batch, heads, time, levels + 1] of
-    levels, or None. ``log_decay`` [batch, heads, time] or [batch, heads, time, features], or None. ``reset``, ``valid``
-    [batch, time] bool or None; ``positions`` [batch, time] int64 where the state counts them. k, beta and log_decay are
-    0 where a token is not valid.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    strengths: Tensor | None
-    log_decay: Tensor | None
-    reset: Tensor | None
-    valid: Tensor | None
-    positions: Tensor | None
-
-
-class LinearRule:
-    """Keys and values add up: S_t = a_t S_(t-1) + k_t v_t^T. With an ``eps`` outputs are divided by q_t . z_t + eps,
-    where z_t = a_t z_(t-1) + k_t is part of the state.
-
-    ``sums``: whether the state has z; ``columns``: how many columns S has beyond the values.
-    """
-
-    columns = 0
-
-    def __init__(self, eps: float | None, impl: LinearImpl) -> None:
-        self.eps, self.impl, self.sums = eps, impl, eps is not None
-
-    def __call__(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        """Return the outputs [batch, heads, time, width] and the state after the chunk; ``seen`` [batch]: the counter
-        before the chunk; ``crossing``: the processes of the row, where the chunk is one stretch of it."""
-        q, k, v, _, log_decay, reset, *_ = tokens
-        if self.eps is not None:
-            return linear_across(LinearSequence(q, k, v, log_decay, self.eps, reset), state, self.impl, crossing)
-        nothing = LinearState(state.s, state.s.new_zeros(state.s.shape[:3]))
-        sequence = LinearSequence(q, k, v, log_decay, None, reset)
-        y, (s, _) = linear_across(sequence, nothing, self.impl, crossing)
-        return y, LinearState(s, state.z)
-
-
-class FlooredRule(LinearRule):
-    """The linear rule with outputs divided by max(q_t . z_t, floor); z is one more column of S."""
-
-    columns = 1
-
-    def __init__(self, floor: float, impl: LinearImpl) -> None:
-        super().__init__(None, impl)
-        self.floor = floor
-
-    def __call__(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        # A column of ones sums the keys.
-        ones = tokens._replace(v=pad(tokens.v, (0, 1), value=1.0))
-        y, after = super().__call__(ones, state, seen, crossing)
-        return y[..., :-1] / y[..., -1:].clamp_min(self.floor), after
-
-
-class LeveledRule(LinearRule):
-    """The linear rule with one S for each level of the past (``kernels.linear.levels``)."""
-
-    def __init__(self, impl: LinearImpl) -> None:
-        super().__init__(None, impl)
-
-    def __call__(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        q, k, v, scales, log_decay, reset, valid, positions = tokens
-        assert scales is not None and positions is not None
-        leveled = LeveledTokens(q, k, v, scales, log_decay, positions, reset, valid)
-        y, s = leveled_attention(leveled, state.s, seen, self.impl)
-        return y, LinearState(s, state.z)
-
-
-class DeltaRule(LinearRule):
-    """Values replace what their keys read: the delta rule, of ``steps`` a token."""
-
-    def __init__(self, steps: int, impl: LinearImpl) -> None:
-        super().__init__(None, impl)
-        self.steps = steps
-
-    def __call__(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        q, k, v, beta, log_decay, reset, *_ = tokens
-        assert beta is not None
-        if self.steps > 1:
-            k, v, beta = (x.unflatten(2, (-1, self.steps)) for x in (k, v, beta))
-        y, s = delta_across(DeltaTokens(q, k, v, beta, None, log_decay, reset), state.s, self.impl, crossing)
-        return y, LinearState(s, state.z)
-
-
-class AveragedDeltaRule(LinearRule):
-    """The delta rule that corrects and reads averages (:func:`normalised_delta_rule`)."""
-
-    def __init__(self, eps: float, impl: LinearImpl) -> None:
-        super().__init__(eps, impl)
-
-    def __call__(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        q, k, v, beta, _, reset, _, positions = tokens
-        assert beta is not None and self.eps is not None and positions is not None
-        return normalised_delta_rule(
-            (q, k, v, beta), state, positions == 0, eps=self.eps, reset=reset, impl=self.impl, crossing=crossing
-        )

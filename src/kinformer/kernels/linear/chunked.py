@@ -343,10 +343,17 @@ class SequenceBlocks:
         return self.join(torch.bmm(within, change) + stays * states.unsqueeze(1))
 
 
-def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, largest: int = SIZES[-1]) -> SequenceBlocks:
+def cut(
+    x: Tensor,
+    reset: Tensor | None,
+    log_decay: Tensor | None = None,
+    largest: int = SIZES[-1],
+    early: bool = False,
+) -> SequenceBlocks:
     """Cut ``x`` [batch, heads, time, n] into blocks, with the masks of ``reset`` [batch, time] in the dtype of ``x``.
 
     log_decay: [batch, heads, time] or [batch, heads, time, n], not above 0, in the dtype of the accumulators.
+    early: whether a token reads before its own decay, which is then [batch, heads, time].
     """
     batch, heads, time, _ = x.shape
     size = next((size for size in SIZES if size >= min(time, largest)), largest)
@@ -354,7 +361,7 @@ def cut(x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, larges
     blocks = SequenceBlocks(batch, heads, time, count, size)
     if reset is not None:
         blocks = _with_resets(blocks, reset, x.dtype)
-    return blocks if log_decay is None else _with_decay(blocks, log_decay, x.dtype)
+    return blocks if log_decay is None else _with_decay(blocks, log_decay, x.dtype, early)
 
 
 def number(reset: Tensor, count: int, size: int) -> Tensor:
@@ -381,23 +388,23 @@ def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> S
     )
 
 
-def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype) -> SequenceBlocks:
+def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype, early: bool) -> SequenceBlocks:
     per_channel = log_decay.dim() == 4
     sums = blocks.split(log_decay if per_channel else log_decay.unsqueeze(-1)).cumsum(1)
-    last = sums[:, -1:]
+    last, read = sums[:, -1:], F.pad(sums[:, :-1], (0, 0, 1, 0)) if early else sums
     if per_channel and tile_of(sums) == blocks.size:
         return replace(blocks, fold=_fold(blocks, sums, dtype))
     decayed = replace(
         blocks,
         # exp(G_t), exp(G_last - G_s) and exp(G_last): exponents of at most 0, so nothing overflows.
-        enter=gate(sums.exp().to(dtype), blocks.enter),
+        enter=gate(read.exp().to(dtype), blocks.enter),
         leave=gate((last - sums).exp_().to(dtype), blocks.leave),
         keep=gate(blocks.by_row(last.exp().mT), blocks.keep),
     )
     if per_channel:
         return replace(decayed, channels=Channels(sums, dtype))
     # exp(G_t - G_s); above the diagonal the exponent is positive, and those pairs are hidden: clamp, or inf * 0 is NaN.
-    between = (sums - sums.mT).clamp_(max=0).exp_().to(dtype)
+    between = (read - sums.mT).clamp_(max=0).exp_().to(dtype)
     between = between.view(blocks.batch, blocks.heads, blocks.count, blocks.size, blocks.size)
     return replace(decayed, same=gate(between, blocks.same))
 

@@ -44,11 +44,10 @@ class LinearSequence(NamedTuple):
 
 
 class DeltaTokens(NamedTuple):
-    """The arguments of the delta rule's kernels: the tokens of a chunk.
+    """The arguments of the delta rule's kernels: the tokens of a chunk, in the shapes of ``delta_rule``.
 
-    The tokens of a chunk, in the shapes of ``delta_rule``.
-
-    ``erase``: the keys under which the memory is read, and so erased, shaped like k; None: k itself.
+    ``erase``: the keys under which the memory is read, and so erased, shaped like k; None: k itself. ``early``: whether
+    it is read before it decays; the decay is then one number a token and head.
     """
 
     q: Tensor
@@ -58,13 +57,14 @@ class DeltaTokens(NamedTuple):
     erase: Tensor | None = None
     log_decay: Tensor | None = None
     reset: Tensor | None = None
+    early: bool = False
 
     def part(self, batch: slice, time: slice) -> DeltaTokens:
         """Return the rows ``batch`` and the tokens ``time`` of the chunk."""
         at = batch, slice(None), time
         q, k, v, beta, erase, decay = (None if x is None else x[at] for x in self[:6])
         reset = None if self.reset is None else self.reset[batch, time]
-        return DeltaTokens(q, k, v, beta, erase, decay, reset)  # type: ignore[arg-type]
+        return DeltaTokens(q, k, v, beta, erase, decay, reset, self.early)  # type: ignore[arg-type]
 
 
 # The implementations of kernel attention, for the linear rule and the delta rule alike.

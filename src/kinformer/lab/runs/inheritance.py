@@ -396,7 +396,7 @@ def _layouts(mixer: Any, dim: int) -> tuple[dict[str, list[Block]], dict[str, li
         projection, inner = projection.inner, f"{inner}.inner"
     if projection is not None:
         kind = "projection" if projection.kind in ("multi_head", "grouped", "multi_head_global") else ""
-    elif getattr(mixer, "rule", None) == "delta":
+    elif getattr(mixer, "rule", None) in ("delta", "comba"):
         kind = "delta"
     grouped = getattr(mixer, "key_heads", None) or getattr(mixer, "steps", 1) > 1
     if kind not in LAYOUTS or grouped:
