@@ -314,9 +314,14 @@ def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) ->
             program = program.run_decompositions(WRITTEN_OTHERWISE)
             program._guards_code = []  # conditions on open sizes, which a graph of ONNX cannot hold
             written = torch.onnx.export(
-                program, (), input_names=inputs, output_names=outputs, dynamo=True, verbose=False,
-                opset_version=CONVERTED
-            )  # fmt: skip
+                program,
+                (),
+                input_names=inputs,
+                output_names=outputs,
+                dynamo=True,
+                verbose=False,
+                opset_version=CONVERTED,
+            )
     except Exception as error:
         raise KinformerError(
             f"ONNX does not have a counterpart to this model: {converter_reason(error.__cause__ or error)}; export "

@@ -337,16 +337,17 @@ class _Rectangle(NamedTuple):
     right: Ints
 
     def meets(self, other: _Rectangle) -> np.ndarray:
-        return (
-            (np.maximum(self.top, other.top) <= np.minimum(self.bottom, other.bottom))
-            & (np.maximum(self.left, other.left) <= np.minimum(self.right, other.right))
-        )  # fmt: skip
+        return (np.maximum(self.top, other.top) <= np.minimum(self.bottom, other.bottom)) & (
+            np.maximum(self.left, other.left) <= np.minimum(self.right, other.right)
+        )
 
     def within(self, other: _Rectangle) -> np.ndarray:
         return (
-            (self.top >= other.top) & (self.bottom <= other.bottom)
-            & (self.left >= other.left) & (self.right <= other.right)
-        )  # fmt: skip
+            (self.top >= other.top)
+            & (self.bottom <= other.bottom)
+            & (self.left >= other.left)
+            & (self.right <= other.right)
+        )
 
 
 @dataclass(frozen=True)
