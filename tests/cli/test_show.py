@@ -9,7 +9,7 @@ import torch
 import kinformer
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
-from kinformer.lab.cli.family import DEFAULTS, folded, tree
+from kinformer.lab.cli.family import setting_rows
 from kinformer.lab.drawing.text import formulas
 
 
@@ -119,18 +119,10 @@ def test_sizes_stop_where_positions_end(cli):
 
 
 def test_equal_neighbours_are_told_once():
-    item = {"kind": "a", "x": 1}
-    config = {"kind": "m", "items": [item, item, {"kind": "b", "x": 2}, item], "plain": [1, 2], "none": None}
-    assert list(tree(config, "")) == [
-        "items 0 to 1: a",
-        "  x = 1",
-        "items 2: b",
-        "  x = 2",
-        "items 3: a",
-        "  x = 1",
-        "plain = [1, 2]",
-        "none = None",
-    ]
+    config = configure("gpt", "tiny", set={"layers": 4, "layers.2.dropout": 0.5})
+    lines = [line for line, _ in setting_rows(config, "", brief=True, explain=False)]
+    layers = [line for line in lines if line.startswith("layers")]
+    assert layers == ["layers 0 to 1: decoder", "layers 2: decoder", "layers 3: decoder"]
 
 
 def test_it_begins_with_what_it_computes(cli):
@@ -172,8 +164,7 @@ def test_settings_at_their_defaults_are_folded(cli):
 
 
 def test_folding_hides_nothing_that_differs():
-    config = configure("retnet", "tiny")
-    told = folded(config)
-    assert told["layers"][0]["mixer"]["decay"] == {"kind": "fixed"} | told["layers"][0]["mixer"]["decay"]
-    assert told["layers"][0]["mixer"]["gate"] is True
-    assert "rule" in told["layers"][0]["mixer"][DEFAULTS].split(", ")
+    lines = [line.strip() for line, _ in setting_rows(configure("retnet", "tiny"), "", brief=True, explain=False)]
+    mixer = lines[lines.index("mixer: linear") :]
+    assert "decay: fixed" in mixer and "gate = True" in mixer
+    assert any(line.startswith("(at their defaults: ") and "rule" in line.split(", ") for line in mixer)

@@ -651,7 +651,7 @@ class KinformerForCausalLM(ContinuingModel):
             logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers, ids)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
-        shown = {
+        shown: dict[str, Any] = {
             "hidden_states": None if layers is None else (entered(tokens), *layers),
             "attentions": attended(tokens.shape[1]),
         }

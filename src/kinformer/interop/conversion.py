@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -187,7 +187,7 @@ def _trained(hf_model: PreTrainedModel, trains: str | LoraConfig) -> Iterator[li
             )
         trains = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)
     required = [(parameter, parameter.requires_grad) for parameter in hf_model.parameters()]
-    adapted = peft.LoraModel(hf_model, trains, "default")
+    adapted = peft.LoraModel(hf_model, cast("LoraConfig", trains), "default")
     try:
         yield [parameter for parameter in hf_model.parameters() if parameter.requires_grad]
     finally:

@@ -319,7 +319,8 @@ def _scale(full: Settings) -> float | None:
 
 def _deepseek_v2(full: Settings) -> ConfigData:
     grouped = full.choice("topk_method", "greedy", GROUPED) == GROUPED
-    return deepseek(full, normalise=False, **({"groups": full.integer("n_group")} if grouped else {}))
+    groups: ConfigData = {"groups": full.integer("n_group")} if grouped else {}
+    return deepseek(full, normalise=False, **groups)
 
 
 def _deepseek_v3(full: Settings) -> ConfigData:

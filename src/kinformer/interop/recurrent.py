@@ -587,7 +587,7 @@ def _exact(full: Settings) -> dict[int, ConfigData]:
 
 def _layer_keys(layer: ConfigView) -> tuple[Key, ...]:
     """Return the keys of a layer, whose kernel attention may have any of the parts."""
-    common = (
+    common: tuple[Key, ...] = (
         key("mixer_residual.norm", "attn_norm"),
         key("feed_forward_residual.norm", "mlp_norm"),
         *GATED,

@@ -129,7 +129,7 @@ class DeltaRule(LinearRule):
     """
 
     early = False
-    normalisers = ("none", "attention")
+    normalisers: tuple[str, ...] = ("none", "attention")
     corrects = strengths = True
 
     def __init__(self, steps: int, impl: LinearImpl) -> None:

@@ -91,7 +91,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @first_order("the chunked delta rule")
     def backward(ctx: Context, saved: Any, grad_out: Tensor, grad_w: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, states = DeltaTokens(*saved[:7], ctx.early), list(saved[7:])
+        tokens, states = DeltaTokens(*saved[:7])._replace(early=ctx.early), list(saved[7:])
         learns = ctx.needs_input_grad[5]
         learned = (*tokens[:5], tokens.log_decay if learns else None)
         gradients = [None if x is None else torch.empty_like(x) for x in learned]

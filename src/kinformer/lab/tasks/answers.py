@@ -225,7 +225,7 @@ class LabelMeasurement:
 
     @property
     def bits(self) -> float:
-        """Return the bits per label."""
+        """Return the mean bits per label."""
         return self.nats / log(2) / len(self.labels)
 
     @property
