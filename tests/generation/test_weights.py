@@ -26,6 +26,7 @@ def fbgemm(request, monkeypatch):
     if request.param and not forms.uses_fbgemm():
         pytest.skip("FBGEMM is not used on this processor")
     monkeypatch.setattr(forms, "uses_fbgemm", lambda: request.param)
+    monkeypatch.setattr(forms, "WIDE", 1)
     return request.param
 
 

@@ -313,7 +313,8 @@ def _writes(call: Call) -> Iterator[Ref]:
 
 
 def _storage(tape: Tape, ref: Ref) -> int:
-    return tape.tensor(ref).untyped_storage()._cdata
+    tensor = tape.tensor(ref)  # packed by oneDNN it has no storage
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
 def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
@@ -623,10 +624,13 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
     leaves = _leaves(state)
     twins, first = _twins(leaves), taped.inputs - len(leaves)
-    simple, captured, outputs = simplify(calls, tapes, refs, [(first + one, first + other) for one, other in twins])
-    after = outputs[-len(leaves) :]
-    if any(after[one] != after[other] for one, other in twins):  # they do not stay equal
-        twins, (simple, captured, outputs) = [], simplify(calls, tapes, refs)
+    while True:
+        simple, captured, outputs = simplify(calls, tapes, refs, [(first + one, first + other) for one, other in twins])
+        after = outputs[-len(leaves) :]
+        stay = [(one, other) for one, other in twins if after[one] == after[other]]
+        if stay == twins:
+            break
+        twins = stay
     try:
         function = compile_calls(simple, taped.inputs, len(captured), outputs)
     except Exception as error:

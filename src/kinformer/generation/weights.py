@@ -8,9 +8,10 @@ The matrices of experts and their routers, the vectors of product-key memories, 
 
 How a product with 8-bit weights is computed depends on the processor:
 
-* On x86 without AVX-512 and VNNI, FBGEMM multiplies them with integers. A row x of the input becomes two rows of 7
-  bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows changes nothing.
-* Elsewhere PyTorch's product takes inputs in bfloat16 and sums in float32.
+* On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
+  becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows
+  changes nothing.
+* Otherwise PyTorch's product takes inputs in bfloat16 and sums in float32.
 
 bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
 the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
@@ -40,6 +41,9 @@ FEW = 16
 """Rows up to which PyTorch's product of 8-bit weights is used; for more rows, a float32 matrix is made once."""
 MULTIPLE = 32
 """The numbers of columns that this product takes are multiples of this number."""
+WIDE = 512
+"""Columns from which on FBGEMM multiplies 8-bit weights where it is used; a row of fewer columns takes longer to split
+than the product gains (:func:`uses_fbgemm`)."""
 
 
 @cache
@@ -74,6 +78,7 @@ class NarrowWeight(Tensor):
     matrix: Tensor | None
     scales: Tensor | None
     packed: torch.ScriptObject | None
+    by_fbgemm: bool
     _dtype: torch.dtype
 
     @classmethod
@@ -89,7 +94,7 @@ class NarrowWeight(Tensor):
             scales = scales.where(scales > 0, 1)
             matrix = (wide / scales.float()[:, None]).round().to(torch.int8)
         made = cls._of(matrix, scales, weight.dtype)
-        if uses_fbgemm() and not table:
+        if made.by_fbgemm and not table:
             made._pack()
             made.matrix = None
         return made
@@ -98,6 +103,7 @@ class NarrowWeight(Tensor):
     def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> NarrowWeight:
         made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))  # type: ignore[assignment]
         made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
+        made.by_fbgemm = uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
         return made
 
     @property
@@ -144,7 +150,7 @@ class NarrowWeight(Tensor):
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias [..., rows] of x [..., columns], in the dtype of x."""
         few = x.reshape(-1, x.shape[-1])
-        if uses_fbgemm():
+        if self.by_fbgemm:
             y = self._by_fbgemm(few.float())
         elif self.scales is None:
             y = functional.linear(few, self.widened())
