@@ -7,7 +7,7 @@ The model is exported and written as GGUF in F32, BF16 and Q8_0 (``examples/to_g
 prompts greedily, in F32 with equal tokens, or nothing is timed. Times are processor time, in turns.
 
     python benchmarks/llama_cpp.py --threads 1
-    python benchmarks/llama_cpp.py --threads 1 --long    # tokens after 1k, 8k and 64k of context, beside constant states
+    python benchmarks/llama_cpp.py --threads 1 --long    # after 1k, 8k and 64k tokens, beside members of constant state
 
 It needs the packages gguf and xllamacpp (extra peers), whose wheels contain llama.cpp.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, count
-from operator import is_
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -443,11 +443,11 @@ class Unchanged:
         return self._facts() == self._then
 
     def _present(self) -> list[object]:
-        return list(chain.from_iterable(table.values() for table in self._tables))
+        return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _facts(self) -> list[object]:
-        modes = [(state["training"], state.get("forward")) for state in self._states]
-        return [*modes, *map(Tensor.data_ptr, self._tensors), *[tensor._version for tensor in self._versioned]]
+        modes = chain(map(itemgetter("training"), self._states), map(methodcaller("get", "forward"), self._states))
+        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(attrgetter("_version"), self._versioned)]
 
 
 # One step of generation, recorded once and then run without Python.

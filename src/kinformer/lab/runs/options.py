@@ -307,6 +307,10 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
 
     def check_store(self) -> None:
         super().check_store()
+        if self.datastore is not None and self.weights != "fp32":
+            raise KinformerError(
+                f"{marked('weights')} {self.weights}: does not go with `datastore`, whose keys are fp32; leave one out."
+            )
         if self.tune:
             for name in ("weight", "knn_temperature"):
                 if getattr(self, name) is not None:
