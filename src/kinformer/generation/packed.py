@@ -154,8 +154,8 @@ class InferenceCopies(dict[tuple[bool, str | None], tuple[Unchanged, nn.Module]]
 
 
 def inference_copy(model: Model, rows: int, steps: int, weights: str | None = None) -> Model:
-    """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences, or ``model`` where packing does not pay
-    (on a GPU, or for few steps).
+    """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences; on a GPU and for few steps, ``model``
+    itself.
 
     ``weights``: the type of its weights (``generation.weights``), None for the model's. The model stores the copies, so
     that the next call finds them, until it changes. A copy has the bytes of the packed or narrow weights and shares the

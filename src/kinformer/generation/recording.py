@@ -258,14 +258,14 @@ def simplify(
             if not call.operator._schema.is_mutable:
                 continue
         if results and not any(_storage(tape, ref) in written for ref in (*read, *results)):
+            before = earlier.setdefault((call.operator, repr(arguments)), call.results)
+            if before is not call.results:
+                same |= {ref: same.get(Ref(number), Ref(number)) for ref, number in zip(results, before, strict=True)}
+                continue
             fixed = not any(_flat(arguments, SlotCount)) and all(ref.number < 0 for ref in _flat(arguments, Ref))
             if fixed and all(_is_small(tape.tensor(ref)) for ref in results):
                 same |= {ref: Ref(-1 - place) for place, ref in enumerate(results, start=len(captured))}
                 captured += map(tape.tensor, results)
-                continue
-            before = earlier.setdefault((call.operator, repr(arguments)), call.results)
-            if before is not call.results:
-                same |= dict(zip(results, map(Ref, before), strict=True))
                 continue
         shorter.append(call._replace(arguments=arguments))
     refs = [same.get(ref, ref) for ref in outputs]
