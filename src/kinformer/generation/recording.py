@@ -253,7 +253,7 @@ def simplify(
     for call in calls:
         read, results = list(_flat(call.arguments, Ref)), list(map(Ref, call.results))
         arguments = _replace(call.arguments, same)
-        if len(results) == 1 and read and all(_is_whole(each, read[0], results[0]) for each in tapes):
+        if len(results) == 1 and read and all(_is_whole(one, read[0], results[0]) for one in tapes):
             same[results[0]] = same.get(read[0], read[0])
             if not call.operator._schema.is_mutable:
                 continue
@@ -275,10 +275,10 @@ def simplify(
         if wanted or not call.results or call.operator._schema.is_mutable:
             needed.update(_flat(call.arguments, Ref))
             used.append(call)
-    kept = [ref for ref in needed if ref.number < 0]
-    places = {ref: Ref(-1 - place) for place, ref in enumerate(kept)}
+    stored = [ref for ref in needed if ref.number < 0]
+    places = {ref: Ref(-1 - place) for place, ref in enumerate(stored)}
     used = [call._replace(arguments=_replace(call.arguments, places)) for call in reversed(used)]
-    return used, [captured[-1 - ref.number] for ref in kept], [places.get(ref, ref) for ref in refs]
+    return used, [captured[-1 - ref.number] for ref in stored], [places.get(ref, ref) for ref in refs]
 
 
 _SMALL = 1 << 16
