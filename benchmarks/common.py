@@ -38,6 +38,8 @@ PEERS = {  # module: what pip is to install for it
     "fla": "flash-linear-attention",
     "x_transformers": EXTRA,
     "transformers": EXTRA,
+    "xllamacpp": EXTRA,
+    "gguf": EXTRA,
     "local_attention": EXTRA,
     "performer_pytorch": EXTRA,
     "reformer_pytorch": EXTRA,

@@ -1,6 +1,7 @@
-"""Write an exported folder as a GGUF file for llama.cpp (package gguf), with the weights in float32.
+"""Write an exported folder as a GGUF file for llama.cpp (package gguf), with the matrices in F32, BF16 or Q8_0.
 
 python examples/to_gguf.py exported/book book.gguf
+python examples/to_gguf.py exported/book book.gguf Q8_0
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ GPT2 = {
 }
 
 
-def convert(folder: str | Path, file: str | Path) -> None:
-    """Write the GGUF ``file`` of an exported ``folder``. Errors: ``ValueError`` for other models and tokenizers."""
+def convert(folder: str | Path, file: str | Path, form: str = "F32") -> None:
+    """Write the GGUF ``file`` of an exported ``folder``, its matrices as ``form`` (a name of
+    ``gguf.GGMLQuantizationType``). Errors: ``ValueError`` for other models and tokenizers."""
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
@@ -59,7 +61,7 @@ def convert(folder: str | Path, file: str | Path) -> None:
         )
     writer = gguf.GGUFWriter(file, kind)
     writer.add_name(folder.name)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if form == "F32" else f"MOSTLY_{form}"])
     heads = config["num_attention_heads" if kind == "llama" else "n_head"]
     kv_heads = config.get("num_key_value_heads", heads)
     writer.add_head_count(heads)
@@ -92,7 +94,11 @@ def convert(folder: str | Path, file: str | Path) -> None:
                 tensor = side_by_side(tensor, heads if theirs == "attn_q" else kv_heads)
             if ".c_" in name and last == "weight":  # GPT-2 stores products as [in, out]
                 tensor = tensor.T
-            writer.add_tensor(f"{layer}{theirs}.{last}", np.ascontiguousarray(tensor, dtype=np.float32))
+            tensor = np.ascontiguousarray(tensor, dtype=np.float32)
+            matrix = tensor.ndim > 1 and theirs != "position_embd"  # llama.cpp adds positions in float32
+            kind_of_data = gguf.GGMLQuantizationType[form if matrix else "F32"]
+            data = gguf.quants.quantize(tensor, kind_of_data) if matrix else tensor
+            writer.add_tensor(f"{layer}{theirs}.{last}", data, raw_dtype=kind_of_data)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()

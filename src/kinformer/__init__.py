@@ -192,6 +192,7 @@ def generate(
     valid: Tensor | None = None,
     draft: object = None,
     draft_length: int = 4,
+    weights: str | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
     """Continue prompts and return the new tokens [batch, new] int64.
@@ -202,6 +203,8 @@ def generate(
     stop: sequences of ids; each ends a row as soon as the row has produced it.
     valid: [batch, time] bool, the real tokens of prompts of different lengths.
     draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most; see ``generation.drafts``.
+    weights: "fp32", "bf16" or "int8", the type of the weights in memory; if not given, the model's. On a CPU, the model
+        stores the copy that draws the tokens, so its weights are in memory twice until the model is freed or changed.
     sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,
         ``repetition_penalty`` (1.0), ``seed``.
     """
@@ -210,7 +213,7 @@ def generate(
     causal: Any = model
     return generate(
         causal, prompt_tokens, max_new_tokens=max_new_tokens, stop=stop, valid=valid, draft=draft,
-        draft_length=draft_length, **sampling,
+        draft_length=draft_length, weights=weights, **sampling,
     )  # fmt: skip
 
 

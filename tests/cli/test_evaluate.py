@@ -32,6 +32,17 @@ def test_a_constant_state_is_carried(cli, linear_run, text_file, load):
     assert again["bits_per_byte"] == pytest.approx(told["bits_per_byte"], rel=1e-5)
 
 
+def test_narrow_weights_are_measured_beside_wide_ones(cli, linear_run):
+    wide, _ = metrics(cli, linear_run, "--first", 400)
+    narrow, _ = metrics(cli, linear_run, "--first", 400, "--weights", "int8")
+    assert narrow["weights"] == "int8" and narrow["fp32"]["bits_per_byte"] == wide["bits_per_byte"]
+    assert 0 < abs(narrow["bits_per_byte"] - wide["bits_per_byte"]) < 0.01
+    out = cli("evaluate", linear_run, "--first", 400, "--weights", "int8", "--device", "cpu")[1]
+    assert f"int8 weights: {narrow['bits_per_byte']:.4f} bits per byte; fp32: {wide['bits_per_byte']:.4f}" in out
+    code, _, err = cli("evaluate", linear_run, "--weights", "int8", "--datastore", "no/such")
+    assert code == 2 and "--weights int8: does not go with --datastore" in err
+
+
 def test_as_it_was_trained(cli, make_run, gpt_run):
     folder = make_run("linear-transformer")
     assert metrics(cli, folder)[0]["context"] == 32

@@ -143,9 +143,10 @@ def test_text_of_a_tokenizer_is_streamed_whole(cli, tokenized_run):
     assert cli("generate", tokenized_run, *flags, "--no-echo")[1] == sample["text"]
 
 
-def test_bf16_weights_generate(cli, gpt_run, linear_run):
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_narrow_weights_generate(cli, gpt_run, linear_run, weights):
     for folder in (gpt_run, linear_run):
-        flags = ["--prompt", "tree", "--max-new-tokens", 9, "--weights", "bf16", "--json", "--device", "cpu"]
+        flags = ["--prompt", "tree", "--max-new-tokens", 9, "--weights", weights, "--json", "--device", "cpu"]
         code, out, err = cli("generate", folder, *flags)
         assert code == 0, err
         assert len(json.loads(out)["samples"][0]["tokens"]) == 9

@@ -115,7 +115,7 @@ def test_every_command_has_help_and_the_common_options(cli, name):
         (["generate", "no/such/run", "--prompt", "a"], "no/such/run: is not a run folder"),
         (
             ["generate", "no/such/run", "--weights", "fp8", "--prompt", "a"],
-            "--weights: 'fp8' is not one of bf16, fp32",
+            "--weights: 'fp8' is not one of bf16, fp32, int8",
         ),
     ],
 )

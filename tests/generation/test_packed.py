@@ -7,7 +7,7 @@ import kinformer
 from kinformer.core.parts import UnpackedLinear
 from kinformer.core.state import difference
 from kinformer.generation import packed as packing
-from kinformer.generation.packed import LEAST, PackedLinear, can_pack, pack
+from kinformer.generation.packed import LEAST, PackedLinear, can_pack, inference_copy, pack
 from tests.members import CAUSAL
 
 
@@ -53,3 +53,23 @@ def test_only_what_pays_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(each) for each in pack(model)] == [torch.nn.Linear, PackedLinear]
     narrow = model.bfloat16()
     assert all(isinstance(each, PackedLinear) for each in pack(narrow)) == can_pack(narrow)
+
+
+def test_generate_packs_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = packing.Least(1 << 40, 1 << 40, 1 << 40, 0, where="here", columns=True)
+    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, entry))
+    torch.manual_seed(0)
+    model = kinformer.build("gpt", recipe="tiny").eval()
+    prompt = torch.randint(256, (1, 5))
+    expected = kinformer.generate(model, prompt, max_new_tokens=20, temperature=0)
+    assert not model._inference_copies  # too few to pay
+    assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=60, temperature=0)[:, :20], expected)
+    ours = inference_copy(model, 1, 60)
+    assert ours is not model and ours is inference_copy(model, 1, 20)
+    wide, mine = (each.stack.layers[0].mixer.projection.qkv.weight for each in (model, ours))
+    assert torch.equal(wide, mine) and mine.stride() == (1, wide.shape[0]) and wide.is_contiguous()
+    norms = [each.stack.layers[0].mixer_residual.norm.weight for each in (model, ours)]
+    assert norms[0].data_ptr() == norms[1].data_ptr() and norms[0].requires_grad and not norms[1].requires_grad
+    with torch.no_grad():
+        wide.mul_(2)
+    assert inference_copy(model, 1, 60) is not ours

@@ -24,6 +24,7 @@ from kinformer.generation.recording import (
     compile_calls,
     logits_after,
     record,
+    simplify,
 )
 from kinformer.generation.session import Session
 from kinformer.kernels.attention import _CPU, TABLE
@@ -399,3 +400,43 @@ def test_a_tape_takes_sizes_in_place_writes_lists_and_types():
     with torch.inference_mode():
         x = torch.randn(2, 4)
         torch.testing.assert_close(run(x, *tape.captured), (step(x), x), rtol=0, atol=0)
+
+
+def test_constants_repeats_and_whole_views_are_left_out():
+    weight = torch.randn(3, 3)
+
+    def step(x, count, twin):
+        turns = [(number.double() * torch.arange(3).exp()).cos() for number in (count, twin)]
+        x = x[:, :] * turns[0] + x * turns[1] @ weight.t().double()
+        x.add_(x.new_zeros(3).add_(1))  # written to, so not a constant
+        return x + x.new_zeros(3).add_(1), x.sin()
+
+    inputs = torch.randn(2, 3).double(), torch.tensor(4), torch.tensor(4)
+    tape = Tape(inputs)
+    with torch.inference_mode(), tape, _WatchedReads():
+        outputs = step(*inputs)
+    calls, captured, refs = simplify(tape.calls, [tape], [tape.ref(outputs[0])], [(1, 2)])
+    names = [call.operator._schema.name.split("::")[1] for call in calls]
+    assert len(tape.calls) > len(calls) and names.count("cos") == 1 and names.count("new_zeros") == 2
+    assert not {"arange", "exp", "slice", "t", "sin"} & set(names)
+    assert sum(tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() for tensor in captured) < 2
+    run = compile_calls(calls, 3, len(captured), refs)
+    with torch.inference_mode():
+        for number in (7, 9):
+            x, count = torch.randn(2, 3).double(), torch.tensor(number)
+            assert torch.equal(run(x.clone(), count, count, *captured)[0], step(x, count, count)[0])
+
+
+def test_positions_of_equal_layers_are_counted_once(prompt):
+    model = tiny("rope")
+    ours = session(model, prompt)
+    for _ in range(5):
+        ours.step()
+    recording = ours._stepping.running.recording
+    assert recording.twins and str(recording.function.graph).count("aten::cos(") == 1
+    with torch.inference_mode():
+        state = ours._stepping.settled(ours._state)
+        assert recording.begin(state) is not None
+        last = state.layers[-1][0]
+        last._state = last._state._replace(seen=last.seen + 1)  # one layer alone is one token ahead
+        assert recording.begin(state) is None

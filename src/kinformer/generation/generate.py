@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kinformer.core.model import CausalModel
 from kinformer.generation.drafts import DraftedSession, draft_of
+from kinformer.generation.packed import inference_copy
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
 from kinformer.runtime.errors import KinformerError, require, require_kind
@@ -43,6 +44,7 @@ def generate(
     valid: Tensor | None = None,
     draft: object = None,
     draft_length: int = 4,
+    weights: str | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
     """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens`` (by default 256, or as
@@ -55,7 +57,8 @@ def generate(
     ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
     the seed. The model is in eval mode meanwhile. A ``draft`` ("ngram", "mtp" or a causal model of the same tokens)
     guesses up to ``draft_length`` tokens ahead. Generation is faster where the guesses are often right, and the drawn
-    tokens are the same.
+    tokens are the same. On a CPU the tokens are drawn by a copy of the model for inference, which the model stores
+    (``generation.packed.inference_copy``), with ``weights`` in the type "fp32", "bf16" or "int8" (None: as they are).
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """
@@ -70,7 +73,7 @@ def generate(
         raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
     with evaluating(model):
         batch, options = tokens.shape[0], {"stop": stop or (), "room": max_new_tokens, **sampling}
-        session = session_of(model, batch, draft, draft_length, options)
+        session = session_of(inference_copy(model, batch, max_new_tokens, weights), batch, draft, draft_length, options)
         longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
         session.require(max_new_tokens, [longest] * session.batch)
         session.feed(tokens, valid)

@@ -1,9 +1,9 @@
-"""Packed weights: laid out once for a CPU's matrix unit instead of at every product, which makes single tokens faster.
+"""Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
 
 A product of one token with a matrix reads every weight once, so it takes at least the weights' bytes divided by the
 memory's bandwidth. PyTorch's default products take far longer if there are many weights, or more rows than one;
-oneDNN's layout comes closer, but a product takes some ten microseconds to begin. A matrix is packed where this pays on
-the processor (:data:`LEAST`).
+oneDNN's layout comes closer, but a product takes some ten microseconds to begin. Elsewhere a matrix is read faster
+column by column. A matrix gets the layout that pays on the processor (:data:`LEAST`).
 
 ``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as fast
 packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the table.
@@ -23,18 +23,21 @@ from kinformer.core import state as states
 from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.core.state import Leaf, State, unflattened
 from kinformer.generation.recording import Unchanged, recordings_of
+from kinformer.generation.session import LONG
+from kinformer.generation.weights import as_weights
 from kinformer.runtime.process import processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class Least(NamedTuple):
-    """The least number of elements of packed float32 matrices.
+    """The least number of elements of float32 matrices in oneDNN's layout.
 
     For one row it is ``cached`` if the model's matrices have less than ``cache`` bytes, otherwise ``streamed``; for
-    several rows it is ``more``. ``where`` names the machine of the measurement.
+    several rows it is ``more``. ``where`` names the machine of the measurement. With ``columns``, smaller matrices
+    [rows, columns] with at least as many rows as columns are stored column by column.
 
-    Matrices of bfloat16 are always packed.
+    Matrices of bfloat16 are always in oneDNN's layout.
     """
 
     cached: int
@@ -42,6 +45,7 @@ class Least(NamedTuple):
     more: int
     cache: int
     where: str
+    columns: bool = False
 
 
 # Weights in the cache are read fast anyway, so only large matrices are worth oneDNN's slow start.
@@ -50,7 +54,10 @@ LEAST = {
     "AVX-512 and bfloat16": _ZEN5,
     # For one row, packed products took 1.0 to 2.7 times as long at 256 x 256 to 8192 x 2048; they win at 4 to 16 rows.
     "AMX": Least(sys.maxsize, sys.maxsize, 1 << 18, 0, "Intel Xeon with AMX, one thread, torch 2.13"),
-    "other": _ZEN5._replace(where="not measured, as on Zen 5"),
+    # For one row, oneDNN's layout took 0.9 to 1.7 times as long; columns took 0.45 to 0.95 where rows >= columns.
+    "other": Least(
+        sys.maxsize, sys.maxsize, 1 << 19, 0, "AMD EPYC (family 25, Zen 3), one thread, torch 2.13", columns=True
+    ),
 }
 
 
@@ -86,30 +93,45 @@ def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
     """Return a copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model``
     itself.
 
-    The copy is for inference; it cannot be trained or saved. If :func:`can_pack` is False, or packing pays for no
-    product, ``model`` is returned. Chunks of any length still work; ``rows`` only decides the layout. ``least`` is the
-    least number of elements of a packed float32 matrix, None for the number that pays here (:data:`LEAST`).
+    The copy is for inference; it cannot be trained or saved, and it shares all weights with ``model`` that are not
+    packed. If :func:`can_pack` is False, or packing pays for no product, ``model`` is returned. Chunks of any length
+    still work; ``rows`` only decides the layout. ``least`` is the least number of elements of a float32 matrix in
+    oneDNN's layout, None for the number that pays here (:data:`LEAST`).
     """
     if not can_pack(model):
         return model
-    if least is None:
-        least = _least(model, rows)
-    if not any(_pays(module, least) for module in model.modules()):
+    columns = least is None and LEAST[processor_class()].columns
+    least = _least(model, rows) if least is None else least
+    if not any(_pays(module, least) or (columns and _is_tall(module)) for module in model.modules()):
         return model
     with torch.no_grad():
-        model = copy.deepcopy(model).requires_grad_(False)
+        model = _shared_copy(model)
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if _pays(child, least):
                     setattr(module, name, PackedLinear(child, rows))
+                elif columns and _is_tall(child):
+                    child.weight = nn.Parameter(child.weight.T.contiguous().T, requires_grad=False)
     return model
 
 
 def _pays(module: nn.Module, least: int) -> TypeGuard[nn.Linear]:
     """Return whether ``module`` is a product to be packed; float32 matrices need ``least`` elements or more."""
-    if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear) or not is_plain(module):
+    if not _is_product(module):
         return False
     return module.weight.dtype != torch.float32 or module.weight.numel() >= least
+
+
+def _is_tall(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether ``module`` is a product with as many rows of weights as columns or more."""
+    return _is_product(module) and module.out_features >= module.in_features
+
+
+def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether ``module`` is a product whose weight may get another layout."""
+    if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear) or not is_plain(module):
+        return False
+    return "weight" in module._parameters  # narrow weights have a layout already
 
 
 def _least(model: nn.Module, rows: int) -> int:
@@ -117,8 +139,49 @@ def _least(model: nn.Module, rows: int) -> int:
     table = LEAST[processor_class()]
     if rows > 1:
         return table.more
-    total = sum(module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear))
+    total = sum(module.weight.nbytes for module in model.modules() if _is_product(module))
     return table.cached if total < table.cache else table.streamed
+
+
+class InferenceCopies(dict[tuple[bool, str | None], tuple[Unchanged, nn.Module]]):
+    """The copies of a model for one row or several and a type of weights. They are not copied or saved with it."""
+
+    def __deepcopy__(self, memo: object) -> InferenceCopies:
+        return InferenceCopies()
+
+    def __reduce__(self) -> tuple[type[InferenceCopies], tuple[()]]:
+        return InferenceCopies, ()
+
+
+def inference_copy(model: Model, rows: int, steps: int, weights: str | None = None) -> Model:
+    """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences; on a GPU and for few steps, ``model``
+    itself.
+
+    ``weights``: the type of its weights (``generation.weights``), None for the model's. The model stores the copies, so
+    that the next call finds them, until it changes. A copy has the bytes of the packed or narrow weights and shares the
+    others.
+    """
+    if not isinstance(model, nn.Module):
+        return model
+    copies: InferenceCopies = vars(model).setdefault("_inference_copies", InferenceCopies())
+    for key in [key for key, (unchanged, _) in copies.items() if not unchanged.holds()]:
+        del copies[key]
+    key = (rows > 1, weights)
+    if key not in copies:
+        if weights is None and steps < LONG:  # a copy takes the time of some tens of steps
+            return model
+        narrow = model if weights is None else as_weights(_shared_copy(model), weights)
+        ready = pack(narrow, rows)
+        if ready is model:
+            return model
+        copies[key] = Unchanged([model]), ready
+    return copies[key][1]  # type: ignore[return-value]
+
+
+def _shared_copy(model: Model) -> Model:
+    """Return a copy of ``model`` with the same weights in memory, without gradients."""
+    shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    return copy.deepcopy(model, shared).requires_grad_(False)  # type: ignore[arg-type]
 
 
 # The step of a model from a package of machine code, in place of a recorded step.

@@ -6,11 +6,11 @@ step. ``benchmarks/step_recording.py`` measures what recordings gain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, count
-from operator import is_
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, itemgetter, methodcaller
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from kinformer.runtime.autograd import autocast_dtype
 
 Arguments = tuple[object, ...]
 Keywords = dict[str, object]
+Item = TypeVar("Item")
 
 _READS = {"tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -94,6 +95,10 @@ class Tape(TorchDispatchMode):
         self._inside = False
         for tensor in inputs:
             self._number(tensor)
+
+    def tensor(self, ref: Ref) -> Tensor:
+        """Return the tensor of ``ref``."""
+        return self._all[ref.number] if ref.number >= 0 else self.captured[-1 - ref.number]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -211,12 +216,13 @@ def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
     """Return one value for ``a`` and ``b``, the same part of a call on two tapes."""
     if type(a) is not type(b):
         raise _depends()
-    if a == b or (a != a and b != b):  # NaN does not equal itself.
-        return a
     if isinstance(a, Call):
         return Call(*(_join(x, y, views) for x, y in zip(a, b, strict=True)))
     if type(a) in (list, tuple) and len(a) == len(b):
         return type(a)(_join(x, y, views) for x, y in zip(a, b, strict=True))
+    # Every call gets a new handle of an object, and handles cannot be compared; the outputs are compared at the end.
+    if isinstance(a, torch.ScriptObject) or a == b or (a != a and b != b):  # NaN does not equal itself.
+        return a
     grown = [view for view, longer in views if a - view.slots == b - longer.slots] if type(a) is int else []
     if not grown or any(view.rule != grown[0].rule for view in grown):
         raise _depends()
@@ -225,6 +231,98 @@ def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one is other or (one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other))
+
+
+# A shorter list of calls with the same results.
+
+
+def simplify(
+    calls: Sequence[Call], tapes: Sequence[Tape], outputs: Sequence[Ref], twins: Sequence[tuple[int, int]] = ()
+) -> tuple[list[Call], list[Tensor], list[Ref]]:
+    """Return fewer calls with the same results, the tensors that they capture, and the references to ``outputs``.
+
+    A call is removed if its results are constants, equal the results of an earlier call, are a view of a whole tensor,
+    or are not used. A tensor that some call writes to is never shared. ``tapes``: the tapes of the calls, at one or two
+    numbers of past slots; ``twins``: pairs of inputs with equal values, of which only the first is read.
+    """
+    tape, captured = tapes[0], list(tapes[0].captured)
+    written = {_storage(tape, ref) for call in calls for ref in _writes(call)}
+    same: dict[object, Ref] = {Ref(second): Ref(first) for first, second in twins}
+    earlier: dict[tuple[OpOverload, str], tuple[int, ...]] = {}
+    shorter: list[Call] = []
+    for call in calls:
+        read, results = list(_flat(call.arguments, Ref)), list(map(Ref, call.results))
+        arguments = _replace(call.arguments, same)
+        if len(results) == 1 and read and all(_is_whole(one, read[0], results[0]) for one in tapes):
+            same[results[0]] = same.get(read[0], read[0])
+            if not call.operator._schema.is_mutable:
+                continue
+        if results and not any(_storage(tape, ref) in written for ref in (*read, *results)):
+            before = earlier.setdefault((call.operator, repr(arguments)), call.results)
+            if before is not call.results:
+                same |= {ref: same.get(Ref(number), Ref(number)) for ref, number in zip(results, before, strict=True)}
+                continue
+            fixed = not any(_flat(arguments, SlotCount)) and all(ref.number < 0 for ref in _flat(arguments, Ref))
+            if fixed and all(_is_small(tape.tensor(ref)) for ref in results):
+                same |= {ref: Ref(-1 - place) for place, ref in enumerate(results, start=len(captured))}
+                captured += map(tape.tensor, results)
+                continue
+        shorter.append(call._replace(arguments=arguments))
+    refs = [same.get(ref, ref) for ref in outputs]
+    needed, used = set(refs), []
+    for call in reversed(shorter):
+        wanted = any(Ref(number) in needed for number in call.results)
+        if wanted or not call.results or call.operator._schema.is_mutable:
+            needed.update(_flat(call.arguments, Ref))
+            used.append(call)
+    stored = [ref for ref in needed if ref.number < 0]
+    places = {ref: Ref(-1 - place) for place, ref in enumerate(stored)}
+    used = [call._replace(arguments=_replace(call.arguments, places)) for call in reversed(used)]
+    return used, [captured[-1 - ref.number] for ref in stored], [places.get(ref, ref) for ref in refs]
+
+
+_SMALL = 1 << 16
+"""The most bytes of a constant that a recording stores; larger constants would hold the weights twice."""
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor._is_view() or tensor.nbytes <= _SMALL
+
+
+def _flat(item: object, kind: type[Item]) -> Iterator[Item]:
+    """Yield the objects of the type ``kind`` in ``item``, also inside lists."""
+    if isinstance(item, kind):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _flat(part, kind)
+
+
+def _replace(item: Any, by: Mapping[Ref, Ref]) -> Any:
+    """Return ``item`` with the references in ``by`` replaced, also inside lists."""
+    if isinstance(item, Ref):
+        return by.get(item, item)
+    return type(item)(_replace(part, by) for part in item) if type(item) in (list, tuple) else item
+
+
+def _writes(call: Call) -> Iterator[Ref]:
+    """Yield the tensors that the operator writes to."""
+    for argument, parameter in zip(call.arguments, call.operator._schema.arguments, strict=True):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            yield from _flat(argument, Ref)
+
+
+def _storage(tape: Tape, ref: Ref) -> int:
+    tensor = tape.tensor(ref)  # packed by oneDNN it has no storage
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
+
+
+def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
+    """Return whether ``view`` is all of the tensor ``ref``, in the same order."""
+    if _storage(tape, ref) != _storage(tape, view):
+        return False
+    forms = [(x.shape, x.stride(), x.storage_offset(), x.dtype) for x in map(tape.tensor, (ref, view))]
+    return forms[0] == forms[1]
 
 
 def compile_calls(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
@@ -286,7 +384,7 @@ class _Writer:
         return self._constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
 
     def _constant(self, value: object) -> torch._C.Value:
-        key = type(value), str(value)
+        key = type(value), str(id(value) if isinstance(value, torch.ScriptObject) else value)
         if key not in self._constants:
             self._constants[key] = self._graph.insertConstant(value)
         return self._constants[key]
@@ -345,11 +443,11 @@ class Unchanged:
         return self._facts() == self._then
 
     def _present(self) -> list[object]:
-        return list(chain.from_iterable(table.values() for table in self._tables))
+        return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _facts(self) -> list[object]:
-        modes = [(state["training"], state.get("forward")) for state in self._states]
-        return [*modes, *map(Tensor.data_ptr, self._tensors), *[tensor._version for tensor in self._versioned]]
+        modes = chain(map(itemgetter("training"), self._states), map(methodcaller("get", "forward"), self._states))
+        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(attrgetter("_version"), self._versioned)]
 
 
 # One step of generation, recorded once and then run without Python.
@@ -395,6 +493,7 @@ class Recording:
     ``function`` is the list of operators, of ``tokens`` [batch, time], views of the reserved slots, all other leaves of
     the state and the model's tensors ``captured``. Each reservation has ``least`` past slots or more and retains
     ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was recorded from, are stored.
+    ``twins`` are pairs of leaves that must be equal, of which the function reads the first.
     """
 
     def __init__(
@@ -406,8 +505,9 @@ class Recording:
         least: Sequence[int],
         retained: Sequence[int | None],
         time: int = 1,
+        twins: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.function, self.captured = function, captured
+        self.function, self.captured, self.twins = function, captured, twins
         self.least, self.retained, self.time = least, retained, time
         self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged([model]).holds
@@ -422,6 +522,9 @@ class Recording:
             full = part.slots.stop + time > part.capacity
             if full or part.capacity > most or part.slots.stop - part.slots.start < least:
                 return None
+        leaves = _leaves(state)
+        if not all(torch.equal(leaves[one], leaves[other]) for one, other in self.twins):
+            return None
         return RecordedStep(self, state)
 
 
@@ -501,7 +604,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
         raise UnrecordableError("a leaf of the state changes its shape")
-    calls, bounds = taped.tape.calls, now
+    calls, bounds, tapes = taped.tape.calls, now, [taped.tape]
     expected = [*taped.outputs, *taped.leaves]
     if parts:
         outputs, after = step(tokens, _open(state, now, time))
@@ -517,17 +620,41 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
             except UnrecordableError as refused:
                 room = max(stop - part.slots.stop for part, (_, stop) in zip(parts, longest, strict=True))
                 raise UnrecordableError(str(refused), room // 2 + 1) from None
+        tapes = [taped.tape, then.tape]
     refs = [taped.tape.ref(tensor) for tensor in (*taped.outputs, *taped.leaves)]
-    captured = taped.tape.captured
+    leaves = _leaves(state)
+    twins, first = _twins(leaves), taped.inputs - len(leaves)
+    while True:
+        simple, captured, outputs = simplify(calls, tapes, refs, [(first + one, first + other) for one, other in twins])
+        after = outputs[-len(leaves) :]
+        stay = [(one, other) for one, other in twins if after[one] == after[other]]
+        if stay == twins:
+            break
+        twins = stay
     try:
-        function = compile_calls(calls, taped.inputs, len(captured), refs)
+        function = compile_calls(simple, taped.inputs, len(captured), outputs)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]
-    recording = Recording(function, captured, model, state, least, taped.retained, time)
+    recording = Recording(function, captured, model, state, least, taped.retained, time, twins)
     trial = RecordedStep(recording, state)
     _compare([*trial.outputs(tokens), *trial._leaves], expected)
     return recording
+
+
+def _twins(leaves: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the numbers of leaves with equal whole numbers, such as the positions that every layer counts: the first
+    and another one."""
+    firsts: list[int] = []
+    twins = []
+    for number, leaf in enumerate(leaves):
+        if leaf.dtype == torch.int64:
+            first = next((one for one in firsts if torch.equal(leaves[one], leaf)), None)
+            if first is None:
+                firsts.append(number)
+            else:
+                twins.append((first, number))
+    return twins
 
 
 class _TapedStep(NamedTuple):

@@ -217,16 +217,18 @@ def predict(run: str | Path, inputs: str | Path | Sequence[object], **options: o
 
 
 @preserving
-def load(run: str | Path, *, set: Mapping[str, object] | None = None) -> Decoder | Encoder:
+def load(run: str | Path, *, set: Mapping[str, object] | None = None, weights: str = "fp32") -> Decoder | Encoder:
     """Load a trained run's model with its best weights, in eval mode, and with its datastore and retriever.
 
     run: the run's folder.
     set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
+    weights: the type of the weights in memory, "fp32", "bf16" or "int8"; 8-bit weights are for inference only.
     """
+    from kinformer.generation.weights import as_weights
     from kinformer.lab.datastore.attach import attach_store
 
     opened = open_run(run)
-    model: Decoder | Encoder = attach_store(opened, opened.model(set), open_run)
+    model: Decoder | Encoder = attach_store(opened, as_weights(opened.model(set), weights), open_run)
     return model
 
 

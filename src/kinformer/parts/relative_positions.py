@@ -101,6 +101,10 @@ class Rope(Position):
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in self._turns(positions))
+        if q.shape[2] == 1 and q.dtype == k.dtype:  # a step of generation: operators take longer to start than to turn
+            heads = [q.shape[1], k.shape[1]]
+            turned_q, turned_k = self._turn(torch.cat([q, k], 1), cos, sin).split(heads, 1)
+            return turned_q, turned_k
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def moved(self, k: Tensor, distances: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
 from kinformer.generation.packed import pack
+from kinformer.generation.weights import as_weights
 from kinformer.lab.data.files import atomic_write, spooled
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
 from kinformer.lab.datastore.evaluate import evaluate_datastore
@@ -92,10 +93,29 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         options = replace(options, data=data)
         if (report := evaluate_datastore(runs, options, options_of_task[0], quiet)) is not None:
             return report
-        if len({run.task.name for run in runs}) == 1:
-            return _measured(runs, options, options_of_task[0], quiet)
-        parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
-        return EvaluationReport([part.evaluations[0] for part in parts])
+        report = _measure_all(runs, options, options_of_task, quiet)
+        if options.weights == "fp32":
+            return report
+        wide = _measure_all(runs, replace(options, weights="fp32"), options_of_task, quiet)
+        pairs = zip(report.evaluations, wide.evaluations, strict=True)
+        return replace(report, evaluations=[_beside(item, other, options.weights) for item, other in pairs])
+
+
+def _measure_all(
+    runs: Sequence[Run], options: EvaluateOptions, options_of_task: Sequence[object], quiet: bool
+) -> EvaluationReport:
+    if len({run.task.name for run in runs}) == 1:
+        return _measured(runs, options, options_of_task[0], quiet)
+    parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
+    return EvaluationReport([part.evaluations[0] for part in parts])
+
+
+def _beside(evaluation: Evaluation, wide: Evaluation, weights: str) -> Evaluation:
+    """Return the evaluation with ``weights``, to which the metrics of float32 weights, ``wide``, are added."""
+    (metric, value), (_, other) = evaluation.deciding, wide.deciding
+    line = () if metric is None else (f"{weights} weights: {metric.text(value)}; fp32: {metric.text(other)}",)
+    facts = {**evaluation.facts, "weights": weights, "fp32": dict(wide.metrics)}
+    return replace(evaluation, facts=facts, text=(*evaluation.text, *line))
 
 
 def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: object, quiet: bool) -> EvaluationReport:
@@ -104,7 +124,7 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
     taken: dict[Path, PonderRecorder] = {}
 
     def load(run: Any) -> LoadedRun:
-        model = run.model(options.set).to(options.prepare(options.seed))
+        model = as_weights(run.model(options.set).to(options.prepare(options.seed)), options.weights)
         model = attach_store(run, model, open_run, options)
         lookups[run.folder] = lookup_facts(model)
         taken[run.folder] = open_counts.enter_context(noting_steps(model))
@@ -193,7 +213,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     )
     assert options.seed is not None
     device = options.prepare(options.seed)
-    model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    model = as_weights(run.model(options.set).to(device), options.weights)
     packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
     if options.package is not None:
         from kinformer.lab.runs.exporting import attach_package
@@ -220,7 +240,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
         raise KinformerError(
             f"`draft` {other.folder}: has another task or tokenizer than {run.folder}; train it with the same ones."
         )
-    model = other.model().to(device, torch.bfloat16 if options.weights == "bf16" else None)
+    model = as_weights(other.model().to(device), options.weights)
     return pack(model, options.samples)
 
 

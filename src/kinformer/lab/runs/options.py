@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from kinformer.lab.datastore.options import ListOptions, StoreOptions
 from kinformer.lab.tasks.evaluation import EmbeddingSettings, EvaluationSettings, GenerationSettings, PredictionSettings
@@ -87,6 +87,8 @@ def spread(text: str | None, devices: int) -> dict[str, object]:
 
 
 MAX_THREADS = 1024
+Weights: TypeAlias = Literal["fp32", "bf16", "int8"]
+"""The type of the weights in memory, as in ``generation.weights``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +268,8 @@ class TrainOptions(Settings, LearningOptions):
 class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
     """Measure runs of any task on held-out data."""
 
+    weights: Weights = "fp32"
+    """Type of the weights in memory; of bf16 and int8, the metrics of fp32 are reported beside them."""
     tune: bool = False
     """With `datastore`: find weight, temperature and neighbours (up to `neighbours`) on the validation split, or on the
     first half of the text where both are the same; the metrics are measured on the rest."""
@@ -274,6 +278,10 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
 
     def check_store(self) -> None:
         super().check_store()
+        if self.datastore is not None and self.weights != "fp32":
+            raise KinformerError(
+                f"{marked('weights')} {self.weights}: does not go with `datastore`, whose keys are fp32; leave one out."
+            )
         if self.tune:
             for name in ("weight", "knn_temperature"):
                 if getattr(self, name) is not None:
@@ -285,8 +293,8 @@ class EvaluateOptions(OfTask, StoreOptions, EvaluationSettings, RunOptions):
 class GenerateOptions(StoreOptions, GenerationSettings, RunOptions):
     """Continue a text and write every token at once, or draw images."""
 
-    weights: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights in memory."""
+    weights: Weights = "fp32"
+    """Type of the weights in memory; int8 has one scale for each row of a matrix."""
     package: str | None = None
     """Step by the package in this folder, which kinformer export wrote with its format aoti."""
     draft: str | None = None
@@ -382,8 +390,8 @@ class ServeOptions(RunOptions):
     api_key: str | None = None
     """The key that clients must send, as OpenAI's clients send it; the value of the variable KINFORMER_API_KEY if not
     given, which other users of the machine cannot read. Without either, the server asks for no key."""
-    weights: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights in memory."""
+    weights: Weights = "fp32"
+    """Type of the weights in memory; int8 has one scale for each row of a matrix."""
     quiet: bool = False
     """Print nothing but errors."""
 

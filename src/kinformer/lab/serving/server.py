@@ -37,6 +37,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kinformer.generation.packed import pack
 from kinformer.generation.sampling import ends_of_text
 from kinformer.generation.session import require_ids
+from kinformer.generation.weights import as_weights
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.labelled import TextItem
 from kinformer.lab.data.tokenizer import prompt_ids
@@ -411,7 +412,7 @@ class Server:
             raise KinformerError(f"`chat_stop`: {folder} lacks a chat template; give a `chat_template` too.")
         self.socket = _listening(options.host, options.port)
         device = options.prepare(0)
-        model = run.model(options.set).to(device, torch.bfloat16 if options.weights == "bf16" else None)
+        model = as_weights(run.model(options.set).to(device), options.weights)
         if template is not None and template.end and not ends_of_text(model):
             template.stops += (template.end,)
         limits = Limits(

@@ -1,0 +1,265 @@
+"""Weights in 16 and 8 bits for inference: less memory, and products of few rows that read fewer bytes.
+
+    w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
+
+:func:`as_weights` stores the weights of all linear products and tables of vectors so, embeddings and heads included.
+The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
+(:class:`UnpackedLinear`) keep the model's dtype.
+
+How a product with 8-bit weights is computed depends on the processor:
+
+* On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
+  becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows
+  changes nothing.
+* Otherwise PyTorch's product takes inputs in bfloat16 and sums in float32.
+
+bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
+the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
+bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at most 3e-8.
+
+``benchmarks/llama_cpp.py`` compares them with llama.cpp.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kinformer.core.parts import UnpackedLinear
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.process import emulates_bfloat16, multiplies_int8, processor
+
+Model = TypeVar("Model", bound=nn.Module)
+
+FEW = 16
+"""Rows up to which PyTorch's product of 8-bit weights is used; for more rows, a float32 matrix is made once."""
+MULTIPLE = 32
+"""The numbers of columns that this product takes are multiples of this number."""
+WIDE = 512
+"""Columns from which on FBGEMM multiplies 8-bit weights where it is used; a row of fewer columns takes longer to split
+than the product gains (:func:`uses_fbgemm`)."""
+
+
+@cache
+def uses_fbgemm() -> bool:
+    """Return whether FBGEMM computes the products: on x86 with AVX2, without AVX-512 and VNNI.
+
+    Measured on an AMD EPYC (family 25, Zen 3), one thread, torch 2.13, microseconds a product of 1 and of 8 rows:
+
+        768 x 2304    float32 760, 2271    bfloat16 530, 3416    float16 428, 836    8 bits 264, 546
+        256 x 768     float32 138, 260     bfloat16  88, 430     float16  92, 138    8 bits  98, 109
+
+    PyTorch's product of 8-bit weights takes 534 and 1301, and 40 and 124.
+    """
+    flags = processor() or ""
+    measured = emulates_bfloat16() and "avx2" in flags and "avx512" not in flags and not multiplies_int8("cpu")
+    operators = hasattr(torch.ops.quantized, _PRODUCT) and hasattr(torch, "_make_per_channel_quantized_tensor")
+    return measured and operators and "fbgemm" in torch.backends.quantized.supported_engines
+
+
+_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
+
+
+class NarrowWeight(Tensor):
+    """A matrix [rows, columns] of few bits in place of a weight of ``dtype``; it does not change and has no gradient.
+
+    A linear product and an embedding read the narrow numbers. Every other operation reads the whole matrix in
+    ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for
+    FBGEMM. A weight of products alone stores one of both, a table of vectors ``matrix``, and ``packed`` once a product
+    needs it.
+    """
+
+    matrix: Tensor | None
+    scales: Tensor | None
+    packed: torch.ScriptObject | None
+    by_fbgemm: bool
+    _dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int, table: bool = False) -> NarrowWeight:
+        """Return ``weight`` in 8 or 16 ``bits``; ``table``: its rows are looked up."""
+        matrix, scales = weight.detach().bfloat16(), None
+        if bits == 8:
+            wide = weight.detach().float()
+            scales = (wide.abs().amax(1) / 127).bfloat16()
+            # Up to the next bfloat16, so that no integer exceeds 127. A row of zeros has the scale 1.
+            low = scales.float() * 127 < wide.abs().amax(1)
+            scales = torch.where(low, torch.nextafter(scales, scales.new_tensor(torch.inf)), scales)
+            scales = scales.where(scales > 0, 1)
+            matrix = (wide / scales.float()[:, None]).round().to(torch.int8)
+        made = cls._of(matrix, scales, weight.dtype)
+        if made.by_fbgemm and not table:
+            made._pack()
+            made.matrix = None
+        return made
+
+    @classmethod
+    def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> NarrowWeight:
+        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))  # type: ignore[assignment]
+        made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
+        made.by_fbgemm = uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
+        return made
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
+
+    def is_floating_point(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __deepcopy__(self, memo: object) -> NarrowWeight:
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, slice) and self.matrix is not None:
+            return self._of(self.matrix[index], None if self.scales is None else self.scales[index], self._dtype)
+        return self.widened()[index]
+
+    def widened(self) -> Tensor:
+        """Return the whole matrix in ``dtype``."""
+        if self.matrix is not None:
+            return self._wide(self.matrix, self.scales)
+        if self.scales is None:
+            return torch.ops.quantized.linear_unpack_fp16(self.packed)[0].to(self._dtype)
+        integers = torch.ops.quantized.linear_unpack(self.packed)[0].int_repr()
+        return self._wide(integers, self.scales)
+
+    def _wide(self, numbers: Tensor, scales: Tensor | None) -> Tensor:
+        wide = numbers.float()
+        return (wide if scales is None else wide * scales.float()[..., None]).to(self._dtype)
+
+    def _pack(self) -> torch.ScriptObject:
+        if self.packed is None:
+            assert self.matrix is not None
+            if self.scales is None:
+                self.packed = torch.ops.quantized.linear_prepack_fp16(self.matrix.float(), None)
+            else:
+                zeros = torch.zeros(len(self.scales), dtype=torch.int64)
+                with warnings.catch_warnings():  # PyTorch warns that it may remove tensors of quantised numbers
+                    warnings.simplefilter("ignore", UserWarning)
+                    numbers = torch._make_per_channel_quantized_tensor(self.matrix, self.scales.double(), zeros, 0)
+                    self.packed = torch.ops.quantized.linear_prepack(numbers, None)
+        return self.packed
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x W^T + bias [..., rows] of x [..., columns], in the dtype of x."""
+        few = x.reshape(-1, x.shape[-1])
+        if self.by_fbgemm:
+            y = self._by_fbgemm(few.float())
+        elif self.scales is None:
+            y = functional.linear(few, self.widened())
+        else:
+            y = self._by_bfloat16(few)
+        y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        return y if bias is None else y + bias
+
+    def _by_fbgemm(self, x: Tensor) -> Tensor:
+        if self.scales is None:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self._pack())
+        scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).mul(1 / _MOST).clamp_min(_LEAST)
+        x = x / scale
+        # The product itself rounds to whole numbers, half to even like ``round``.
+        both = torch.cat([x, (x - x.round()) * (2 * _MOST)])
+        y = getattr(torch.ops.quantized, _PRODUCT)(both, 1.0, _MOST + 1, self._pack())
+        high, low = y.chunk(2)
+        return torch.add(high, low, alpha=0.5 / _MOST) * scale
+
+    def _by_bfloat16(self, x: Tensor) -> Tensor:
+        assert self.matrix is not None and self.scales is not None
+        narrow = x.bfloat16()
+        if len(x) <= FEW and x.shape[1] % MULTIPLE == 0 and x.device.type == "cpu":
+            return torch._weight_int8pack_mm(narrow, self.matrix, self.scales)
+        # The same roundings, so that a text may be cut into any chunks.
+        return (narrow.to(x.dtype) @ self.widened().to(x.dtype).mT).bfloat16()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids`` [...] int64, [..., columns] in ``dtype``."""
+        if self.matrix is None:
+            return self.widened()[ids]
+        return self._wide(self.matrix[ids], None if self.scales is None else self.scales[ids])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and isinstance(args[1], NarrowWeight):
+                return args[1].product(args[0], *args[2:], **kwargs)
+            if func is functional.embedding and isinstance(args[1], NarrowWeight):
+                return args[1].rows(args[0])
+            if func in _FACTS:
+                return func(*args, **kwargs)
+            return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
+
+
+_MOST = 63
+"""The largest number of 7 bits. With 8 bits, FBGEMM's sums of two products would exceed 16 bits."""
+_LEAST = 1e-30
+
+_FACTS: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "device", "ndim", "layout", "requires_grad", "is_leaf")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_meta", "is_sparse", "is_nested", "is_cpu", "is_cuda", "grad_fn", "_version")
+    ),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference")),
+}
+"""The attributes and methods that do not read the numbers."""
+
+
+def _wide(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(_wide, argument))
+    return argument.widened() if isinstance(argument, NarrowWeight) else argument
+
+
+def as_weights(model: Model, weights: str) -> Model:
+    """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
+
+    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only.
+
+    Errors: ``KinformerError`` for another type.
+    """
+    if weights not in ("fp32", "bf16", "int8"):
+        raise KinformerError(f"weights is {weights!r}, but must be one of fp32, bf16 and int8.")
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if weights == "bf16" and not (on_cpu and uses_fbgemm()):
+        return model.to(torch.bfloat16)
+    if weights != "fp32":
+        _narrow(model, 8 if weights == "int8" else 16)
+    return model
+
+
+def _narrow(model: nn.Module, bits: int) -> None:
+    products = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, UnpackedLinear)
+        if module._parameters.get("weight") is not None
+    ]
+    tables = {id(module.weight) for module in products if isinstance(module, nn.Embedding)}
+    made: dict[int, NarrowWeight] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for module in products:
+            weight = module.weight
+            if id(weight) not in made:
+                made[id(weight)] = NarrowWeight.of(weight, bits, id(weight) in tables)
+            del module.weight
+            module.weight = made[id(weight)]  # type: ignore[assignment]
+            # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
+            module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
+    model.requires_grad_(False).eval()
+    model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
+
+
+def _refuse_training(model: Model, mode: bool = True) -> Model:
+    if mode:
+        raise KinformerError("this model has narrow weights, which cannot be trained; load it with weights of fp32.")
+    return nn.Module.train(model, False)  # type: ignore[return-value]

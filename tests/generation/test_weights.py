@@ -1,0 +1,129 @@
+"""Weights of 8 and 16 bits: near the model's own logits, alike for chunks and recorded steps, and never trained."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import kinformer
+from kinformer.core.parts import features_of
+from kinformer.core.state import difference
+from kinformer.generation import weights as forms
+from kinformer.generation.session import Session
+from kinformer.generation.weights import FEW, NarrowWeight, as_weights
+from kinformer.runtime.errors import KinformerError
+from tests.members import CAUSAL
+
+MEMBERS = ["gpt", "rope", "gated-deltanet", "linear-transformer", "mla", "mixtral", "transformer-xl"]
+BOUND = 0.05
+"""The largest error of logits, relative to the largest logit."""
+
+
+@pytest.fixture(params=[True, False])
+def fbgemm(request, monkeypatch):
+    """Products by FBGEMM, and as on processors where FBGEMM is not used."""
+    if request.param and not forms.uses_fbgemm():
+        pytest.skip("FBGEMM is not used on this processor")
+    monkeypatch.setattr(forms, "uses_fbgemm", lambda: request.param)
+    monkeypatch.setattr(forms, "WIDE", 1)
+    return request.param
+
+
+def twins(name, **changes):
+    torch.manual_seed(0)
+    model = kinformer.build(name, recipe="tiny", set=changes).eval()
+    return model, as_weights(copy.deepcopy(model), "int8")
+
+
+def test_a_row_is_off_by_half_a_step(fbgemm):
+    weight = torch.randn(5, 12) * torch.logspace(-3, 2, 5)[:, None]
+    weight[3] = 0
+    ours = NarrowWeight.of(weight, 8)
+    assert (ours.shape, ours.dtype) == (weight.shape, torch.float32)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((ours.widened() - weight).abs() <= 0.506 * step + 1e-30).all()
+    half = NarrowWeight.of(weight.bfloat16().float(), 16)
+    assert (half.widened() - weight.bfloat16().float()).abs().max() < 4e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("columns", [64, 40, 7])
+def test_a_product_is_the_product_of_the_wide_matrix(columns, bits, dtype, fbgemm):
+    weight = NarrowWeight.of(torch.randn(24, columns, dtype=dtype), bits)
+    bias = torch.randn(24, dtype=dtype)
+    for rows in (1, 3, FEW + 1):
+        x = torch.randn(1, rows, columns, dtype=dtype)
+        expected = functional.linear(x.float(), weight.widened().float(), bias.float())
+        y = functional.linear(x, weight, bias)
+        assert y.dtype == dtype and y.shape == expected.shape
+        limit = 1e-3 if fbgemm and dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(y.float(), expected, atol=limit * float(expected.abs().max()), rtol=0)
+        if fbgemm and bits == 8:
+            one = [functional.linear(x[:, row : row + 1], weight, bias) for row in range(rows)]
+            assert torch.equal(torch.cat(one, 1), y)
+
+
+def test_lookups_slices_and_other_reads():
+    weight = NarrowWeight.of(torch.randn(9, 32), 8, table=True)
+    wide, ids = weight.widened(), torch.tensor([[3, 0], [8, 3]])
+    assert torch.equal(functional.embedding(ids, weight), wide[ids])
+    assert torch.equal(weight.mT, wide.mT) and torch.equal(weight[2:5].widened(), wide[2:5])
+    assert torch.equal(torch.einsum("rc,dc->rd", torch.eye(32), weight), wide.mT)
+    linear = torch.nn.Linear(32, 9, bias=False)
+    del linear.weight
+    linear.weight = weight
+    x = torch.randn(2, 32)
+    torch.testing.assert_close(features_of(linear, x, slice(4, None)), linear(x)[:, 4:])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_logits_are_near_the_models_own(name):
+    model, ours = twins(name)
+    tokens = torch.randint(model.vocab_size, (2, 24))
+    with torch.no_grad():
+        expected, state = model(tokens)
+        whole, after = ours(tokens)
+    assert sum(isinstance(vars(module).get("weight"), NarrowWeight) for module in ours.modules()) > 2
+    assert not any(isinstance(vars(module).get("weight"), NarrowWeight) for module in model.modules())
+    error = float((whole - expected).abs().mean() / expected.abs().mean())
+    assert 0 < error < BOUND
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_chunks_and_recorded_steps_are_alike(name):
+    _, ours = twins(name, **{"input.vocab_size": 40})
+    tokens = torch.randint(40, (2, FEW + 8))
+    with torch.no_grad():
+        whole, after = ours(tokens)
+        first, middle = ours(tokens[:, : FEW + 5])
+        last, end = ours(tokens[:, FEW + 5 :], middle)
+    torch.testing.assert_close(torch.cat([first, last], 1), whole, atol=BOUND * float(whole.abs().max()), rtol=0)
+    assert difference(after, end) < BOUND * 10
+    recorded, plain = (Session(ours, 2, temperature=0, room=64, recorded=flag) for flag in (True, False))
+    for made in (recorded, plain):
+        made.feed(tokens)
+    for _ in range(6):
+        assert torch.equal(recorded.step(), plain.step())
+        torch.testing.assert_close(recorded._logits, plain._logits, atol=1e-5, rtol=1e-5)
+    assert recorded._stepping.running is not None
+
+
+def test_generate_takes_a_type_of_weights():
+    model, ours = twins("rope")
+    prompt = torch.randint(model.vocab_size, (1, 6))
+    expected = kinformer.generate(ours, prompt, max_new_tokens=5, temperature=0)
+    assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=5, temperature=0, weights="int8"), expected)
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
+    assert model.stack.layers[0].mixer.out.weight.dtype == torch.float32
+    with pytest.raises(KinformerError, match="weights is 'int4', but must be one of fp32, bf16 and int8"):
+        kinformer.generate(model, prompt, weights="int4")
+
+
+def test_8_bit_weights_are_not_trained():
+    _, ours = twins("gpt")
+    with pytest.raises(KinformerError, match="narrow weights, which cannot be trained"):
+        ours.train()
+    assert not any(parameter.requires_grad for parameter in ours.parameters())
+    assert ours.eval() is ours and not copy.deepcopy(ours).training
